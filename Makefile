@@ -40,7 +40,7 @@ test: setup
 
 # Recipes for frameworks, in an environment that has these. torch comes first and alone, as dev has it: what the group
 # asks for must not draw in another build of it.
-test-integrations: $(INTEGRATIONS)/installed
+test-integrations: $(INTEGRATIONS)/installed $(INTEGRATIONS)/servers/tried
 	FLOWSTONE_INTEGRATIONS=all $(INTEGRATIONS)/bin/python -m pytest -o faulthandler_timeout=3600 tests/integrations
 
 # build/site/: the documentation, to be opened or served by anything. A link that leads nowhere is an error.
@@ -99,11 +99,11 @@ bench-ranks: setup
 	$(BIN)/python bench/run.py --only flowstone-ranks flowstone-replicas --bytes 5e9 --passes 1 \
 	    --json runs/bench/ranks.json --section ranks --update docs/performance/ranks.md $(BENCH)
 
-# Five minutes: dcp.async_save, with DCP's own writer and with ours.
+# Ten minutes: dcp.save and dcp.async_save, with DCP's own writer and with ours.
 bench-dcp: setup
 	sh tools/system_packages.sh fio
 	mkdir -p runs/bench
-	$(BIN)/python bench/run.py --only dcp-async dcp-flowstone-async --bytes 1.5e9 --passes 1 \
+	$(BIN)/python bench/run.py --only dcp-1 dcp-2 dcp-flowstone dcp-async dcp-flowstone-async --bytes 1.5e9 --passes 1 \
 	    --json runs/bench/dcp.json --section dcp --update docs/performance/dcp.md $(BENCH)
 
 # An hour and a half: GPT-2 trained with saves and without. After an interruption: make bench-interference BENCH=--resume
@@ -157,6 +157,12 @@ $(INTEGRATIONS)/installed: $(INTEGRATIONS)/tools $(VENV)/uring-$(URING) $(NATIVE
 	    $(BUILD_OPTIONS) \
 	    --config-settings=build-dir=$(INTEGRATIONS)/build --editable .
 	touch $@
+
+# Object stores of others. Where they cannot be installed, their tests are skipped, and say why.
+$(INTEGRATIONS)/servers/tried: Makefile $(INTEGRATIONS)/tools
+	-sh tools/system_packages.sh npm radosgw ceph-mon ceph-osd
+	-npm install --silent --no-audit --no-fund --prefix $(INTEGRATIONS)/servers azurite@3.35.0
+	mkdir -p $(INTEGRATIONS)/servers && touch $@
 
 $(WHEEL)/installed: pyproject.toml
 	test -x $(WHEEL)/bin/python || $(PYTHON) -m venv $(WHEEL)

@@ -1,68 +1,52 @@
 """Codecs on the state of a real training: ratios and rates a core, beside others'; and saves with them, by device rate.
 
     python -m bench.codecs rates [--steps 200] [--rounds 5]
-    python -m bench.codecs saves DIRECTORY [--bytes 4e8] [--rates 0.5 0.2 0.05] [--rounds 3]
+    python -m bench.codecs saves DIRECTORY [--bytes 4e8] [--rates 0.5 0.2 0.05] [--rounds 3] [--training]
 
 `rates` trains the demo's GPT with AdamW, and encodes chunks of 1 MiB of its weights (fp32, and rounded to bf16) and of
-both moments: by this codec, and where they are installed (`pip install blosc2 zipnn`) by blosc2 (shuffle and zstd at
+both moments: by this codec, and where they are installed (bench/pins/codecs.txt) by blosc2 (shuffle and zstd at
 level 1) and ZipNN. Rates are of the process' time on processors, the best of the rounds, of what goes in when encoding,
 and comes out when decoding.
 
-    python -m bench.codecs near DIRECTORY [--steps 60] [--rates 0.5 0.2] [--rounds 3]
+    python -m bench.codecs near DIRECTORY [--steps 60] [--rates 0.5 0.2] [--rounds 3] [--rivals ENVIRONMENTS]
 
 `saves` measures from `save` to `committed`, and a cold load, in a process of its own that a control group (version 1,
 blkio) holds to a rate; by turns without and with `compress`. It needs root; without such a group it says so.
 
 `near` does so with that training's state, saved after each step: raw, by planes, and by what has changed since the last
-save that was stored by itself (`kept_bytes`). Beside these, what the difference to the step before takes by zstd alone.
+save that was stored by itself (`kept_bytes`). With `--rivals` also by Orbax, with its zstd and without, and by the
+difference to the step before and zstd; their packages are installed there (bench/pins).
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import multiprocessing
 import os
 import statistics
+import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import torch
 
 import flowstone as fs
+from bench.codec_rivals import KINDS
+from bench.codec_states import CHUNK, after, change, mixed, mixed_of, trained
+from bench.environments import Environment
+from bench.launch import ROOT
 from bench.meter import cool, files_below
 from bench.script import folder_in
+from bench.throttle import held_to
 from flowstone import _native
-from flowstone_demo.sizes import Sizes
+from flowstone.config import Compress
 from flowstone_demo.train import Training
 
-CHUNK = _native.CHUNK_BYTES
-SIZES = Sizes(width=384, depth=6, heads=6, length=64, batch=8, corpus_bytes=1 << 20, steps=1000)
-GROUP = Path("/sys/fs/cgroup/blkio/flowstone-bench")
-
-Chunks = list[np.ndarray]
 Codec = tuple[Callable[[np.ndarray, int], bytes | None], Callable[[bytes, int], object]]
-
-
-def trained(steps: int) -> dict[str, tuple[Chunks, int]]:
-    """Whole chunks of each part of a training's state, and the length of their numbers in bytes."""
-    run = Training(SIZES, seed=1)
-    for _ in range(steps):
-        run.learn()
-    weights = [parameter.detach() for parameter in run.model.parameters()]
-    states = list(run.optimizer.state.values())
-    parts = {
-        "weights": (weights, 4), "exp_avg": ([one["exp_avg"] for one in states], 4),
-        "exp_avg_sq": ([one["exp_avg_sq"] for one in states], 4),
-        "weights, bf16": ([weight.bfloat16().view(torch.int16) for weight in weights], 2),
-    }
-    found = {}
-    for name, (tensors, width) in parts.items():
-        data = torch.cat([tensor.flatten() for tensor in tensors]).numpy().view(np.uint8)
-        found[name] = ([data[at : at + CHUNK] for at in range(0, len(data) - CHUNK + 1, CHUNK)], width)
-    return found
 
 
 def codecs() -> Iterator[tuple[str, Codec]]:
@@ -127,157 +111,140 @@ def _best(rounds: int, work: Callable[[], object]) -> float:
     return max(min(found), 1e-9)
 
 
-@contextmanager
-def held_to(bytes_per_s: float, directory: Path) -> Iterator[None]:
-    """This process' requests on the device of the directory, at most at that rate; 0: no limit."""
-    if not bytes_per_s:
-        yield
-        return
-    number = os.stat(directory).st_dev
-    device = f"{os.major(number)}:{os.minor(number)}"
-    GROUP.mkdir(exist_ok=True)
-    for direction in ("read", "write"):
-        (GROUP / f"blkio.throttle.{direction}_bps_device").write_text(f"{device} {int(bytes_per_s)}")
-    (GROUP / "cgroup.procs").write_text(str(os.getpid()))
-    try:
-        yield
-    finally:
-        (GROUP.parent / "cgroup.procs").write_text(str(os.getpid()))
-        GROUP.rmdir()
-
-
-def state_of(total: int) -> dict[str, object]:
-    """Mixed precision: bf16 weights, an fp32 copy, two moments."""
-    torch.manual_seed(0)
-    elements, layers = total // 14, max(1, total // 14 // 4_000_000)
-    size = elements // layers
-    tensors: dict[str, object] = {}
-    for layer in range(layers):
-        master = torch.randn(size) * 0.02
-        tensors[f"{layer}.master"], tensors[f"{layer}.weight"] = master, master.bfloat16()
-        tensors[f"{layer}.exp_avg"] = torch.randn(size) * 1e-4 * torch.rand(size)
-        tensors[f"{layer}.exp_avg_sq"] = (torch.randn(size) * 1e-5) ** 2
-    return tensors
-
-
-def one_save(directory: Path, compress: str, total: int, rate: float) -> tuple[float, float, int, float]:
-    """Seconds of the third save and of a cold load, bytes on disk, processor seconds of that save."""
-    state = state_of(total)
+def one_process(
+    directory: Path, compress: Compress, total: int, rate: float, saves: int, training: bool
+) -> tuple[float, float, int, float, float]:
+    """Medians of all saves but the first two: seconds, and processor seconds. Seconds of a cold load, bytes on disk,
+    and seconds that a step of the training beside took, 0 without one.
+    """
+    state, found, steps = mixed_of(total), [], list[float]()
+    run = after(2) if training else None
     with folder_in(directory) as folder, held_to(rate, directory):
-        with fs.Checkpointer(folder, engine=fs.EngineOptions(compress=compress), keep=fs.Keep()) as checkpointer:  # type: ignore[arg-type]
-            for step in (1, 2, 3):
-                for tensor in state.values():
-                    assert isinstance(tensor, torch.Tensor)
-                    tensor.view(torch.int16)[::4096] ^= 1  # no chunk is the one before
-                begin, cpu = time.perf_counter(), time.process_time()
-                checkpointer.save(step, state).committed.result()
-                saving, used = time.perf_counter() - begin, time.process_time() - cpu
+        with fs.Checkpointer(folder, engine=fs.EngineOptions(compress=compress), keep=1) as checkpointer:
+            for step in range(saves):
+                change(state)
+                if run is not None:
+                    run.learn()
+                found.append(_save(checkpointer, step, state, run, steps))
+                checkpointer.wait()
         stored = sum(path.stat().st_size for path in files_below(folder))
         cool(files_below(folder))
-        into = {name: torch.zeros_like(tensor) for name, tensor in state.items()}  # type: ignore[call-overload]
+        into = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
         with fs.Checkpointer(folder) as checkpointer:
             begin = time.perf_counter()
             checkpointer.load(into)
             loading = time.perf_counter() - begin
-        assert all(torch.equal(into[name], tensor) for name, tensor in state.items())  # type: ignore[arg-type]
-    return saving, loading, stored, used
+        assert all(torch.equal(into[name], tensor) for name, tensor in state.items())
+    saving, used = map(statistics.median, zip(*found[2:], strict=True))
+    return saving, loading, stored, used, statistics.median(steps) if steps else 0.0
+
+
+def _save(
+    checkpointer: fs.Checkpointer, step: int, state: dict[str, torch.Tensor], run: Training | None, steps: list[float]
+) -> tuple[float, float]:
+    """Seconds until it is durable, and processor seconds of this process; `run` trains meanwhile."""
+    ended: list[float] = []
+    begin, cpu = time.perf_counter(), time.process_time()
+    save = checkpointer.save(step, state, fence="manual")
+    save.committed.add_done_callback(lambda _: ended.append(time.perf_counter()))
+    while run is not None and not save.committed.done():
+        began = time.perf_counter()
+        run.learn()
+        steps.append(time.perf_counter() - began)
+    save.committed.result()
+    return (ended[0] if ended else time.perf_counter()) - begin, time.process_time() - cpu
 
 
 def saves(options: argparse.Namespace) -> None:
-    total, modes = int(options.bytes), ("off", options.compress)
+    total, modes = int(options.bytes), ("off", *options.compress)
     context = multiprocessing.get_context("spawn")
-    print("| device GB/s | compress | durable GB/s | of raw | load GB/s | of raw's time | bytes | CPU s per GB |")
-    print("|---|---|---|---|---|---|---|---|", flush=True)
+    heads = "device GB/s", "compress", "durable GB/s", "of raw", "load GB/s", "of raw's time", "bytes", "CPU s per GB"
+    print(f"| {' | '.join(heads)} | step ms |")
+    print("|---|---|---|---|---|---|---|---|---|", flush=True)
     for rate in options.rates:
-        found: dict[str, list[tuple[float, float, int, float]]] = {mode: [] for mode in modes}
+        found: dict[str, list[tuple[float, ...]]] = {mode: [] for mode in modes}
         for round_ in range(options.rounds):
             for mode in modes if round_ % 2 else reversed(modes):
+                work = options.directory, mode, total, rate * 1e9, options.saves, options.training
                 with context.Pool(1) as pool:
-                    found[mode].append(pool.apply(one_save, (options.directory, mode, total, rate * 1e9)))
-        middle = {mode: list(map(statistics.median, zip(*rows, strict=True))) for mode, rows in found.items()}
-        for mode, (saving, loading, stored, used) in middle.items():
-            print(
-                f"| {rate or 'full'} | {mode} | {total / saving / 1e9:.3f} | {middle['off'][0] / saving:.2f} | "
-                f"{total / loading / 1e9:.3f} | {loading / middle['off'][1]:.2f} | {stored / total:.3f} | "
-                f"{used / total * 1e9:.2f} |", flush=True,
+                    found[mode].append(pool.apply(one_process, work))
+        for mode, rows in found.items():
+            saving, loading, stored, used, step = map(statistics.median, zip(*rows, strict=True))
+            of_raw, of_raws_time = _paired(found, mode, 0, over=True), _paired(found, mode, 1, over=False)
+            used_text = "" if options.training else f"{used / total * 1e9:.2f}"
+            durable, loaded = (f"{total / seconds / 1e9:.3f}" for seconds in (saving, loading))
+            row = (
+                str(rate or "full"), mode, durable, f"{of_raw:.2f}", loaded, f"{of_raws_time:.2f}",
+                f"{stored / total:.3f}", used_text, f"{step * 1e3:.0f}" if step else "",
             )
+            print(f"| {' | '.join(row)} |", flush=True)
 
 
-def mixed(run: Training) -> dict[str, torch.Tensor]:
-    """The state of a training in mixed precision: fp32 weights, what they are rounded to, two moments."""
-    found: dict[str, torch.Tensor] = {}
-    for at, (parameter, state) in enumerate(run.optimizer.state.items()):
-        weight = parameter.detach()  # type: ignore[attr-defined]
-        found |= {f"{at}.master": weight, f"{at}.weight": weight.bfloat16()}
-        found |= {f"{at}.{slot}": state[slot] for slot in ("exp_avg", "exp_avg_sq")}
-    return found
+def _paired(found: dict[str, list[tuple[float, ...]]], mode: str, column: int, *, over: bool) -> float:
+    """The median of the rounds' ratios to raw. `over`: raw's by this mode's."""
+    ratios = [mine[column] / raw[column] for mine, raw in zip(found[mode], found["off"], strict=True)]
+    return statistics.median(1 / one for one in ratios) if over else statistics.median(ratios)
 
 
-def near_saves(directory: Path, compress: str, kept_bytes: int, steps: int, rate: float) -> tuple[float, ...]:
-    """Medians of four saves, each a step after the one before: seconds, bytes written, processor seconds. Then the
-    bytes of a state, and of its difference to the step before by zstd at level 1, if blosc2 is installed.
+def near_saves(directory: Path, compress: Compress, kept_bytes: int, states: str, rate: float) -> tuple[float, ...]:
+    """Medians of all saves but the first two, each a step after the one before: seconds, bytes written, processor
+    seconds.
     """
-    run = Training(SIZES, seed=1)
-    for _ in range(steps):
-        run.learn()
-    found, total, last = [], 0, mixed(run)
-    options = fs.EngineOptions(compress=compress, kept_bytes=kept_bytes)  # type: ignore[arg-type]
+    found = []
+    options = fs.EngineOptions(compress=compress, kept_bytes=kept_bytes)
+    into: dict[str, torch.Tensor] = {}
     with folder_in(directory) as folder, held_to(rate, directory):
         with fs.Checkpointer(folder, engine=options, keep=fs.Keep(last=2)) as checkpointer:
-            for step in range(6):
-                last = {name: tensor.clone() for name, tensor in mixed(run).items()}
-                run.learn()
-                state = mixed(run)
-                total = sum(tensor.nbytes for tensor in state.values())
+            for step, state in enumerate(torch.load(states)):
                 begin, cpu = time.perf_counter(), time.process_time()
                 saved = checkpointer.save(step, state).committed.result()
                 spent = time.perf_counter() - begin, time.process_time() - cpu
                 written = sum(row.bytes for row in saved.manifest.segments if row.home is None)
                 found.append((spent[0], written, spent[1]))
-        into = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+                into = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
         with fs.Checkpointer(folder) as checkpointer:
             checkpointer.load(into)
         assert all(torch.equal(into[name], tensor) for name, tensor in state.items())
-    return (*map(statistics.median, zip(*found[2:], strict=True)), total, _difference(last, state))
-
-
-def _difference(before: dict[str, torch.Tensor], now: dict[str, torch.Tensor]) -> int:
-    try:
-        import blosc2
-    except ImportError:
-        return 0
-    length = 0
-    for name, tensor in now.items():
-        a, b = (one.contiguous().view(torch.uint8).flatten().numpy() for one in (tensor, before[name]))
-        left = a ^ b
-        for at in range(0, len(left), CHUNK):
-            part = left[at : at + CHUNK]
-            length += len(blosc2.compress(
-                part, typesize=1, codec=blosc2.Codec.ZSTD, clevel=1, filter=blosc2.Filter.NOFILTER
-            ))
-    return length
+    return tuple(statistics.median(column) for column in zip(*found[2:], strict=True))
 
 
 def near(options: argparse.Namespace) -> None:
-    modes = {"raw": ("off", 0), "planes": ("max", 0), "xor and planes": ("max", 1 << 40)}
-    context = multiprocessing.get_context("spawn")
+    modes: dict[str, tuple[Compress, int]] = {
+        "raw": ("off", 0), "planes": ("max", 0), "xor and planes": ("max", 1 << 40),
+    }
+    run, states = after(options.steps), list[dict[str, torch.Tensor]]()
+    for _ in range(options.saves):
+        run.learn()
+        states.append({name: tensor.clone() for name, tensor in mixed(run).items()})
+    total = sum(tensor.nbytes for tensor in states[0].values())
     print("| device GB/s | how | durable GB/s | of raw | written of the state | CPU s per GB |")
     print("|---|---|---|---|---|---|", flush=True)
-    for rate in options.rates:
-        found: dict[str, list[tuple[float, ...]]] = {mode: [] for mode in modes}
-        for _ in range(options.rounds):
-            for mode, (compress, kept) in modes.items():
-                with context.Pool(1) as pool:
-                    work = options.directory, compress, kept, options.steps, rate * 1e9
-                    found[mode].append(pool.apply(near_saves, work))
-        middle = {mode: list(map(statistics.median, zip(*rows, strict=True))) for mode, rows in found.items()}
-        for mode, (saving, written, used, total, _) in middle.items():
-            print(
-                f"| {rate or 'full'} | {mode} | {total / saving / 1e9:.3f} | {middle['raw'][0] / saving:.2f} | "
-                f"{written / total:.3f} | {used / total * 1e9:.2f} |", flush=True,
-            )
-    if total and middle["raw"][4]:
-        print(f"the difference to the step before, by zstd alone: {middle['raw'][4] / total:.3f} of the state")
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
+        torch.save(states, f"{memory}/states")
+        for rate in options.rates:
+            found: dict[str, list[tuple[float, ...]]] = {}
+            for _ in range(options.rounds):
+                for mode, (compress, kept) in modes.items():
+                    with multiprocessing.get_context("spawn").Pool(1) as pool:
+                        work = options.directory, compress, kept, f"{memory}/states", rate * 1e9
+                        found.setdefault(mode, []).append(pool.apply(near_saves, work))
+                for kind in KINDS if options.rivals else ():
+                    found.setdefault(kind, []).append(_rival(kind, options, f"{memory}/states", rate * 1e9))
+            middle = {mode: list(map(statistics.median, zip(*rows, strict=True))) for mode, rows in found.items()}
+            for mode, (saving, written, used) in middle.items():
+                print(
+                    f"| {rate or 'full'} | {mode} | {total / saving / 1e9:.3f} | {middle['raw'][0] / saving:.2f} | "
+                    f"{written / total:.3f} | {used / total * 1e9:.2f} |", flush=True,
+                )
+
+
+def _rival(kind: str, options: argparse.Namespace, states: str, rate: float) -> tuple[float, ...]:
+    """As `near_saves`, by bench/codec_rivals.py, in the environment of its packages."""
+    python = Environment(options.rivals).python(KINDS[kind])
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    command = [str(python), "-m", "bench.codec_rivals", kind, str(options.directory), states, str(rate)]
+    said = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
+    return tuple(json.loads(said.stdout.splitlines()[-1]))
 
 
 def main() -> None:
@@ -290,12 +257,16 @@ def main() -> None:
     other.add_argument("directory", type=Path)
     other.add_argument("--bytes", type=float, default=4e8)
     other.add_argument("--rates", type=float, nargs="*", default=[0, 0.5, 0.2, 0.05])
-    other.add_argument("--compress", default="max")
+    other.add_argument("--compress", nargs="*", default=["max", "auto"])
+    other.add_argument("--saves", type=int, default=4, help="of a process; the first two are not measured")
+    other.add_argument("--training", action="store_true", help="train a GPT on all processors meanwhile")
     other.set_defaults(run=saves)
     third = verbs.add_parser("near")
     third.add_argument("directory", type=Path)
     third.add_argument("--steps", type=int, default=60)
     third.add_argument("--rates", type=float, nargs="*", default=[0.5, 0.2])
+    third.add_argument("--saves", type=int, default=6, help="of a process; the first two are not measured")
+    third.add_argument("--rivals", type=Path, help="where environments with their packages are made; none: no rivals")
     third.set_defaults(run=near)
     for verb in (one, other, third):
         verb.add_argument("--rounds", type=int, default=3)

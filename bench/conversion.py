@@ -1,12 +1,13 @@
-"""What import and export reach of the device, and the memory that they take.
+"""What import, export and a stream of tensors reach of the device, and the memory that they take.
 
-    PYTHONPATH=src python -m bench.conversion DIRECTORY [--bytes 4e9] [--rounds 3] [--budget 512e6]
+    PYTHONPATH=src python -m bench.conversion DIRECTORY [--bytes 4e9] [--rounds 3] [--budget 512e6] [--update PAGE]
 
 A safetensors file of equal tensors of noise is imported, and exported again, in processes of their own; by turns with
 fio, which reads and writes as much by one job each (8 MiB, 16 in flight, registered memory, fsync inside the timer):
 first alone, then both at once. A conversion reads and writes at once; where both sides lie on one device, as here, its
-limit is the slower of the two jobs that share it. `peak` is how much the most memory that the process has had grows by
-the call. No more than two copies of the tensors lie in DIRECTORY at once.
+limit is the slower of the two jobs that share it. The peak is how much the most memory that the process has had grows
+by the call. `Checkpoint.stream` of what was imported reads alone: its limit is fio's job that only reads. No more than
+two copies of the tensors lie in DIRECTORY at once.
 """
 
 from __future__ import annotations
@@ -14,20 +15,25 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
 from pathlib import Path
-from statistics import median
 
 import numpy as np
 
 from bench import fio
+from bench.figures import spread
+from bench.goals import Goal, cell
 
 MIB = 1 << 20
 TENSORS = 100
 FIO_BYTES_MAX = 4_000_000_000  # its rate does not depend on more
+OF_SLOWER_SIDE, PEAK_MB, OF_READS = 0.8, 1000, 0.9  # the goals
+_MARKED = re.compile(r"(?<=<!-- conversion:start -->\n).*(?=<!-- conversion:end -->)", re.DOTALL)
 _CHILD = """
 import json, sys, time
 import flowstone as fs
@@ -39,6 +45,17 @@ verb, source, target, budget = sys.argv[1:]
 before = peak()
 report = getattr(fs, verb)(source, target, budget_bytes=int(budget))
 print(json.dumps([report.bytes / report.seconds, peak() - before]))
+"""
+
+_STREAMING = """
+import json, sys, time
+import torch
+import flowstone as fs
+import flowstone.streaming
+checkpoint, total, started = fs.open(sys.argv[1]), 0, time.perf_counter()
+for _, tensor in checkpoint.stream():
+    total += tensor.nbytes
+print(json.dumps(total / (time.perf_counter() - started)))
 """
 
 
@@ -68,6 +85,13 @@ def convert(verb: str, source: Path, target: Path, budget: int) -> tuple[float, 
     return rate, peak
 
 
+def stream(source: Path) -> float:
+    """Bytes a second of a stream of all tensors, each verified, in host memory."""
+    command = [sys.executable, "-c", _STREAMING, str(source)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return float(json.loads(done.stdout))
+
+
 def at_once(work: Path, total_bytes: int, setting: fio.Setting) -> float:
     """Bytes a second of the slower of two jobs: one reads what `fio.write` left, one writes as much."""
     beside = work / "beside"
@@ -95,11 +119,13 @@ def measure(directory: Path, total_bytes: int, rounds: int, budget: int) -> list
             os.sync()  # what is left to write would take the device's time
             imported, import_peak = convert("import_checkpoint", work / "model.safetensors", work / "run", budget)
             (work / "model.safetensors").unlink()
+            streamed = stream(work / "run")
             exported, export_peak = convert("export", work / "run", work / "hf", budget)
             shutil.rmtree(work / "run")
             shutil.rmtree(work / "hf")
             rows.append({
                 "fio_write": written, "fio_read": read, "fio_at_once": together, "import": imported, "export": exported,
+                "stream": streamed,
                 "peak": float(max(import_peak, export_peak)),
             })
     finally:
@@ -107,18 +133,32 @@ def measure(directory: Path, total_bytes: int, rounds: int, budget: int) -> list
     return rows
 
 
-def told(rows: list[dict[str, float]]) -> str:
-    """Medians, as a line for each."""
-    def of(name: str) -> float:
-        return median(row[name] for row in rows)
+def goals(rows: list[dict[str, float]]) -> list[Goal]:
+    """Whether the goals were reached."""
+    reached = [
+        Goal(
+            f"{verb}, of the slower of two jobs of fio that read and write at once",
+            spread(row[verb] / row["fio_at_once"] for row in rows), OF_SLOWER_SIDE,
+        )
+        for verb in ("import", "export")
+    ]
+    peak = Goal("peak of memory, MB", spread(row["peak"] / 1e6 for row in rows), PEAK_MB, at_most=True, digits=0)
+    of_reads = spread(row["stream"] / row["fio_read"] for row in rows)
+    streamed = Goal("stream, of a job of fio that reads", of_reads, OF_READS)
+    return [*reached, streamed, peak]
 
-    alone = f"writes {of('fio_write') / 1e9:.2f}, reads {of('fio_read') / 1e9:.2f}"
-    lines = [f"fio: {alone}, both at once {of('fio_at_once') / 1e9:.2f} GB/s each"]
-    for verb in ("import", "export"):
-        slower = median(row[verb] / min(row["fio_write"], row["fio_read"]) for row in rows)
-        shared = median(row[verb] / row["fio_at_once"] for row in rows)
-        lines.append(f"{verb}: {of(verb) / 1e9:.2f} GB/s, {slower:.2f} of the slower, {shared:.2f} of both at once")
-    return "\n".join([*lines, f"peak of memory: {of('peak') / 1e6:.0f} MB more than before"])
+
+def told(rows: list[dict[str, float]]) -> str:
+    """The goals, and what was measured, as a page has them: medians, and the range where there are several rounds."""
+    names = {
+        "fio_write": "fio writes, alone", "fio_read": "fio reads, alone",
+        "fio_at_once": "fio reads and writes at once: the slower job", "import": "import", "export": "export",
+        "stream": "stream",
+    }
+    lines = [f"- {goal}" for goal in goals(rows)]
+    lines += ["", "| | GB/s |", "|---|---:|"]
+    lines += [f"| {words} | {cell(spread(row[name] / 1e9 for row in rows))} |" for name, words in names.items()]
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -127,8 +167,14 @@ def main() -> None:
     parser.add_argument("--bytes", type=float, default=4e9)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--budget", type=float, default=512 * MIB)
+    parser.add_argument("--update", type=Path, help="the page between whose marks the result is written")
     options = parser.parse_args()
-    print(told(measure(options.directory, int(options.bytes), options.rounds, int(options.budget))))
+    found = told(measure(options.directory, int(options.bytes), options.rounds, int(options.budget)))
+    print(found)
+    if options.update is not None:
+        command = f"python -m bench.conversion DIRECTORY --bytes {options.bytes:.0e} --rounds {options.rounds}"
+        text = f"`PYTHONPATH=src {command}`, {datetime.now(UTC):%Y-%m-%d}\n\n{found}\n"
+        options.update.write_text(_MARKED.sub(lambda _: text, options.update.read_text()))
 
 
 if __name__ == "__main__":

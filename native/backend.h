@@ -26,6 +26,8 @@ struct File {
     std::uint32_t alignment = 1;  // > 1: opened with O_DIRECT, which requires it; 1: buffered
     std::uintptr_t mapped = 0;    // address of its first byte, if everything that is read or written is mapped; else 0
     std::shared_ptr<const Mapping> mapping = nullptr;  // keeps it mapped; null: the caller does
+    std::uint32_t of_path = 0;   // number of the backend that moves its bytes, of several (paths_backend.h)
+    bool may_move = false;    // what cannot be written into it may go into another file
 };
 
 /// How an op ended: all bytes moved (neither field set), a fault, or dropped before it began because its job was

@@ -3,6 +3,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -20,9 +21,11 @@
 
 #include "bind_codecs.h"
 #include "bind_columns.h"
+#include "bind_device.h"
 #include "bind_feed.h"
 #include "bind_held.h"
 #include "bind_mapping.h"
+#include "bind_queues.h"
 #include "bind_tensors.h"
 #include "bounds.h"
 #include "engine.h"
@@ -197,23 +200,6 @@ PyReadJob start_read(const PyEngine& engine, const PyArena& arena, const std::ve
     return job;
 }
 
-Direction direction_of(const std::string& name) {
-    if (name != "read" && name != "write") throw std::invalid_argument("direction must be 'read' or 'write'");
-    return name == "read" ? Direction::read : Direction::write;
-}
-
-/// Number, file, offset, address, length, needed bytes.
-using TakenOp = std::tuple<std::uint64_t, int, std::uint64_t, std::uintptr_t, std::uint64_t, std::uint64_t>;
-
-std::vector<TakenOp> take_ops(const PyEngine& engine, const std::string& direction, const std::tuple<int, int>& files,
-                              std::size_t count, double timeout_s) {
-    const Unlocked unlocked;
-    std::vector<TakenOp> ops;
-    for (const CallerBackend::Taken& op : engine.held->caller()->take(direction_of(direction), std::get<0>(files), std::get<1>(files), count, timeout_s))
-        ops.emplace_back(op.number, op.file, op.offset, reinterpret_cast<std::uintptr_t>(op.memory.iov_base), op.memory.iov_len, op.needed_bytes);
-    return ops;
-}
-
 /// File, begin, end; of windows whose place an encoder decides, these are where they were planned.
 std::vector<std::tuple<std::uint32_t, std::uint64_t, std::uint64_t>> window_ranges(const PyWriteJob& job) {
     std::vector<std::tuple<std::uint32_t, std::uint64_t, std::uint64_t>> ranges;
@@ -269,11 +255,14 @@ void bind_memory(nb::module_& module) {
     bind_mapping(module);
     nb::class_<PyFile>(module, "File")
         .def("__init__", [](PyFile* self, int fd, std::string path, std::uint32_t alignment, std::uintptr_t mapped,
-                            const std::optional<PyMapping>& mapping) {
-            File file{fd, std::make_shared<std::string>(std::move(path)), alignment, mapped};
+                            const std::optional<PyMapping>& mapping, std::uint32_t of_path, bool may_move) {
+            File file{fd, std::make_shared<std::string>(std::move(path)), alignment, mapped, nullptr, of_path, may_move};
             if (mapping) file.mapped = mapping->held->address(), file.mapping = mapping->held;
             new (self) PyFile{{std::make_shared<const File>(std::move(file))}};
-        }, nb::kw_only(), "fd"_a, "path"_a, "alignment"_a, "mapped"_a = 0, "mapping"_a = nb::none());
+        }, nb::kw_only(), "fd"_a, "path"_a, "alignment"_a, "mapped"_a = 0, "mapping"_a = nb::none(), "of_path"_a = 0, "may_move"_a = false)
+        .def_prop_ro("fd", [](const PyFile& file) { return file.held->fd; })
+        .def_prop_ro("alignment", [](const PyFile& file) { return file.held->alignment; })
+        .def_prop_ro("path", [](const PyFile& file) { return *file.held->path; });
 }
 
 std::vector<CopyRow> copy_rows(const Array& source, const Array& length, const Array& target) {
@@ -308,18 +297,7 @@ void bind_copies(nb::module_& module) {
     module.def("guarded_copy_refusal", &GuardedCopy::refusal, nb::call_guard<Unlocked>());
 }
 
-void bind_devices(nb::module_& module) {
-    nb::class_<PyDevice>(module, "Device")
-        .def("synchronize", [](const PyDevice& device) {
-            const Unlocked unlocked;
-            std::promise<int> reached;
-            device.held->then([&](int error) { reached.set_value(error); });
-            const int error = reached.get_future().get();
-            if (error != 0) throw std::system_error(error, std::generic_category(), "waiting for the device");
-        });
-    module.def("cuda_device", [](std::uintptr_t stream, std::string name) {
-        return PyDevice{{make_cuda_device(stream, std::move(name))}};
-    }, nb::kw_only(), "stream"_a, "name"_a);
+void bind_lines(nb::module_& module) {
     module.def("line_begins", [](const Array& row_bytes, const Array& seed) {
         if (row_bytes.ndim() != 1) throw std::invalid_argument("row_bytes: wrong dtype or number of dimensions");
         const auto lengths = column<std::uint64_t>(row_bytes, "row_bytes", row_bytes.shape(0));
@@ -409,6 +387,11 @@ void bind_jobs(nb::module_& module) {
             const Unlocked unlocked;
             return job.held->wait_captured(timeout_s);
         }, "timeout_s"_a)
+        .def("first_bad", [](const PyWriteJob& job, std::uint32_t file, int fd) {
+            if (!job.held->wait(0)) throw std::invalid_argument("digests are complete after wait");
+            const Unlocked unlocked;
+            return job.held->first_bad(file, fd);
+        }, "file"_a, "fd"_a)
         .def_prop_ro("exact_bytes", [](const PyWriteJob& job) { return job.held->detector().pages().exact_bytes(); })
         .def_prop_ro("sampled_bytes", [](const PyWriteJob& job) { return job.held->detector().sampled_bytes(); })
         .def_prop_ro("sampled_first", [](const PyWriteJob& job) -> std::optional<std::tuple<std::size_t, std::string>> {
@@ -436,26 +419,25 @@ void bind_jobs(nb::module_& module) {
 }
 
 void bind_engine(nb::module_& module) {
-    nb::class_<PyEngine>(module, "Engine")
+    nb::class_<PyEngine> engine(module, "Engine");
+    engine
         .def("__init__", [](PyEngine* self, std::string backend, std::uint32_t queue_depth, std::uint64_t request_bytes,
-                            std::uint32_t workers, bool background) {
+                            std::uint32_t workers, bool background, const std::vector<const PyEngine*>& paths) {
+            std::vector<std::shared_ptr<Engine>> engines;
+            for (const PyEngine* path : paths) engines.push_back(path->held);
             auto engine = std::make_shared<Engine>(
-                EngineOptions{std::move(backend), queue_depth, request_bytes, workers, nullptr, priority_of(background)});
+                EngineOptions{std::move(backend), queue_depth, request_bytes, workers, nullptr, priority_of(background)}, engines);
             new (self) PyEngine();
             self->held = std::move(engine);
-        }, nb::kw_only(), "backend"_a, "queue_depth"_a, "request_bytes"_a, "workers"_a, "background"_a = false)
+        }, nb::kw_only(), "backend"_a, "queue_depth"_a, "request_bytes"_a, "workers"_a, "background"_a = false, "paths"_a = std::vector<const PyEngine*>())
         .def_prop_ro("backend", [](const PyEngine& engine) { return engine.held->backend(); })
         .def("write", &start_write, "arena"_a, "files"_a, "rows"_a, nb::kw_only(), "gap_bytes"_a = 0,
              "blocks"_a = nb::none(), "bytes_per_s"_a = 0, "cap_bytes_per_s"_a = 0,
              "watch"_a = "samples", "files_ready"_a = true)
         .def("read", &start_read, "arena"_a, "files"_a, "rows"_a, nb::kw_only(), "stop_at_bad"_a = true,
              "in_place"_a = true, "request_bytes"_a = 0, "ahead"_a = false)
-        .def("take", &take_ops, "direction"_a, "files"_a, "count"_a, "timeout_s"_a)
-        .def("complete", [](const PyEngine& engine, std::uint64_t number, std::uint64_t moved_bytes, int error) {
-            const Unlocked unlocked;
-            engine.held->caller()->complete(number, moved_bytes, error);
-        }, "number"_a, "moved_bytes"_a, "error"_a = 0)
         .def("close", [](const PyEngine& engine) { const Unlocked unlocked; engine.held->close(); });
+    bind_queues<PyEngine, PyFile>(engine);
 }
 
 }  // namespace
@@ -485,10 +467,12 @@ NB_MODULE(_native, module) {
     module.def("run_requests", &run_plain_requests, nb::kw_only(), "backend"_a, "direction"_a, "queue_depth"_a, "files"_a,
                "file"_a, "offset"_a, "address"_a, "length"_a, "register"_a = false);
     module.def("xxh3_64", &digest_buffer);
+    module.def("digest_memory", &digest_memory, "address"_a, "length"_a);
     module.def("written_pages_refusal", &PageWatch::refusal, nb::call_guard<Unlocked>());
     bind_memory(module);
     bind_copies(module);
     bind_devices(module);
+    bind_lines(module);
     bind_codecs(module);
     bind_rows(module);
     bind_tensors(module);

@@ -54,6 +54,20 @@ inline std::uint64_t digest_buffer(const nb::object& source) {
     return xxh3_64(view.bytes(), view.size());
 }
 
+/// Of runs of memory, which the caller keeps alive and unchanged. One call, so that a thread beside a training waits for the
+/// interpreter once, and not after each tensor.
+inline nb::object digest_memory(const Array& address, const Array& length) {
+    const std::size_t count = row_count(address);
+    const auto begins = column<std::uint64_t>(address, "address", count);
+    const auto lengths = column<std::uint64_t>(length, "length", count);
+    std::vector<std::uint64_t> digests(count);
+    {
+        const nb::gil_scoped_release unlocked;
+        for (std::size_t i = 0; i < count; ++i) digests[i] = xxh3_64(reinterpret_cast<const void*>(begins[i]), lengths[i]);
+    }
+    return to_numpy(std::move(digests));
+}
+
 /// The stored form of a chunk; None: it is stored raw.
 inline nb::object encode_planes(const nb::object& source, std::size_t width) {
     const BufferView view(source);

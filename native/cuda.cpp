@@ -1,146 +1,361 @@
-// CUDA's driver, by name: https://docs.nvidia.com/cuda/cuda-driver-api/
+#include "device_cuda.h"
+
 #include <dlfcn.h>
 
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cassert>
 #include <cerrno>
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <mutex>
 #include <system_error>
+#include <thread>
 #include <utility>
 
-#include "device.h"
+#include "thread_name.h"
+#include "thread_start.h"
 
 namespace flowstone {
 namespace {
 
-using Result = int;  // CUresult
-using Address = unsigned long long;  // CUdeviceptr
-using Stream = void*;  // CUstream
-using Context = void*;  // CUcontext
-using Callback = void (*)(Stream, Result, void*);
+using Result = CudaDriver::Result;
+using Stream = CudaDriver::Stream;
+using Event = CudaDriver::Event;
+using Context = CudaDriver::Context;
 
-constexpr int relaxed = 2;        // CU_STREAM_CAPTURE_MODE_RELAXED
-constexpr unsigned portable = 1;  // CU_MEMHOSTREGISTER_PORTABLE: pinned for every context
-
-/// The driver's functions that we use. Never unloaded: its threads run in it.
-struct Driver {
-    Result (*stream_context)(Stream, Context*);
-    Result (*push_context)(Context);
-    Result (*pop_context)(Context*);
-    Result (*exchange_capture_mode)(int*);
-    Result (*to_host)(void*, Address, std::size_t, Stream);
-    Result (*from_host)(Address, const void*, std::size_t, Stream);
-    Result (*add_callback)(Stream, Callback, void*, unsigned);
-    Result (*synchronize)(Stream);
-    Result (*pin)(void*, std::size_t, unsigned);
-    Result (*unpin)(void*);
-};
+// How often the first event is asked for: a window of 8 MiB takes 150 to 700 us on today's buses. Behind a long queue of
+// training's work it is asked for less often.
+constexpr auto pause_min = std::chrono::microseconds(50);
+constexpr auto pause_max = std::chrono::microseconds(1000);
 
 template <class Function> void find(void* library, const char* name, Function& function) {
     function = reinterpret_cast<Function>(::dlsym(library, name));
     if (function == nullptr) throw std::system_error(ENOSYS, std::generic_category(), std::string("libcuda.so.1 has no ") + name);
 }
 
-Driver load_driver() {
+/// Never unloaded: its threads run in it.
+CudaDriver load_driver() {
     void* const library = ::dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
     if (library == nullptr) throw std::system_error(ENOSYS, std::generic_category(), "libcuda.so.1");
-    Driver driver{};
-    find(library, "cuStreamGetCtx", driver.stream_context);
+    CudaDriver driver{};
+    find(library, "cuInit", driver.init);
+    find(library, "cuDeviceGet", driver.device_get);
+    find(library, "cuDevicePrimaryCtxRetain", driver.retain_primary);
+    find(library, "cuDevicePrimaryCtxRelease_v2", driver.release_primary);
     find(library, "cuCtxPushCurrent_v2", driver.push_context);
     find(library, "cuCtxPopCurrent_v2", driver.pop_context);
     find(library, "cuThreadExchangeStreamCaptureMode", driver.exchange_capture_mode);
+    find(library, "cuCtxGetStreamPriorityRange", driver.priority_range);
+    find(library, "cuStreamCreateWithPriority", driver.stream_create);
+    find(library, "cuStreamDestroy_v2", driver.stream_destroy);
+    find(library, "cuStreamIsCapturing", driver.stream_capture_status);
+    find(library, "cuStreamSynchronize", driver.stream_synchronize);
+    find(library, "cuStreamWaitEvent", driver.stream_wait);
+    find(library, "cuEventCreate", driver.event_create);
+    find(library, "cuEventDestroy_v2", driver.event_destroy);
+    find(library, "cuEventRecord", driver.event_record);
+    find(library, "cuEventQuery", driver.event_query);
     find(library, "cuMemcpyDtoHAsync_v2", driver.to_host);
     find(library, "cuMemcpyHtoDAsync_v2", driver.from_host);
-    find(library, "cuStreamAddCallback", driver.add_callback);
-    find(library, "cuStreamSynchronize", driver.synchronize);
     find(library, "cuMemHostRegister_v2", driver.pin);
     find(library, "cuMemHostUnregister", driver.unpin);
+    find(library, "cuGetErrorName", driver.error_name);
     return driver;
 }
 
-const Driver& driver() {
-    static const Driver loaded = load_driver();
-    return loaded;
+std::string text_of(const CudaDriver& driver, Result error) {
+    const char* name = nullptr;
+    if (driver.error_name(error, &name) == 0 && name != nullptr) return name;
+    return "CUDA error " + std::to_string(error);
 }
 
-/// Makes a device's context current on a thread that may have another one, and restores that at the end.
+void check(const CudaDriver& driver, Result error, const char* call) {
+    if (error != 0) throw std::system_error(ENOSYS, std::generic_category(), std::string(call) + ": " + text_of(driver, error));
+}
+
+/// Makes a context current on a thread that may have another one, and restores that at the end.
 class Visit {
 public:
-    explicit Visit(Context context) {
-        pushed_ = driver().push_context(context) == 0;  // if it fails, the following call fails too
-        // Another thread may be recording a CUDA graph: our calls must not become part of it, nor be refused because of
-        // it.
-        (void)driver().exchange_capture_mode(&capture_mode_);
+    Visit(const CudaDriver& driver, Context context) : driver_(driver) {
+        pushed_ = driver_.push_context(context) == 0;  // if it fails, the following call fails too
+        // Another thread may be recording a graph: a call of ours that could be taken for a part of it would be refused, and
+        // would end that recording.
+        (void)driver_.exchange_capture_mode(&capture_mode_);
     }
     ~Visit() {
-        (void)driver().exchange_capture_mode(&capture_mode_);
+        (void)driver_.exchange_capture_mode(&capture_mode_);
         Context context = nullptr;
-        if (pushed_) (void)driver().pop_context(&context);
+        if (pushed_) (void)driver_.pop_context(&context);
     }
     Visit(const Visit&) = delete;
     Visit& operator=(const Visit&) = delete;
 
 private:
+    const CudaDriver& driver_;
     bool pushed_ = false;
-    int capture_mode_ = relaxed;
+    int capture_mode_ = cuda_capture_relaxed;
 };
 
-/// The stream belongs to the code that made it, and outlives this.
+/// The context that torch uses too: a GPU's primary one.
+class PrimaryContext {
+public:
+    PrimaryContext(const CudaDriver& driver, int ordinal) : driver_(driver) {
+        check(driver, driver.init(0), "cuInit");
+        check(driver, driver.device_get(&device_, ordinal), "cuDeviceGet");
+        check(driver, driver.retain_primary(&context_, device_), "cuDevicePrimaryCtxRetain");
+    }
+    ~PrimaryContext() { (void)driver_.release_primary(device_); }  // fails only if the driver has ended
+    PrimaryContext(const PrimaryContext&) = delete;
+    PrimaryContext& operator=(const PrimaryContext&) = delete;
+
+    const CudaDriver& driver() const { return driver_; }
+    Context get() const { return context_; }
+
+private:
+    const CudaDriver& driver_;
+    int device_ = 0;
+    Context context_ = nullptr;
+};
+
+/// A stream that nothing else uses, and its events, all made at once: a GPU that is full later cannot make a save fail.
+class OwnStream {
+public:
+    explicit OwnStream(const PrimaryContext& context) : context_(context), driver_(context.driver()) {
+        const Visit visit(driver_, context_.get());
+        try {
+            int least = 0, greatest = 0;
+            check(driver_, driver_.priority_range(&least, &greatest), "cuCtxGetStreamPriorityRange");
+            check(driver_, driver_.stream_create(&stream, cuda_non_blocking, least), "cuStreamCreateWithPriority");
+            for (Event& event : events) check(driver_, driver_.event_create(&event, cuda_event_without_timing), "cuEventCreate");
+            check(driver_, driver_.event_create(&order, cuda_event_without_timing), "cuEventCreate");
+            check(driver_, driver_.event_create(&early, cuda_event_without_timing), "cuEventCreate");
+        } catch (...) {
+            destroy();
+            throw;
+        }
+    }
+    ~OwnStream() {
+        const Visit visit(driver_, context_.get());
+        destroy();
+    }
+    OwnStream(const OwnStream&) = delete;
+    OwnStream& operator=(const OwnStream&) = delete;
+
+    Stream stream = nullptr;
+    std::array<Event, cuda_batches_max> events{};
+    // A wait keeps what was recorded when it was queued, so these may be recorded again at any time.
+    Event order = nullptr;  // for `follow` and `lead`
+    Event early = nullptr;  // behind the last early copies
+
+private:
+    /// These calls fail only if the driver has ended, or the GPU has failed.
+    void destroy() {
+        for (Event event : events)
+            if (event != nullptr) (void)driver_.event_destroy(event);
+        for (Event event : {order, early})
+            if (event != nullptr) (void)driver_.event_destroy(event);
+        if (stream != nullptr) (void)driver_.stream_destroy(stream);
+    }
+
+    const PrimaryContext& context_;
+    const CudaDriver& driver_;
+};
+
+/// Two threads: one makes the driver's calls, which may block behind a long queue; one asks for events, and is where
+/// errors come up. Once the GPU has failed every event is over, and with it every batch.
 class CudaDevice final : public Device {
 public:
-    CudaDevice(Stream stream, std::string name) : stream_(stream), name_(std::move(name)) {
-        const Result error = driver().stream_context(stream_, &context_);
-        if (error != 0) throw std::system_error(ENOSYS, std::generic_category(), "cuStreamGetCtx: " + describe(error));
+    CudaDevice(const CudaDriver& driver, int ordinal, std::string name)
+        : driver_(driver), name_(std::move(name)), context_(driver, ordinal), own_(context_) {
+        free_.assign(own_.events.begin(), own_.events.end());
+        threads_ = start_threads(2, [this](std::size_t number) { number == 0 ? submit_all() : poll_all(); }, [this] { close(); });
     }
 
-    int to_host(std::byte* target, std::uint64_t source, std::uint64_t bytes) override {
-        const Visit visit(context_);
-        return driver().to_host(target, source, bytes, stream_);
+    ~CudaDevice() override { close(); }  // then the threads are joined, once all is over
+
+    void submit(std::unique_ptr<CopyBatch> batch) noexcept override {
+        const std::lock_guard lock(mutex_);
+        ++under_way_;
+        if (batch->early) ++early_under_way_;
+        CopyBatch* const added = batch.get();
+        (last_waiting_ == nullptr ? first_waiting_ : last_waiting_->next) = std::move(batch);
+        last_waiting_ = added;
+        changed_.notify_all();
     }
 
-    int from_host(std::uint64_t target, const std::byte* source, std::uint64_t bytes) override {
-        const Visit visit(context_);
-        return driver().from_host(target, source, bytes, stream_);
+    int follow(std::uintptr_t stream) override { return order(as_stream(stream), own_.stream); }
+
+    int lead(std::uintptr_t stream, Copies copies) override {
+        if (copies == Copies::all) return under_way_ == 0 ? 0 : order(own_.stream, as_stream(stream));
+        if (early_under_way_ == 0) return 0;
+        if (is_recording(stream)) return cuda_capture_unsupported;
+        const Visit visit(driver_, context_.get());
+        return driver_.stream_wait(as_stream(stream), own_.early, 0);
     }
 
-    void then(Done done) override {
-        const Visit visit(context_);
-        auto* const waiting = new (std::nothrow) Done(std::move(done));
-        if (waiting == nullptr) return done(driver().synchronize(stream_));
-        // Not cuLaunchHostFunc: it is never called once the device has failed.
-        const Result error = driver().add_callback(stream_, &call, waiting, 0);
-        if (error == 0) return;
-        (void)driver().synchronize(stream_);  // until no byte moves any more, whatever the result
-        call(stream_, error, waiting);
+    bool is_recording(std::uintptr_t stream) override {
+        const Visit visit(driver_, context_.get());
+        int status = 0;
+        // It is refused for the null stream while another one records: then that must not be used either.
+        return driver_.stream_capture_status(as_stream(stream), &status) >= cuda_capture_unsupported || status != 0;
     }
 
     bool pin(std::byte* memory, std::uint64_t bytes) override {
-        const Visit visit(context_);
-        return driver().pin(memory, bytes, portable) == 0;
+        const Visit visit(driver_, context_.get());
+        return driver_.pin(memory, bytes, cuda_pinned_for_all) == 0;
     }
 
     void unpin(std::byte* memory) override {
-        const Visit visit(context_);
-        (void)driver().unpin(memory);  // fails only if the driver has released everything already
+        const Visit visit(driver_, context_.get());
+        (void)driver_.unpin(memory);  // fails only if the driver has released everything already
     }
 
     std::string name() const override { return name_; }
-
-    /// Only the number: a callback must not call the driver for the name.
-    std::string describe(int error) const override { return "CUDA error " + std::to_string(error); }
+    std::string describe(int error) const override { return text_of(driver_, error); }
 
 private:
-    static void call(Stream, Result error, void* waiting) {
-        const std::unique_ptr<Done> done(static_cast<Done*>(waiting));
-        (*done)(error);
+    /// In the stream, with an event behind it.
+    struct Issued {
+        std::unique_ptr<CopyBatch> batch;
+        Event event;
+    };
+
+    static Stream as_stream(std::uintptr_t handle) { return reinterpret_cast<Stream>(handle); }
+
+    /// What is put into `later` from now on waits for what is in `earlier` now. One of them is the caller's.
+    int order(Stream earlier, Stream later) {
+        const Stream theirs = earlier == own_.stream ? later : earlier;
+        if (is_recording(reinterpret_cast<std::uintptr_t>(theirs))) return cuda_capture_unsupported;
+        const Visit visit(driver_, context_.get());
+        const std::lock_guard lock(order_mutex_);
+        const Result error = driver_.event_record(own_.order, earlier);
+        return error != 0 ? error : driver_.stream_wait(later, own_.order, 0);
     }
 
-    const Stream stream_;
+    void close() {
+        const std::lock_guard lock(mutex_);
+        closing_ = true;
+        changed_.notify_all();
+    }
+
+    void submit_all() {
+        name_this_thread("fs-copy");
+        const Visit visit(driver_, context_.get());
+        std::unique_lock lock(mutex_);
+        while (true) {
+            changed_.wait(lock, [this] { return closing_ || (first_waiting_ != nullptr && !free_.empty()); });
+            if (first_waiting_ == nullptr) break;
+            if (free_.empty()) {
+                changed_.wait(lock, [this] { return !free_.empty(); });
+                continue;
+            }
+            std::unique_ptr<CopyBatch> batch = std::move(first_waiting_);
+            first_waiting_ = std::move(batch->next);
+            if (first_waiting_ == nullptr) last_waiting_ = nullptr;
+            const Event event = free_.back();
+            free_.pop_back();
+            lock.unlock();
+            issue(std::move(batch), event);
+            lock.lock();
+        }
+        submits_ = false;
+        changed_.notify_all();
+    }
+
+    /// A copy that is refused ends its batch with that error; those before it are waited for.
+    void issue(std::unique_ptr<CopyBatch> batch, Event event) {
+        Result error = 0;
+        for (const DeviceCopy& copy : batch->copies) {
+            error = copy.to_host ? driver_.to_host(copy.host, copy.device, copy.bytes, own_.stream)
+                                 : driver_.from_host(copy.device, copy.host, copy.bytes, own_.stream);
+            if (error != 0) break;
+        }
+        Result recorded = driver_.event_record(event, own_.stream);
+        if (batch->early && recorded == 0) recorded = driver_.event_record(own_.early, own_.stream);
+        if (batch->queued) batch->queued();
+        if (error == 0 && recorded == 0) {
+            const std::lock_guard lock(mutex_);
+            issued_[(first_issued_ + issued_count_++) % issued_.size()] = {std::move(batch), event};
+            changed_.notify_all();
+            return;
+        }
+        (void)driver_.stream_synchronize(own_.stream);  // until no byte moves any more, whatever the result
+        end(std::move(batch), event, error != 0 ? error : recorded);
+    }
+
+    void poll_all() {
+        name_this_thread("fs-poll");
+        const Visit visit(driver_, context_.get());
+        auto pause = pause_min;
+        std::unique_lock lock(mutex_);
+        while (true) {
+            changed_.wait(lock, [this] { return issued_count_ != 0 || !submits_; });
+            if (issued_count_ == 0) return;
+            const Event event = issued_[first_issued_].event;
+            lock.unlock();
+            const Result result = driver_.event_query(event);
+            if (result == cuda_not_ready) {
+                std::this_thread::sleep_for(pause);
+                pause = std::min(pause * 2, pause_max);
+                lock.lock();
+                continue;
+            }
+            pause = pause_min;
+            lock.lock();
+            // In a stream all before it is over, too; and an error is the GPU's: no event will come after it.
+            Issued over = std::move(issued_[first_issued_]);
+            first_issued_ = (first_issued_ + 1) % issued_.size();
+            --issued_count_;
+            lock.unlock();
+            end(std::move(over.batch), over.event, result);
+            lock.lock();
+        }
+    }
+
+    void end(std::unique_ptr<CopyBatch> batch, Event event, Result error) {
+        {
+            const std::lock_guard lock(mutex_);
+            free_.push_back(event);  // never allocates: it has had room for all
+            --under_way_;
+            if (batch->early) --early_under_way_;
+            changed_.notify_all();
+        }
+        batch->done(error);  // last: the job may be gone after it
+    }
+
+    const CudaDriver& driver_;
     const std::string name_;
-    Context context_ = nullptr;
+    PrimaryContext context_;
+    OwnStream own_;
+    std::mutex order_mutex_;  // from a record to the wait for it
+    std::atomic<std::size_t> under_way_{0};  // batches
+    std::atomic<std::size_t> early_under_way_{0};
+
+    std::mutex mutex_;
+    std::condition_variable changed_;
+    std::unique_ptr<CopyBatch> first_waiting_;
+    CopyBatch* last_waiting_ = nullptr;
+    std::vector<Event> free_;
+    std::array<Issued, cuda_batches_max> issued_{};  // a ring, in the order of the stream
+    std::size_t first_issued_ = 0;
+    std::size_t issued_count_ = 0;
+    bool closing_ = false;
+    bool submits_ = true;
+    std::vector<std::jthread> threads_;  // last: they use all of the above
 };
 
 }  // namespace
 
-std::shared_ptr<Device> make_cuda_device(std::uintptr_t stream, std::string name) {
-    return std::make_shared<CudaDevice>(reinterpret_cast<Stream>(stream), std::move(name));
+const CudaDriver& cuda_driver() {
+    static const CudaDriver loaded = load_driver();
+    return loaded;
+}
+
+std::shared_ptr<Device> make_cuda_device(const CudaDriver& driver, int ordinal, std::string name) {
+    return std::make_shared<CudaDevice>(driver, ordinal, std::move(name));
 }
 
 }  // namespace flowstone

@@ -6,33 +6,76 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "backend.h"
 
 namespace flowstone {
 
-/// One queue of copies between a device and the host, made in the order in which they were queued. Device addresses are
-/// the device's own. Any thread.
-class Device {
-public:
-    /// The result of the copies: 0, or an error number of the device's own.
+/// One copy, in either direction. `device` is the device's own address.
+struct DeviceCopy {
+    std::byte* host;
+    std::uint64_t device;
+    std::uint64_t bytes;
+    bool to_host;
+
+    /// Whether `next` goes on where this one ends, on both sides.
+    bool goes_on_with(const DeviceCopy& next) const {
+        return to_host == next.to_host && host + bytes == next.host && device + bytes == next.device;
+    }
+};
+
+/// Which copies work of the caller's has to wait for: early ones are of rows that are not lazy.
+enum class Copies { all, early };
+
+/// Copies that complete together: those of one window. Everything that has to be allocated is, before it is submitted.
+struct CopyBatch {
+    using Queued = std::function<void()>;
+    /// The result: 0, or an error number of the device's own.
     using Done = std::function<void(int error)>;
 
+    CopyBatch(Queued when_queued, Done when_done) : queued(std::move(when_queued)), done(std::move(when_done)) {}
+
+    /// Joined with the last one if it goes on there. May throw std::bad_alloc; then nothing has changed.
+    void add(const DeviceCopy& copy) {
+        if (!copies.empty() && copies.back().goes_on_with(copy))
+            copies.back().bytes += copy.bytes;
+        else
+            copies.push_back(copy);
+    }
+
+    std::vector<DeviceCopy> copies;
+    Queued queued;
+    Done done;
+    bool early = false;
+    std::unique_ptr<CopyBatch> next;  // while a device holds it
+};
+
+/// One queue of copies between a device and the host, made in the order of submission. Any thread.
+///
+/// A stream of the caller's is told by its handle: a CUstream for CUDA.
+class Device {
+public:
     virtual ~Device() = default;
 
-    /// Queue one copy. Returns 0, or the device's error: then nothing is queued. Blocks only if the host memory is not
-    /// pinned. Both memories must stay valid until a later `then` has called back.
-    virtual int to_host(std::byte* target, std::uint64_t source, std::uint64_t bytes) = 0;
-    virtual int from_host(std::uint64_t target, const std::byte* source, std::uint64_t bytes) = 0;
+    /// Take a batch. Never blocks. On threads of the device's own, each exactly once in any case: `queued`, when later
+    /// work of the device can be ordered behind the copies; then `done`, when all of them are over. Neither may block. All
+    /// memory must stay valid until `done` is called.
+    virtual void submit(std::unique_ptr<CopyBatch> batch) noexcept = 0;
 
-    /// Call `done` exactly once, in any case, when everything queued so far is over: on a thread of the device's, or
-    /// inside `then`. It must not block, nor use the device.
-    virtual void then(Done done) = 0;
+    /// What is submitted from now on waits for the work that is in `stream` now. Returns 0 or the device's error, also if
+    /// the stream is recording a graph: that work is not executed.
+    virtual int follow(std::uintptr_t stream) = 0;
+    /// Work put into `stream` from now on waits for those copies that are queued now. Returns as `follow`; 0 if there are none.
+    virtual int lead(std::uintptr_t stream, Copies copies = Copies::all) = 0;
+    /// Whether what is put into `stream` becomes part of a graph instead of being executed.
+    virtual bool is_recording(std::uintptr_t stream) = 0;
 
     /// Let the device access host memory directly, until `unpin`, which must come before unmapping. False if refused:
     /// then the driver copies through memory of its own.
-    virtual bool pin(std::byte*, std::uint64_t) { return false; }
-    virtual void unpin(std::byte*) {}
+    virtual bool pin(std::byte* memory, std::uint64_t bytes) = 0;
+    virtual void unpin(std::byte* memory) = 0;
 
     /// "cuda:0"
     virtual std::string name() const = 0;
@@ -48,9 +91,5 @@ inline Fault device_fault(const Device& device, int error, const File& file, std
         return no_memory(file.path);
     }
 }
-
-/// Copies on the CUDA stream `stream` (a CUstream). The driver is loaded at the first call: nothing links to it.
-/// Throws std::system_error (ENOSYS) if there is no driver, or it does not know the stream.
-std::shared_ptr<Device> make_cuda_device(std::uintptr_t stream, std::string name);
 
 }  // namespace flowstone

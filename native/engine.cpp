@@ -11,7 +11,8 @@ namespace {
 
 constexpr double forever_s = std::numeric_limits<double>::infinity();
 
-void check_file(const File& file) {
+void check_file(const File& file, std::size_t paths) {
+    if (file.of_path >= paths) throw std::invalid_argument("file: the engine has no such path");
     if (file.fd < 0) throw std::invalid_argument("file: fd is negative");
     if (file.alignment == 0 || block_alignment_bytes % file.alignment != 0)
         throw std::invalid_argument("file: alignment must divide 4096");
@@ -28,16 +29,21 @@ void check_options(const EngineOptions& options) {
 
 }  // namespace
 
-Engine::Engine(const EngineOptions& options) : backend_name_(options.backend) {
+Engine::Engine(const EngineOptions& options, const std::vector<std::shared_ptr<Engine>>& paths) : backend_name_(options.backend) {
     check_options(options);
+    if ((options.backend == "paths") == paths.empty()) throw std::invalid_argument("the engines of paths belong to backend 'paths'");
     if (options.backend == "io_uring")
         machine_.backend = make_uring_backend(options.queue_depth, options.injector, options.priority);
     else if (options.backend == "posix")
         machine_.backend = make_posix_backend(options.queue_depth, options.injector, options.priority);
     else if (options.backend == "caller")
         machine_.backend = caller_ = std::make_shared<CallerBackend>();
-    else
-        throw std::invalid_argument("backend must be 'io_uring', 'posix' or 'caller', not '" + options.backend + "'");
+    else if (options.backend == "paths") {
+        std::vector<std::shared_ptr<Backend>> queues;
+        for (const std::shared_ptr<Engine>& path : paths) queues.push_back(path->queue());
+        machine_.backend = paths_ = std::make_shared<PathsBackend>(std::move(queues));
+    } else
+        throw std::invalid_argument("backend must be 'io_uring', 'posix', 'caller' or 'paths', not '" + options.backend + "'");
     machine_.workers = std::make_shared<Workers>(options.workers, options.priority);
     machine_.priority = options.priority;
     machine_.request_bytes = options.request_bytes;
@@ -64,7 +70,7 @@ std::shared_ptr<WriteJob> Engine::write(std::shared_ptr<Arena> arena, const std:
     std::vector<std::shared_ptr<const File>> opened;
     std::vector<std::uint64_t> sizes;
     for (const TargetFile& target : files) {
-        check_file(*target.file);
+        check_file(*target.file, path_count());
         if (target.file->mapping != nullptr && target.file->mapping->bytes() < target.bytes)
             throw std::invalid_argument("mapping: shorter than its file");
         opened.push_back(target.file);
@@ -83,7 +89,7 @@ std::shared_ptr<WriteJob> Engine::write(std::shared_ptr<Arena> arena, const std:
 std::shared_ptr<ReadJob> Engine::read(std::shared_ptr<Arena> arena, std::vector<std::shared_ptr<const File>> files,
                                       std::shared_ptr<const ReadExtents> rows, const ReadOptions& options) {
     for (const std::shared_ptr<const File>& file : files)
-        if (file != nullptr) check_file(*file);
+        if (file != nullptr) check_file(*file, path_count());
     check_extents(*rows, files.size());
     if (options.ahead && !options.stop_at_bad) throw std::invalid_argument("a read ahead stops at a bad chunk");
     const std::lock_guard lock(mutex_);
@@ -97,6 +103,23 @@ std::shared_ptr<CallerBackend> Engine::caller() {
     const std::lock_guard lock(mutex_);
     if (caller_ == nullptr) throw std::invalid_argument("the engine is closed, or its backend is not 'caller'");
     return caller_;
+}
+
+std::shared_ptr<PathsBackend> Engine::paths() {
+    const std::lock_guard lock(mutex_);
+    if (paths_ == nullptr) throw std::invalid_argument("the engine is closed, or its backend is not 'paths'");
+    return paths_;
+}
+
+std::size_t Engine::path_count() {
+    const std::lock_guard lock(mutex_);
+    return paths_ == nullptr ? 1 : paths_->paths();
+}
+
+std::shared_ptr<Backend> Engine::queue() {
+    const std::lock_guard lock(mutex_);
+    if (machine_.backend == nullptr) throw std::invalid_argument("the engine of a path is closed");
+    return machine_.backend;
 }
 
 void Engine::close() {
@@ -114,6 +137,7 @@ void Engine::close() {
     machine.backend.reset();
     const std::lock_guard lock(mutex_);
     caller_.reset();
+    paths_.reset();
     written_pages_.reset();
 }
 

@@ -11,13 +11,14 @@
 #include <vector>
 
 #include "caller_backend.h"
+#include "paths_backend.h"
 #include "read_job.h"
 #include "write_job.h"
 
 namespace flowstone {
 
 struct EngineOptions {
-    std::string backend;              // "io_uring", "posix", or "caller" (see caller_backend.h)
+    std::string backend;              // "io_uring", "posix", "caller" (see caller_backend.h), or "paths" (paths_backend.h)
     std::uint32_t queue_depth = 0;    // requests in flight, at most
     std::uint64_t request_bytes = 0;  // a multiple of 4096
     std::uint32_t workers = 0;
@@ -35,7 +36,9 @@ struct TargetFile {
 class Engine {
 public:
     /// Throws std::invalid_argument (options), std::system_error (the backend cannot start).
-    explicit Engine(const EngineOptions& options);
+    /// `paths`: whose queues it uses, each for the files of one path; for backend "paths" alone. These may be closed while
+    /// its jobs run.
+    explicit Engine(const EngineOptions& options, const std::vector<std::shared_ptr<Engine>>& paths = {});
     ~Engine() { close(); }
     Engine(const Engine&) = delete;
     Engine& operator=(const Engine&) = delete;
@@ -52,10 +55,15 @@ public:
     /// The ops that its caller carries out; throws std::invalid_argument for another backend, or a closed engine.
     std::shared_ptr<CallerBackend> caller();
 
+    /// Its backend for several paths; throws std::invalid_argument for another one, or a closed engine.
+    std::shared_ptr<PathsBackend> paths();
+
     /// Blocks until the running jobs have finished, then stops the threads. May be called again.
     void close();
 
 private:
+    std::shared_ptr<Backend> queue();
+    std::size_t path_count();
     Machine machine_locked(const Arena& arena, std::uint64_t request_bytes = 0) const;
     template <class Running> void keep_locked(const std::shared_ptr<Running>& job);
 
@@ -63,6 +71,7 @@ private:
     std::mutex mutex_;
     Machine machine_;  // empty once closed
     std::shared_ptr<CallerBackend> caller_;  // the same as the machine's backend, if it is one
+    std::shared_ptr<PathsBackend> paths_;    // the same
     std::vector<std::weak_ptr<Job>> jobs_;
     std::shared_ptr<const WrittenPages> written_pages_;  // kept open between jobs
 };

@@ -87,12 +87,12 @@ void ReadJob::send(const Window& window, const WantedChunk& chunk, const std::by
     const ReadExtent& row = window.rows->rows[chunk.row];
     const std::shared_ptr<Device>& device = window.rows->devices[static_cast<std::size_t>(row.device)];
     touched_[chunk.row] = true;
-    int error = device->from_host(row.address + chunk.logical_begin(), bytes, chunk.length);
     std::promise<int> copied;
-    device->then([&copied](int failure) { copied.set_value(failure); });
-    const int later = copied.get_future().get();
-    if (error == 0) error = later;
-    if (error != 0) take_outcome(device_fault(*device, error, *files_[chunk.file], chunk.begin, chunk.length));
+    auto batch = std::make_unique<CopyBatch>(nullptr, [&copied](int error) { copied.set_value(error); });
+    // Its source is only read.
+    batch->add({const_cast<std::byte*>(bytes), row.address + chunk.logical_begin(), chunk.length, false});
+    device->submit(std::move(batch));
+    if (const int error = copied.get_future().get()) take_outcome(device_fault(*device, error, *files_[chunk.file], chunk.begin, chunk.length));
 }
 
 void ReadJob::store(Window& window, const WantedChunk& chunk, const std::byte* bytes) {
@@ -103,9 +103,7 @@ void ReadJob::store(Window& window, const WantedChunk& chunk, const std::byte* b
     if (row.device != on_host) {
         const std::shared_ptr<Device>& device = window.rows->devices[static_cast<std::size_t>(row.device)];
         arena_->pin(window.blocks.front(), device);
-        window.used[static_cast<std::size_t>(row.device)] = true;
-        if (const int error = device->from_host(row.address + begin, bytes, chunk.length))
-            take_outcome(device_fault(*device, error, *files_[chunk.file], chunk.begin, chunk.length));
+        window.batches[static_cast<std::size_t>(row.device)]->add({const_cast<std::byte*>(bytes), row.address + begin, chunk.length, false});
     } else if (row.layout == contiguous)
         std::memcpy(row.target() + begin, bytes, chunk.length);
     else

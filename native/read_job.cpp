@@ -13,6 +13,7 @@
 #include "codecs.h"
 #include "read_window.h"
 #include "thread_name.h"
+#include "turns.h"
 
 namespace flowstone {
 namespace {
@@ -116,6 +117,7 @@ void ReadJob::begin_windows() {
     register_files();
     plan_ = plan_reads(*rows_, machine_.request_bytes, arena_->block_bytes(), options_.in_place && !options_.ahead);
     std::erase_if(plan_.windows, [this](const ReadWindow& window) { return files_[window.file] == nullptr; });
+    take_turns(plan_.windows.begin(), plan_.windows.end(), files_);
     for (const ReadWindow& window : plan_.windows) {
         const auto is_null = [this](const OtherRange& range) { return files_[range.file] == nullptr; };
         const auto ranges = std::span(plan_.ranges).subspan(window.first_range, window.last_range - window.first_range);
@@ -313,26 +315,26 @@ void ReadJob::deliver_now(const std::shared_ptr<Window>& window, LiveAccess* liv
     end(window);
 }
 
-/// After its first copy a device must be waited for: allocate everything that needs before.
 void ReadJob::expect_stored(const std::shared_ptr<Window>& window) {
     const std::vector<std::shared_ptr<Device>>& devices = window->rows->devices;
-    window->used.resize(devices.size(), false);
-    window->copied.reserve(devices.size());
-    for (const std::shared_ptr<Device>& device : devices)
-        window->copied.emplace_back([this, window, &device = *device](int error) {
+    window->batches.reserve(devices.size());
+    for (const std::shared_ptr<Device>& device : devices) {
+        const auto copied = [this, window, &device = *device](int error) {
             const ReadWindow& planned = *window->planned;
             if (error != 0) take_outcome(device_fault(device, error, *files_[planned.file], planned.begin, planned.end - planned.begin));
             stored(window);
-        });
+        };
+        window->batches.push_back(std::make_unique<CopyBatch>(nullptr, copied));
+    }
 }
 
 /// The block is given back when no device copies from it any more.
 void ReadJob::end(const std::shared_ptr<Window>& window) {
-    window->storing = 1 + static_cast<std::size_t>(std::count(window->used.begin(), window->used.end(), true));
-    for (std::size_t i = 0; i < window->copied.size(); ++i) {
-        Device::Done copied = std::exchange(window->copied[i], nullptr);  // it holds the window
-        if (window->used[i]) window->rows->devices[i]->then(std::move(copied));
-    }
+    std::vector<std::unique_ptr<CopyBatch>> batches = std::move(window->batches);  // they hold the window
+    const auto is_used = [](const std::unique_ptr<CopyBatch>& batch) { return !batch->copies.empty(); };
+    window->storing = 1 + static_cast<std::size_t>(std::count_if(batches.begin(), batches.end(), is_used));
+    for (std::size_t i = 0; i < batches.size(); ++i)
+        if (is_used(batches[i])) window->rows->devices[i]->submit(std::move(batches[i]));
     stored(window);
 }
 

@@ -22,8 +22,7 @@ struct ReadJob::Window final : Staged<ReadJob, Window> {
     std::atomic<std::size_t> ops_left{0};
     std::atomic<bool> failed{false};
     std::int64_t begun_ns = 0;
-    std::vector<bool> used;                // devices that copy out of the block
-    std::vector<Device::Done> copied;      // one callback per device in use; made before the first copy
+    std::vector<std::unique_ptr<CopyBatch>> batches;  // out of the block, one for each device, until they are submitted
     std::atomic<std::size_t> storing{0};  // devices
 };
 

@@ -1,7 +1,10 @@
 #include "write_job.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <cassert>
+#include <cerrno>
 #include <chrono>
 #include <cstring>
 #include <iterator>
@@ -11,6 +14,8 @@
 
 #include "bounds.h"
 #include "thread_name.h"
+#include "turns.h"
+#include "xxh3.h"
 
 namespace flowstone {
 namespace {
@@ -38,8 +43,8 @@ struct WriteJob::Window final : Staged<WriteJob, Window> {
     bool in_place = false;                 // captured into the mapped file: it has no block
     int memory_slot = -1;                  // of the block
     std::byte* rest = nullptr;             // of the fetched bytes: see fetch_run; null: none were fetched
-    std::vector<bool> used;                // devices that copy into the block
-    std::vector<Device::Done> copied;      // one callback per device in use; made before the first copy
+    std::vector<std::unique_ptr<CopyBatch>> batches;  // into the block, one for each device, until they are submitted
+    std::atomic<std::size_t> queueing{0};  // devices
     std::atomic<std::size_t> fetching{0};  // devices
     std::vector<std::unique_ptr<Op>> ops;  // until they are submitted
     std::atomic<std::size_t> ops_left{0};
@@ -97,7 +102,37 @@ WriteJob::WriteJob(Machine machine, std::shared_ptr<Arena> arena, std::vector<st
     });
 }
 
-std::vector<WriteWindow> WriteJob::windows() const { return ordered_windows(*rows_, window_bytes(), options_.gap_bytes); }
+std::vector<WriteWindow> WriteJob::windows() const {
+    std::vector<WriteWindow> windows = ordered_windows(*rows_, window_bytes(), options_.gap_bytes);
+    if (rows_->feed) return windows;  // their bytes come in this order
+    for (auto begin = windows.begin(); begin != windows.end();) {
+        const auto end = std::find_if(begin, windows.end(), [&](const WriteWindow& window) { return window.lazy != begin->lazy || window.derived != begin->derived; });
+        take_turns(begin, end, files_);
+        begin = end;
+    }
+    return windows;
+}
+
+std::optional<std::uint64_t> WriteJob::first_bad(std::uint32_t file, int fd) const {
+    const std::vector<StoredChunk> chunks = stored();
+    std::vector<std::byte> bytes(chunk_bytes);
+    for (const WriteExtent& row : rows_->rows) {
+        if (row.file != file || row.chunk == no_digest) continue;
+        const std::uint64_t last = row.chunk + (row.length + chunk_bytes - 1) / chunk_bytes;
+        for (std::uint64_t number = row.chunk; number < last; ++number) {
+            const StoredChunk& chunk = chunks[number];
+            if (chunk.encoded.kind != Encoded::Kind::stored) continue;
+            std::uint64_t got = 0;
+            while (got < chunk.encoded.length) {
+                const ssize_t now = ::pread(fd, bytes.data() + got, chunk.encoded.length - got, static_cast<off_t>(chunk.offset + got));
+                if (now <= 0 && errno != EINTR) break;
+                if (now > 0) got += static_cast<std::uint64_t>(now);
+            }
+            if (got < chunk.encoded.length || xxh3_64(bytes.data(), got) != digests_[number]) return chunk.offset;
+        }
+    }
+    return std::nullopt;
+}
 
 WriteJob::~WriteJob() {
     cancel();
@@ -211,53 +246,52 @@ std::uint64_t WriteJob::window_bytes() const {
     return std::min(machine_.request_bytes, arena_->block_bytes() - chunk_bytes);
 }
 
-/// Queue copies from devices, and copy the window's bytes on the host.
+/// Copy the window's bytes on the host, and have the others copied by their devices.
 void WriteJob::fetch(const std::shared_ptr<Window>& window, LiveAccess& live) {
     expect_fetched(window);
-    try {
-        queue_copies(*window, live);
-    } catch (const std::bad_alloc&) {
-        take_outcome(no_memory());  // then wait for the queued ones
-    }
+    list_copies(*window, live);
     take_change();
-    queue(*window);
-    await_fetched(window);
+    submit_copies(window);
 }
 
-/// After its first copy a device must be waited for: allocate everything that needs before.
 void WriteJob::expect_fetched(const std::shared_ptr<Window>& window) {
-    window->used.resize(rows_->devices.size(), false);
-    window->copied.reserve(rows_->devices.size());
-    for (const std::shared_ptr<Device>& device : rows_->devices)
-        window->copied.emplace_back([this, window, &device = *device](int error) {
+    window->batches.reserve(rows_->devices.size());
+    for (const std::shared_ptr<Device>& device : rows_->devices) {
+        const auto fetched = [this, window, &device = *device](int error) {
             const WriteWindow& planned = window->planned;
             if (error != 0) take_outcome(device_fault(device, error, *files_[planned.file], planned.begin, planned.end - planned.begin));
             arrived(window);
-        });
+        };
+        window->batches.push_back(std::make_unique<CopyBatch>([this, window] { copies_queued(window); }, fetched));
+        window->batches.back()->early = !window->planned.lazy;
+    }
 }
 
-void WriteJob::queue_copies(Window& window, LiveAccess& live) {
+void WriteJob::list_copies(Window& window, LiveAccess& live) {
     window.rest = window.block.bytes() + (arena_->block_bytes() - chunk_bytes);
-    const auto queue_copy = [&](const WriteExtent& row, std::uint64_t begin, std::uint64_t bytes, std::byte* out) {
-        const std::shared_ptr<Device>& device = rows_->devices[static_cast<std::size_t>(row.device)];
-        arena_->pin(window.block, device);
-        window.used[static_cast<std::size_t>(row.device)] = true;
-        if (const int error = device->to_host(out, row.address + begin, bytes))
-            take_outcome(device_fault(*device, error, *files_[row.file], row.offset + begin, bytes));
+    const auto list = [&](const WriteExtent& row, std::uint64_t begin, std::uint64_t bytes, std::byte* out) {
+        const auto number = static_cast<std::size_t>(row.device);
+        arena_->pin(window.block, rows_->devices[number]);
+        window.batches[number]->add({out, row.address + begin, bytes, true});
     };
     for (const WriteRun& run : runs_of(window.planned))
         if (!stopping())
-            fetch_run(*rows_, run, window.block.bytes() + (run.begin - window.planned.begin), window.rest, queue_copy, detector_, live);
+            fetch_run(*rows_, run, window.block.bytes() + (run.begin - window.planned.begin), window.rest, list, detector_, live);
 }
 
-/// Continue when all queued copies are over, even failed ones: until then devices use the block.
-void WriteJob::await_fetched(const std::shared_ptr<Window>& window) {
-    window->fetching = 1 + static_cast<std::size_t>(std::count(window->used.begin(), window->used.end(), true));
-    for (std::size_t i = 0; i < window->used.size(); ++i) {
-        Device::Done copied = std::exchange(window->copied[i], nullptr);  // it holds the window
-        if (window->used[i]) rows_->devices[i]->then(std::move(copied));
-    }
+/// Continue when all copies are over, even failed ones: until then devices use the block.
+void WriteJob::submit_copies(const std::shared_ptr<Window>& window) {
+    std::vector<std::unique_ptr<CopyBatch>> batches = std::move(window->batches);  // they hold the window
+    const auto is_used = [](const std::unique_ptr<CopyBatch>& batch) { return !batch->copies.empty(); };
+    window->queueing = window->fetching = 1 + static_cast<std::size_t>(std::count_if(batches.begin(), batches.end(), is_used));
+    for (std::size_t i = 0; i < batches.size(); ++i)
+        if (is_used(batches[i])) rows_->devices[i]->submit(std::move(batches[i]));
+    copies_queued(window);
     arrived(window);
+}
+
+void WriteJob::copies_queued(const std::shared_ptr<Window>& window) {
+    if (--window->queueing == 0) queue(*window);
 }
 
 void WriteJob::arrived(const std::shared_ptr<Window>& window) {
@@ -441,7 +475,7 @@ void WriteJob::release(Window& window) {
 /// A stage had no memory, and has begun no op.
 void WriteJob::abandon(const std::shared_ptr<Window>& window) {
     take_outcome(no_memory());
-    window->copied.clear();  // they hold the window
+    window->batches.clear();  // they hold the window
     release(*window);
     end(window);
 }

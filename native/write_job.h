@@ -79,6 +79,9 @@ public:
     std::vector<std::uint64_t> file_ends() const { return appender_ ? appender_->file_ends() : std::vector<std::uint64_t>(); }
     /// The windows in the order in which they begin. Pure; any time.
     std::vector<WriteWindow> windows() const;
+    /// Where the first chunk begins that is not in the file `fd` as it was to be written into file number `file`; blocks. Once
+    /// complete.
+    std::optional<std::uint64_t> first_bad(std::uint32_t file, int fd) const;
     /// How lazy sources are watched.
     const MutationDetector& detector() const { return detector_; }
 
@@ -101,8 +104,9 @@ private:
     std::byte* image(const Window& window) const;
     void fetch(const std::shared_ptr<Window>& window, LiveAccess& live);
     void expect_fetched(const std::shared_ptr<Window>& window);
-    void queue_copies(Window& window, LiveAccess& live);
-    void await_fetched(const std::shared_ptr<Window>& window);
+    void list_copies(Window& window, LiveAccess& live);
+    void submit_copies(const std::shared_ptr<Window>& window);
+    void copies_queued(const std::shared_ptr<Window>& window);
     void arrived(const std::shared_ptr<Window>& window);
     void post(const std::shared_ptr<Window>& window, Stage stage) noexcept;
     void capture(const std::shared_ptr<Window>& window, LiveAccess& live);

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from unittest import mock
 
 import numpy as np
@@ -20,40 +20,41 @@ from numpy.typing import NDArray
 
 from flowstone import _native
 from flowstone.stage import device
+from flowstone.stage.own_stream import OwnStream, lines_of
 from flowstone.state import tensors
-from flowstone.table.pieces import Memory
+from flowstone.table.pieces import Memory, row_bytes
 
 NAME = "delayed:0"
 
 
-class Far:
+class Far(OwnStream):
     """The device, and its side stream.
 
-    sync  the processor waits in `block_current` for the copies that are queued, as a device's current stream would.
-          Off: a test looks at what is queued, and waits by itself
+    sync  the processor waits in `block_current` for what the current stream holds: with that it plays the device's own
+          work, which comes after. Off: a test looks at what is queued, and waits by itself
     """
 
+    native: DelayedDevice
+
     def __init__(self, memory_bytes: int, delay_s: float = 0.0) -> None:
-        self.native = DelayedDevice(memory_bytes=memory_bytes, delay_s=delay_s)
+        native = DelayedDevice(memory_bytes=memory_bytes, delay_s=delay_s)
+        super().__init__(native, lambda: native.current)
         self.sync = True
         self.blocked_currents = 0
         self._bytes = memory_bytes
         self._used = 0
 
-    def wait_current(self) -> None:
-        """The processor has done its work by the time that it saves."""
-
-    def block_current(self) -> None:
+    def block_current(self, *, early: bool = False) -> None:
+        super().block_current(early=early)
         self.blocked_currents += 1
         if self.sync:
-            with suppress(OSError):  # a stream that waits for copies is not told how they ended
-                self.native.synchronize()
+            self.native.wait_for(self.native.current)
 
     def sample(self, rows: Sequence[Memory], seeds: NDArray[np.uint64]) -> NDArray[np.uint8]:
         lines = []
-        for row, begins in zip(rows, device.lines_of(rows, seeds), strict=True):
+        for row, begins in zip(rows, lines_of(rows, seeds), strict=True):
             inside = row.address - self.native.address + self.native.inside
-            raw = (ctypes.c_uint8 * device.row_bytes(row)).from_address(inside)
+            raw = (ctypes.c_uint8 * row_bytes(row)).from_address(inside)
             whole = np.frombuffer(raw, np.uint8)
             lines += [whole[b : b + _native.LINE_BYTES] for b in begins.tolist()]
         return np.concatenate(lines)

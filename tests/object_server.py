@@ -24,14 +24,16 @@ from typing import Any
 from unittest import mock
 
 BUCKET = "bucket"
-CONTROL = "/-/faults"
+CONTROL, LOG = "/-/faults", "/-/requests"
 KINDS = ("500", "slow down", "429", "reset before", "reset after", "truncated", "delayed", "stale list")
 _ANSWERS = {  # status, and the store's own word
     "500": ("500 Internal Server Error", "InternalError"), "slow down": ("503 Slow Down", "SlowDown"),
     "429": ("429 Too Many Requests", "TooManyRequests"), "denied": ("403 Forbidden", "AccessDenied"),
     "other region": ("301 Moved Permanently", "PermanentRedirect"),
     "quota": ("507 Insufficient Storage", "QuotaExceeded"),
-    "not implemented": ("501 Not Implemented", "NotImplemented"),
+    "not implemented": ("501 Not Implemented", "NotImplemented"), "expired": ("400 Bad Request", "ExpiredToken"),
+    "unknown key": ("403 Forbidden", "InvalidAccessKeyId"),
+    "malformed": ("400 Bad Request", "AuthorizationHeaderMalformed</Code><Region>eu-west-7</Region><Code>"),
 }
 
 
@@ -44,16 +46,27 @@ class Faults:
 
     def __init__(self, inner: Callable[..., Iterable[bytes]]) -> None:
         self._inner, self._conditional, self._guard = inner, threading.Lock(), threading.Lock()
-        self._set({"seed": 0, "share": 0.0, "kinds": list(KINDS), "method": ""})
+        self._set({"seed": 0, "share": 0.0, "kinds": list(KINDS), "method": "", "only": ""})
         self._lists: dict[str, list[bytes]] = {}
+        self._log: list[str] = []
+        self._keys: list[str] = []
 
     def _set(self, asked: dict[str, Any]) -> None:
         self._random, self._share, self._kinds = random.Random(asked["seed"]), asked["share"], asked["kinds"]
         self._method, self._counts = asked["method"], dict.fromkeys((*KINDS, *_ANSWERS), 0)
+        self._only = asked["only"]
 
     def __call__(self, environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
         if environ["PATH_INFO"] == CONTROL:
             return self._control(environ, start)
+        if environ["PATH_INFO"] == LOG:
+            return self._told(start)
+        with self._guard:
+            query = environ["QUERY_STRING"] and f"?{environ['QUERY_STRING']}"
+            part = environ.get("HTTP_RANGE", "")
+            self._log.append(f"{environ['REQUEST_METHOD']} {environ['PATH_INFO']}{query} {part}".strip())
+            signed = environ.get("HTTP_AUTHORIZATION", "").partition("Credential=")[2]
+            self._keys.append(f"{signed.partition('/')[0]} {environ.get('HTTP_X_AMZ_SECURITY_TOKEN', '')}".strip())
         kind = self._draw(environ)
         if kind in _ANSWERS:
             environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))  # the client does not look before
@@ -96,6 +109,8 @@ class Faults:
         with self._guard:
             if self._method not in ("", environ["REQUEST_METHOD"]) or self._random.random() >= self._share:
                 return ""
+            if not _is_one_of(environ, self._only):
+                return ""
             kind = self._random.choice(self._kinds)
             if kind == "truncated" and environ["REQUEST_METHOD"] != "GET":
                 kind = "reset after"
@@ -113,8 +128,23 @@ class Faults:
         return [body]
 
 
+    def _told(self, start: Callable[..., Any]) -> Iterable[bytes]:
+        with self._guard:
+            body = json.dumps({"requests": self._log, "keys": self._keys}).encode()
+            self._log, self._keys = [], []
+        start("200 OK", [("Content-Type", "application/json"), ("Content-Length", str(len(body)))])
+        return [body]
+
+
 def _is_list(environ: dict[str, Any]) -> bool:
     return environ["REQUEST_METHOD"] == "GET" and "list-type=2" in environ["QUERY_STRING"]
+
+
+def _is_one_of(environ: dict[str, Any], kind: str) -> bool:
+    """Whether a request is of that kind: "": any, "list", "conditional", or "part" (of an upload)."""
+    if kind == "conditional":
+        return "HTTP_IF_MATCH" in environ or "HTTP_IF_NONE_MATCH" in environ
+    return not kind or (_is_list(environ) if kind == "list" else "partNumber=" in environ["QUERY_STRING"])
 
 
 def _reset(environ: dict[str, Any]) -> Iterable[bytes]:
@@ -172,15 +202,29 @@ class Server:
         })).read()
 
     def fail(
-        self, *, share: float, seed: int = 0, kinds: tuple[str, ...] = KINDS, method: str = ""
+        self, *, share: float, seed: int = 0, kinds: tuple[str, ...] = KINDS, method: str = "", only: str = ""
     ) -> None:
-        """From now on that share of the requests (of that HTTP method; "": of any) fails."""
-        asked = {"seed": seed, "share": share, "kinds": list(kinds), "method": method}
+        """From now on that share of the requests (of that HTTP method, and "list", "conditional" or "part"; "": of any)
+        fails."""
+        asked = {"seed": seed, "share": share, "kinds": list(kinds), "method": method, "only": only}
         self._opener.open(f"{self.url}{CONTROL}", json.dumps(asked).encode()).read()
 
     def failed(self) -> dict[str, int]:
         """How many requests have failed, of each kind, since `fail` was called."""
         found: dict[str, int] = json.load(self._opener.open(f"{self.url}{CONTROL}"))
+        return found
+
+    def requests(self) -> list[str]:
+        """Method, path, query and range of all requests since this was asked last, failed ones too."""
+        found: list[str] = self._told()["requests"]
+        return found
+
+    def keys(self) -> set[str]:
+        """With which keys, and session tokens, the requests since this was asked last were signed; "": with none."""
+        return set(self._told()["keys"])
+
+    def _told(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.load(self._opener.open(f"{self.url}{LOG}"))
         return found
 
     def uploads(self, url: str = f"s3://{BUCKET}") -> list[str]:

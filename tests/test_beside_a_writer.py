@@ -22,16 +22,16 @@ def writer_goes_on_after_a_listing(store: Path, act: Callable[[fs.Checkpointer],
         for step in (1, 2):
             writer.save(step, {"w": torch.full((4,), float(step))}).committed.result()
         writer.wait()
-        steps = catalog.steps
+        directories = catalog._step_directories
 
-        def then_act(names: object) -> tuple[int, ...]:
-            found = steps(names)  # type: ignore[arg-type]
+        def then_act(names: object) -> list[str]:
+            found = directories(names)  # type: ignore[arg-type]
             if not listed:
-                listed.extend(found)
+                listed.extend(int(name.removeprefix("step-")) for name in found)
                 act(writer)
             return found
 
-        with mock.patch.object(catalog, "steps", then_act):
+        with mock.patch.object(catalog, "_step_directories", then_act):
             yield listed
 
 
@@ -58,6 +58,29 @@ def test_a_reader_takes_the_next_newest_where_the_writer_has_removed_the_one_tha
     assert 2 in listed
 
 
+def test_an_older_step_that_is_kept_is_not_taken_for_the_newest(tmp_path: Path) -> None:
+    """The newest of a moment ago is gone, an older one is there still, and so is a newer one."""
+    with fs.Checkpointer(tmp_path, keep=fs.Keep(last=1, every=2)) as writer:
+        for step in (2, 3):
+            writer.save(step, {"x": step}).committed.result()
+        read_manifest = catalog.read_manifest
+        asked: list[str] = []
+
+        def goes_on(names: object, directory: str) -> object:
+            asked.append(directory)
+            if len(asked) == 1:
+                writer.save(5, {"x": 5}).committed.result()
+                writer._saves.sole_writer.drain()
+            return read_manifest(names, directory)  # type: ignore[arg-type]
+
+        with mock.patch.object(catalog, "read_manifest", goes_on):
+            found = catalog.newest(writer._store)
+    assert asked == ["step-00000003", "step-00000005"]
+    assert (tmp_path / "step-00000002").exists()
+    assert found is not None
+    assert found.step == 5
+
+
 def test_a_step_that_was_asked_for_is_told_to_be_gone(tmp_path: Path) -> None:
     with (
         writer_goes_on_after_a_listing(tmp_path, one_more), fs.Checkpointer(tmp_path) as reader,
@@ -69,6 +92,9 @@ def test_a_step_that_was_asked_for_is_told_to_be_gone(tmp_path: Path) -> None:
 def test_a_directory_without_its_manifest_is_no_endless_search(tmp_path: Path) -> None:
     with fs.Checkpointer(tmp_path) as writer:
         writer.save(1, {"x": 1}).committed.result()
-    gone = mock.patch("flowstone.commit.catalog.read_manifest", side_effect=fs.NoCheckpointError("gone", next=""))
-    with gone, pytest.raises(fs.NoCheckpointError):
+    gone = fs.NoCheckpointError("gone", next="")
+    with (
+        mock.patch("flowstone.commit.catalog.read_manifest", side_effect=gone),
+        mock.patch("flowstone.checkpoint.read_manifest", side_effect=gone), pytest.raises(fs.NoCheckpointError),
+    ):
         fs.open(tmp_path)

@@ -57,6 +57,8 @@ def test_show_tells_what_each_section_has_written_and_refers_to(store: Path) -> 
     first = fs.open(store, 1).manifest.id
     sections = {one["section"]: one for one in told("show", store)["sections"]}
     assert set(sections) == {"model", "optimizer"}
+    assert told("show", store)["io"]["compress"] is None
+    assert "compress" not in run("show", store).stdout
     model = sections["model"]
     assert model["referred"] == {first: BASE_BYTES}
     assert model["bytes"] == model["written"] + BASE_BYTES
@@ -202,6 +204,18 @@ def test_du_tells_what_journals_take_and_the_next_whole_save_frees_it(journal: P
     assert after["journal_bytes"] == 0
     assert not list(journal.glob("journal-*"))
     assert "in journals" not in run("du", journal).stdout
+
+
+def test_show_says_why_a_save_has_encoded_what_it_has(tmp_path: Path) -> None:
+    state = {"m": torch.randn(300_000)}
+    with fs.Checkpointer(tmp_path, engine=fs.EngineOptions(compress="auto")) as checkpointer:
+        for step in (1, 2):
+            state["m"] += 1
+            checkpointer.save(step, state).committed.result()
+    first, second = (run("show", tmp_path, "--step", step).stdout for step in (1, 2))
+    assert "\ncompress auto: no save has been measured yet\n" in first
+    assert "compress auto: the device takes " in second
+    assert told("show", tmp_path)["io"]["compress"] == fs.open(tmp_path).manifest.io.compress
 
 
 def test_what_chunks_are_decoded_with_is_told_and_freed_with_the_last_step_that_needs_it(tmp_path: Path) -> None:

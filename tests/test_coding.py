@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -14,7 +15,8 @@ import flowstone as fs
 from flowstone import _native
 from flowstone.config import MIB
 from flowstone.format.manifest import IoRecord
-from flowstone.pipeline.coding import Coding, Costs, compressed, costs_of, trial_s_per_byte
+from flowstone.pipeline.coding import Coding, compressed
+from flowstone.pipeline.coding_costs import Costs, costs_of, new_bytes, trial_per_copy
 from flowstone.plan.write import Coded, WritePlan, plan_writes
 from flowstone.store.base import Encoded, Receipt
 from flowstone.table.box import Box
@@ -83,12 +85,17 @@ def test_a_slow_device_begins_it_and_a_fast_one_ends_it() -> None:
     coding, of = Coding("auto"), pieces("float32", "bfloat16", "int64")
     assert coding.chosen(of) is None, "nothing is known of the device yet"
     plan = planned(coding, of)
+    assert coding.why == "auto: no save has been measured yet"
+    coding._coder_per_copy = 1.0
     coding.learn(1, plan, receipt(plan, [(CAPTURE, 0, 0.01), (WRITE, 0, 0.002)]))
     assert coding.chosen(of) is None, "the device waits for copies"
+    told = "auto: the device takes 12.6 GB/s, the engine's threads copy 2.5 GB/s and encode 2.5 GB/s"
+    assert coding.why == f"{told}: with pieces encoded, a save would take 133% of the time at best"
     coding.learn(1, plan, receipt(plan, [(CAPTURE, 0, 0.01), (WRITE, 0, 2.0)]))
     chosen = coding.chosen(of)
     assert chosen is not None
     assert chosen.tolist() == [True, True, False], "floats, until more is known"
+    assert ": with 2 of 2 pieces encoded, a save takes 85% of the time" in coding.why
     plan = planned(coding, of)
     spans = [(CAPTURE, 0, 0.01), (ENCODE, 0.01, 0.02), (WRITE, 0, 1.5)]
     coding.learn(1, plan, receipt(plan, spans, (0.99, 0.7, 1.0)))
@@ -100,13 +107,18 @@ def test_a_slow_device_begins_it_and_a_fast_one_ends_it() -> None:
     assert coding.chosen(of) is None, "processors are busy, and the device is not"
 
 
+def gain(costs: Costs, saved_bytes: float, coder_s_per_byte: float) -> float:
+    """Of encoding 100 bytes."""
+    return float(costs.gain(np.array([100.0]), np.array([saved_bytes]), coder_s_per_byte)[0])
+
+
 def test_a_little_gain_does_not_begin_it_but_keeps_it() -> None:
     costs = Costs(100, 100, 1.0, 0.1, 1)
-    assert costs.gain(100, 20, 0.0) == pytest.approx(0.8)
-    assert costs.gain(100, 20, 0.02) == pytest.approx(2.1), "encoding takes longer than writing"
-    assert Costs(100, 100, 1.0, 0.1, 2).gain(100, 20, 0.01) == pytest.approx(0.8), "two threads share it"
-    assert Costs(100, 80, 0.8, 0.1, 1).gain(100, 20, 0.0) == pytest.approx(0.8), "rates are of what was written"
-    assert Costs(0, 0, 0.0, 0.0, 1).gain(0, 0, 0.0) == 1.0
+    assert gain(costs, 20, 0.0) == pytest.approx(0.8)
+    assert gain(costs, 20, 0.02) == pytest.approx(2.1), "encoding takes longer than writing"
+    assert gain(Costs(100, 100, 1.0, 0.1, 2), 20, 0.01) == pytest.approx(0.8), "two threads share it"
+    assert gain(Costs(100, 80, 0.8, 0.1, 1), 20, 0.0) == pytest.approx(0.8), "rates are of what was written"
+    assert gain(Costs(0, 0, 0.0, 0.0, 1), 0, 0.0) == 1.0
     of = pieces("float32")
     for first, is_on in ((0.9, True), (0.86, True)):
         coding = Coding("auto")
@@ -125,8 +137,45 @@ def test_costs_count_overlapping_requests_once_and_the_sync() -> None:
     assert costs_of(plan, receipt(plan, [])).device_s == 0
 
 
-def test_the_trial_tells_a_rate_of_this_machine() -> None:
-    assert 1e-11 < trial_s_per_byte() < 1e-6
+def test_as_many_pieces_are_encoded_as_leave_the_device_the_slowest() -> None:
+    """Those first that get shortest. All of them would take 0.04 + 4 * 0.05 s of a thread."""
+    coding, of = Coding("auto"), pieces("float32", "bfloat16", "float32", "bfloat16")
+    coding._coder_per_copy = 5.0
+    plan = planned(coding, of)
+    coding.learn(1, plan, receipt(plan, [(CAPTURE, 0, 0.04), (WRITE, 0, 0.2)]))
+    chosen = coding.chosen(of)
+    assert chosen is not None
+    assert chosen.tolist() == [False, True, False, True]
+    assert "with 2 of 4 pieces encoded, a save takes 85% of the time" in coding.why
+
+
+def test_processors_that_are_free_again_are_noticed_though_nothing_is_encoded() -> None:
+    """What encoding takes is known as a multiple of what copying takes, which every save tells."""
+    coding, of = Coding("auto"), pieces("float32")
+    coding._coder_per_copy = 2.0
+    for copying_s, is_on in ((0.2, False), (0.01, True)):
+        plan = planned(coding, of)
+        coding.learn(1, plan, receipt(plan, [(CAPTURE, 0, copying_s), (WRITE, 0, 0.2)]))
+        assert (coding.chosen(of) is not None) == is_on
+
+
+def test_what_the_base_has_and_what_follows_from_others_gains_nothing() -> None:
+    coding, of = Coding("auto"), pieces("float32", "float32")
+    plan = planned(Coding("max"), of)
+    told = receipt(plan, [(CAPTURE, 0, 0.01), (ENCODE, 0, 0.01), (WRITE, 0, 1.0)], (0.8, 0.8))
+    assert told.encoded is not None
+    same = np.arange(16) < 8
+    told = msgspec.structs.replace(told, encoded=msgspec.structs.replace(told.encoded, same=same))
+    assert new_bytes(plan, told).tolist() == [0, 8 * MIB]
+    assert costs_of(plan, told).data_bytes == 8 * MIB
+    coding.learn(1, plan, told)
+    chosen = coding.chosen(of)
+    assert chosen is not None
+    assert chosen.tolist() == [False, True]
+
+
+def test_the_trial_tells_how_many_times_as_long_as_copying_encoding_takes() -> None:
+    assert 0.1 < trial_per_copy() < 1000
 
 
 def test_the_event_tells_what_was_encoded_and_what_is_stored_of_it(tmp_path: Path) -> None:
@@ -135,20 +184,24 @@ def test_the_event_tells_what_was_encoded_and_what_is_stored_of_it(tmp_path: Pat
     with fs.Checkpointer(tmp_path, engine=fs.EngineOptions(compress="max"), on_event=told.append) as checkpointer:
         checkpointer.save(1, state)
     (found,) = (event for event in told if isinstance(event, fs.Compressed))
+    assert (found.why, fs.open(tmp_path).manifest.io.compress) == ("max", "max")
     assert found.data_bytes == 4 << 20
     assert 0.8 < found.stored_bytes / found.data_bytes < 0.9
     assert found.seconds > 0
     plan = plan_writes(pieces("float32"))
-    assert compressed(1, plan, receipt(plan, [])) is None
+    assert compressed(1, plan, receipt(plan, []), "why") == fs.Compressed(1, 0, 0, 0.0, "why")
 
 
 def test_auto_saves_what_it_is_given_whichever_way_it_decides(tmp_path: Path) -> None:
-    state = {"m": torch.randn(300_000), "n": 1}
-    with fs.Checkpointer(tmp_path, engine=fs.EngineOptions(compress="auto")) as checkpointer:
+    state, told = {"m": torch.randn(300_000), "n": 1}, list[fs.Event]()
+    engine = fs.EngineOptions(compress="auto")
+    with fs.Checkpointer(tmp_path, engine=engine, on_event=told.append) as checkpointer:
         for step in (1, 2, 3):
             state["m"] += 1
             saved = checkpointer.save(step, state).committed.result()
             assert step > 1 or saved.manifest.critical == ()
+            assert (saved.manifest.io.compress == "auto: no save has been measured yet") == (step == 1)
+            assert [one.why for one in told if isinstance(one, fs.Compressed)][-1] == saved.manifest.io.compress
         into = {"m": torch.zeros(300_000), "n": 0}
         checkpointer.load(into)
     assert content(into) == content(state)

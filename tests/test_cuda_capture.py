@@ -110,3 +110,91 @@ def test_parts_casts_and_strides_reach_the_device(store: Path) -> None:
         checkpointer.load(target, rules=[fs.Cast("*")])
     assert torch.equal(target["x"], tensor.double())
     assert torch.equal(target["y"], tensor.t())
+
+
+def test_copies_do_not_wait_for_streams_of_torchs_pool(store: Path) -> None:
+    state = training()
+    pool = [torch.cuda.Stream() for _ in range(64)]  # twice what torch has: each of its streams is busy
+    with fs.Checkpointer(store) as checkpointer:
+        checkpointer.save(1, state).committed.result()
+        torch.cuda.synchronize()
+        for stream in pool:
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(4_000_000_000)
+        busy = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        busy.record(pool[-1])
+        checkpointer.save(2, state).committed.result().verify()
+        assert not busy.query(), "copies have waited for a stream of the pool"
+        torch.cuda.synchronize()
+
+
+def test_a_save_inside_of_a_graph_capture_is_refused_and_leaves_the_capture_whole(store: Path) -> None:
+    state, x = training(), torch.ones(1024, device="cuda")
+    with fs.Checkpointer(store) as checkpointer:
+        save = checkpointer.save(1, state)
+        graph = torch.cuda.CUDAGraph()  # type: ignore[no-untyped-call]
+        with torch.cuda.graph(graph):  # the default mode refuses unsafe calls of every thread
+            x.add_(1)
+            with pytest.raises(fs.StateError, match="inside of a CUDA graph capture"):
+                checkpointer.save(2, state)
+        save.committed.result().verify()
+        graph.replay()
+        assert x.unique().tolist() == [2.0]
+
+
+def test_replays_of_a_step_wait_for_the_save_at_a_fence(store: Path) -> None:
+    state, value = training(capturable=True), torch.zeros((), device="cuda")
+    held_tensors, saves = held(state), []
+    graph = torch.cuda.CUDAGraph()  # type: ignore[no-untyped-call]
+    with torch.cuda.graph(graph):
+        value.add_(1)
+        for tensor in held_tensors:
+            tensor.copy_(value.expand_as(tensor))
+    with fs.Checkpointer(store, budget_bytes=64 * MIB, saves_in_flight=3) as checkpointer:
+        for number in range(1, 11):
+            checkpointer.fence()
+            graph.replay()
+            state["step"] = number
+            saves.append(checkpointer.save(number, state))
+    for save in saves:
+        checkpoint = save.committed.result()
+        assert values(checkpoint) == {float(checkpoint.step)}
+
+
+def test_an_optimizer_that_steps_on_another_stream_waits_for_the_copies_too(store: Path) -> None:
+    layers = [nn.Linear(2048, 2048).cuda() for _ in range(2)]
+    optimizers = [torch.optim.SGD(layer.parameters(), lr=0.0) for layer in layers]
+    state = {"model": nn.ModuleList(layers), "one": optimizers[0], "two": optimizers[1]}
+    streams = torch.cuda.current_stream(), torch.cuda.Stream()
+    with fs.Checkpointer(store, budget_bytes=32 * MIB) as checkpointer:
+        for number in range(1, 6):
+            for layer in layers:
+                for parameter in layer.parameters():
+                    parameter.data.fill_(number)
+            streams[1].wait_stream(streams[0])
+            save = checkpointer.save(number, state)
+            for stream, layer, optimizer in zip(streams, layers, optimizers, strict=True):
+                with torch.cuda.stream(stream):
+                    optimizer.step()
+                    for parameter in layer.parameters():
+                        parameter.data.zero_()
+            streams[0].wait_stream(streams[1])
+            found = save.committed.result()
+            assert {value for name in found.tensors for value in found.read(name).unique().tolist()} == {float(number)}
+
+
+def test_pinned_memory_that_the_gpu_still_writes_is_saved_when_it_has(store: Path) -> None:
+    average, source = torch.zeros(64 * MIB, pin_memory=True), torch.ones(64 * MIB, device="cuda")
+    with fs.Checkpointer(store) as checkpointer:
+        torch.cuda._sleep(500_000_000)
+        average.copy_(source, non_blocking=True)
+        found = checkpointer.save(1, {"average": average}).committed.result()
+    assert found.read("average").unique().tolist() == [1.0]
+
+
+def test_a_tensor_without_elements_is_saved_and_loaded(store: Path) -> None:
+    whole = torch.ones(4, 3, device="cuda")
+    with fs.Checkpointer(store) as checkpointer:
+        checkpointer.save(1, {"x": whole[:0], "y": whole[:, 3:], "z": whole}).committed.result().verify()
+        checkpointer.load({"x": whole[:0], "y": whole[:, 3:], "z": whole.zero_()})
+    assert whole.unique().tolist() == [1.0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,9 +15,14 @@ from forge import split_rows
 from torch import nn
 
 import flowstone as fs
+from flowstone import _native
 from flowstone.events import Captured, Event
 from flowstone.pipeline import load as loading
+from flowstone.stage import device
+from flowstone.stage.capture import host_copy
 from flowstone.state import describe
+from flowstone.state.kinds.generator import cuda_states
+from flowstone.state.tensors import memory_of
 
 MIB = 1 << 20
 
@@ -167,18 +173,28 @@ def test_a_change_that_escapes_the_fence_fails_that_save_by_name(store: Path, fa
         assert latest.step == 1
 
 
-def test_a_device_that_fails_fails_the_save_and_the_load_by_its_name(store: Path, far: Far) -> None:
+def test_a_device_that_fails_fails_the_save_and_what_comes_after_by_its_name(store: Path, far: Far) -> None:
     state = training(far)
     with opened(store, on_error="continue") as checkpointer:
         checkpointer.save(1, state).committed.result()
         far.native.fail_after(2)
         error = checkpointer.save(2, state).committed.exception(60)
         assert isinstance(error, fs.StorageError)
-        assert "copy from or to delayed:0 (DELAYED_ERROR)" in str(error)
-        with pytest.raises(fs.FlowstoneError, match="delayed:0"):
+        assert "copy from or to delayed:0 (CUDA_ERROR_LAUNCH_FAILED)" in str(error)
+        for again in (lambda: checkpointer.load(state), lambda: checkpointer.save(3, state)):
+            with pytest.raises(fs.StorageError, match=r"a stream of delayed:0 \(CUDA_ERROR_LAUNCH_FAILED\)"):
+                again()  # before anything has changed
+
+
+def test_a_device_that_fails_during_a_load_leaves_a_state_that_is_not_saved(store: Path, far: Far) -> None:
+    state = training(far)
+    with opened(store) as checkpointer:
+        checkpointer.save(1, state).committed.result()
+        far.native.fail_after(2)
+        with pytest.raises(fs.FlowstoneError, match="copy from or to delayed:0"):
             checkpointer.load(state)
         with pytest.raises(fs.DamagedError):
-            checkpointer.save(3, state)
+            checkpointer.save(2, state)
 
 
 def test_memory_stays_inside_the_budget_and_is_pinned_once(store: Path, far: Far) -> None:
@@ -234,3 +250,162 @@ def test_what_rules_join_goes_straight_onto_the_device_and_what_they_turn_by_way
         planned = loading.plan_load(found, verify_first=False)
         assert planned.arranged is not None
         assert (len(planned.destinations.bounced), len(planned.arranged.zeros)) == (aside, padded)
+
+
+def byte_writer(far: Far, tensor: torch.Tensor, value: int) -> None:
+    """A kernel on the current stream that sets all bytes of a tensor."""
+    far.native.write(far.native.current, tensor.data_ptr(), tensor.numel() * tensor.element_size(), value)
+
+
+def test_a_save_inside_of_a_graph_capture_is_refused_and_leaves_the_capture_whole(store: Path, far: Far) -> None:
+    state = training(far)
+    with opened(store) as checkpointer:
+        checkpointer.save(1, state).committed.result()
+        far.native.begin_capture(far.native.current)
+        with pytest.raises(fs.StateError, match="cannot save inside of a CUDA graph capture"):
+            checkpointer.save(2, state)
+        with pytest.raises(fs.StateError, match="cannot save or load inside of a CUDA graph capture"):
+            checkpointer.load(state)
+        assert far.native.end_capture(far.native.current)
+        checkpointer.save(2, state).committed.result().verify()
+
+
+def test_a_fence_inside_of_a_graph_capture_is_refused_while_a_save_is_not_captured(store: Path, far: Far) -> None:
+    state = training(far)
+    far.sync = False
+    with opened(store, budget_bytes=64 * MIB) as checkpointer:
+        checkpointer.save(1, state).committed.result()
+        far.native.hold(True)
+        save = checkpointer.save(2, state)
+        far.native.begin_capture(far.native.current)
+        with pytest.raises(fs.StateError, match=r"call fence\(\) before the capture begins"):
+            step(state)
+        far.native.hold(False)
+        save.captured.result(60)
+        checkpointer.fence()  # there is nothing to wait for
+        assert far.native.end_capture(far.native.current), "copies of the save are part of the graph"
+        save.committed.result(60).verify()
+
+
+def test_a_recorded_step_is_told_of_and_its_replay_is_noticed_unless_a_fence_came_before(
+    store: Path, far: Far, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = training(far)
+    weight, other = state["model"].body[1].weight.data, far.native.make_stream()  # type: ignore[attr-defined]
+    far.sync = False
+    with opened(store, budget_bytes=64 * MIB, on_error="continue") as checkpointer:
+        checkpointer.save(1, state).committed.result()
+        far.native.begin_capture(far.native.current)
+        step(state)  # its hook runs now, and never again
+        byte_writer(far, weight, 1)
+        assert far.native.end_capture(far.native.current)
+        for number, is_fenced in ((2, True), (3, False)):
+            weight.fill_(number)
+            far.native.hold(True)
+            save = checkpointer.save(number, state)
+            if is_fenced:
+                checkpointer.fence()
+                far.native.replay(far.native.current)  # it waits behind the copies
+                far.native.hold(False)
+                found = save.committed.result(60).read("model.body.1.weight")
+                far.native.wait_for(far.native.current)
+                assert found.unique().tolist() == [float(number)]
+            else:
+                far.native.replay(other)
+                far.native.wait_for(other)
+                far.native.hold(False)
+                error = save.committed.exception(60)
+                assert isinstance(error, fs.StateChangedError)
+                assert error.names == ("model.body.1.weight",)
+    assert caplog.text.count("Call fence() before each replay") == 1
+
+
+def test_an_optimizer_that_steps_on_another_stream_waits_for_the_copies_too(store: Path, far: Far) -> None:
+    parameters = [nn.Parameter(far.tensor(torch.full((MIB,), 1.0))) for _ in range(2)]
+    optimizers = [torch.optim.SGD([parameter], lr=0.1) for parameter in parameters]
+    state = {"p": nn.ParameterList(parameters), "one": optimizers[0], "two": optimizers[1]}
+    far.sync = False
+    streams = far.native.current, far.native.make_stream()
+    with opened(store, budget_bytes=64 * MIB) as checkpointer:
+        checkpointer.save(1, state).committed.result()
+        far.native.hold(True)
+        save = checkpointer.save(2, state)
+        for stream, optimizer, parameter in zip(streams, optimizers, parameters, strict=True):
+            far.native.make_current(stream)
+            optimizer.step()  # without gradients: its hook is all that runs
+            byte_writer(far, parameter.data, 0)
+        far.native.hold(False)
+        found = save.committed.result(60)
+        assert [found.read(f"p.{n}").unique().tolist() for n in range(2)] == [[1.0], [1.0]]
+        for stream in streams:
+            far.native.wait_for(stream)
+    assert not any(parameter.any() for parameter in parameters)
+
+
+def test_memory_that_a_device_writes_is_read_when_the_stream_has_come_there(store: Path) -> None:
+    seen: list[str] = []
+    pinned = torch.zeros(MIB)
+
+    class Stream:
+        def synchronize(self) -> None:
+            seen.append("waited")
+            pinned.fill_(1)  # the copy that was under way
+
+    with (
+        mock.patch.object(torch.cuda, "is_initialized", return_value=True),
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),
+        mock.patch.object(torch.UntypedStorage, "is_pinned", lambda one: one.data_ptr() == pinned.data_ptr()),
+        mock.patch.object(torch.Tensor, "is_pinned", lambda one: one.data_ptr() == pinned.data_ptr()),
+        mock.patch.object(torch.cuda, "current_stream", return_value=Stream()),
+        opened(store) as checkpointer,
+    ):
+        found = checkpointer.save(1, {"ema": pinned}).committed.result().read("ema")
+        assert seen == ["waited"]
+        checkpointer.save(2, {"ema": pinned.clone()}).committed.result()
+    assert seen == ["waited"], "memory that is not pinned waits for nothing"
+    assert found.unique().tolist() == [1.0]
+
+
+def test_a_tensor_without_elements_has_no_address_and_is_copied_all_the_same() -> None:
+    assert host_copy(memory_of(torch.arange(6.0)[:0])).shape == (0,)
+    assert host_copy(memory_of(torch.ones(4, 3)[:, 3:])).shape == (4, 0)
+
+
+def test_a_device_error_number_is_no_errno(store: Path, far: Far) -> None:
+    with opened(store, on_error="continue") as checkpointer:
+        checkpointer.save(1, {"x": far.tensor(torch.ones(MIB))}).committed.result()
+        far.native.fail_after(0)
+        assert checkpointer.save(2, {"x": far.tensor(torch.ones(MIB))}).committed.exception(60) is not None
+    with pytest.raises(OSError, match=r"wait for delayed:0 \(CUDA_ERROR_LAUNCH_FAILED\)") as found:
+        far.native.synchronize()
+    assert found.value.errno == errno.EIO
+
+
+def test_rocm_is_not_asked_for_cudas_driver() -> None:
+    with (
+        mock.patch.object(torch.version, "hip", "6.4"),
+        mock.patch.object(_native, "cuda_device", side_effect=AssertionError("asked")),
+    ):
+        assert device.SideStreams(device.OPENERS).of("cuda:0") is None
+
+
+def test_generators_of_a_gpu_that_is_not_in_use_yet_are_saved() -> None:
+    states = [torch.ones(16, dtype=torch.uint8)]
+    with (
+        mock.patch.object(torch.cuda, "is_available", return_value=True),
+        mock.patch.object(torch.cuda, "is_initialized", return_value=False),
+        mock.patch.object(torch.cuda, "get_rng_state_all", return_value=states),
+    ):
+        assert cuda_states() == states, "what was seeded before the first use would be lost"
+        with mock.patch.object(torch.cuda, "_is_in_bad_fork", return_value=True):
+            assert cuda_states() == []
+
+
+def test_streams_are_destroyed_with_the_last_checkpointer(store: Path) -> None:
+    streams = device.SideStreams({"delayed": lambda _: Far(MIB)})
+    with mock.patch.object(device, "_streams", return_value=streams):
+        first = device.side_stream("delayed:0")
+        assert device.side_stream("delayed:0") is first
+        with opened(store) as checkpointer:
+            checkpointer.save(1, {"x": torch.ones(3)}).committed.result()
+        assert device.side_stream("delayed:0") is not first

@@ -19,6 +19,7 @@ from warm_start import warm_start
 
 import flowstone as fs
 from flowstone.commit import catalog, journals
+from flowstone.pipeline.every_step import EveryStep
 from flowstone.store.appending import LocalAppending
 from flowstone.store.local import LocalStore
 
@@ -208,6 +209,22 @@ def test_a_whole_checkpoint_follows_once_a_load_would_take_too_long(tmp_path: Pa
     assert same(bits(again), bits(training))
     kept = [one.opening.after for one in journals.listed(LocalStore(tmp_path))]
     assert all(after >= catalog.steps(LocalStore(tmp_path))[-1] for after in kept), "older journals go"
+
+
+def test_the_rate_that_a_load_was_measured_at_decides_when_a_whole_checkpoint_is_due(tmp_path: Path) -> None:
+    run(Training(), tmp_path, 1, 1)
+    training, events = Training(seed=9), list[fs.Event]()
+    with fs.Checkpointer(tmp_path, every_step=True, recovery_s=50, on_event=events.append) as checkpointer:
+        report = checkpointer.load(training.state())
+        saves = checkpointer._saves
+        assert isinstance(saves, EveryStep)
+        assert saves.read_rate == report.bytes / report.seconds
+        for step, rate in ((2, 1e12), (3, 1e12), (4, 1.0)):  # at a byte a second, no state is read in 50 s
+            saves.read_rate = rate
+            training.learn(step)
+            checkpointer.save(step, training.state(step)).committed.result()
+    assert of(events, fs.Journaled) == [2, 3, 4]
+    assert of(events, fs.Committed) == [4]
 
 
 def test_what_no_optimizer_explains_is_logged_if_it_is_small_and_saved_whole_if_not(tmp_path: Path) -> None:

@@ -6,17 +6,22 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from far import Far, shown
 from interrupts import Struck, struck
 from journaled import Training, bits, same
+from numpy.typing import NDArray
 
 import flowstone as fs
 from flowstone.commit import journals
 from flowstone.format.journal import StepRow, decode_document
+from flowstone.stage import unchanged
+from flowstone.stage.samples import Samples
 from flowstone.store.appending import LocalAppending
 from flowstone.store.local import LocalStore
+from flowstone.table.pieces import Places
 
 
 class Steps:
@@ -146,6 +151,26 @@ def test_a_hook_behind_the_step_that_edits_weights_is_seen_whenever_it_was_regis
     assert steps.of(fs.NotJournaled) == ([3, 4, 5] if when == "later" else [2, 3, 4, 5])
     steps.check()
 
+
+def test_weights_and_moments_are_sampled_together_three_times_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = Steps(tmp_path)
+    steps.go(3)
+    counts: list[int] = []
+    sampled = unchanged.take_samples
+
+    def counting(places: Places, rows: NDArray[np.int64], lengths: NDArray[np.uint64], *, seed: int) -> Samples:
+        counts.append(len(rows))
+        return sampled(places, rows, lengths, seed=seed)
+
+    monkeypatch.setattr(unchanged, "take_samples", counting)
+    steps.go(4)
+    optimizer = steps.training.optimizer
+    own = sum(len(group["params"]) for group in optimizer.param_groups)
+    slots = sum(isinstance(one, torch.Tensor) for of in optimizer.state.values() for one in of.values())
+    assert counts == 3 * 4 * [own + slots]  # before the step, after it, and at its save
+    assert steps.of(fs.NotJournaled) == []
 
 def test_a_hook_before_the_step_that_was_put_behind_ours_is_not_overlooked(steps: Steps) -> None:
     steps.go(2)

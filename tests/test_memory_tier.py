@@ -186,7 +186,7 @@ def test_a_flush_that_fails_is_told_and_what_is_there_already_is_left(agent: Pat
 
 
 def _flush_another(directory: Path) -> None:
-    from flowstone.commit.copying import copy_newest
+    from flowstone.tiers.newest import copy_newest
 
     with fs.Checkpointer("memory://another") as checkpointer:
         checkpointer.save(1, {"x": np.arange(6)}).committed.result()
@@ -198,8 +198,8 @@ def _flush_another(directory: Path) -> None:
 
 
 def test_a_generation_that_is_damaged_is_not_made_durable_and_the_one_before_is(agent: Path, tmp_path: Path) -> None:
-    from flowstone.commit.copying import copy_newest
     from flowstone.store.memory import MemoryStore
+    from flowstone.tiers.newest import copy_newest
 
     source = MemoryStore()
     with fs.Checkpointer(source) as checkpointer:
@@ -214,3 +214,42 @@ def test_a_generation_that_is_damaged_is_not_made_durable_and_the_one_before_is(
     assert copied.step == 1
     assert fs.open(tmp_path / "disk").verify().sound
     assert sorted(os.listdir(tmp_path / "disk")) == ["flowstone.json", "flowstone.lock", "step-00000001"]
+
+
+def _flushing_child(agent: int) -> int | None:
+    """The process that flushes for that agent."""
+    children = Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
+    return int(children[0]) if children else None
+
+
+def test_a_flush_whose_process_is_killed_is_done_again(agent: Path, tmp_path: Path) -> None:
+    store = NodeMemory("run", flush_to=tmp_path / "disk")
+    with fs.Checkpointer(store) as checkpointer:
+        checkpointer.save(1, {"x": np.full(4_000_000, 1)}).committed.result()
+        process = agent_process(agent)
+        assert store.flush()
+        child = _flushing_child(process)
+        assert child is not None
+        os.kill(child, signal.SIGKILL)
+        _soon(lambda: (status := store.status()) is not None and "status -9" in status.flush_error)
+        _soon(lambda: (status := store.status()) is not None and status.flushed_step == 1)
+    assert fs.open(tmp_path / "disk").verify().sound
+    assert not [name for name in os.listdir(tmp_path / "disk") if name.startswith(".saving")]
+
+
+def test_a_flush_outlives_the_agent_that_has_begun_it(agent: Path, tmp_path: Path) -> None:
+    """All of the checkpoint is open in the process that flushes before it makes its draft."""
+    with fs.Checkpointer(NodeMemory("run", flush_to=tmp_path / "disk")) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, {"x": np.full(4_000_000, step)}).committed.result()
+    _soon(lambda: any(name.startswith((".saving", "step-")) for name in _listed(tmp_path / "disk")))
+    kill(agent_process(agent), signal.SIGKILL)
+    assert not NodeMemory("run").exists()
+    _soon(lambda: "step-00000002" in _listed(tmp_path / "disk"))
+    assert (fs.open(tmp_path / "disk").read("x", framework="numpy") == 2).all()
+    assert fs.open(tmp_path / "disk").verify().sound
+    NodeMemory("run").make_directory()  # the next agent takes over the socket that the killed one has left
+
+
+def _listed(directory: Path) -> list[str]:
+    return os.listdir(directory) if directory.exists() else []

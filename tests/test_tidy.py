@@ -34,6 +34,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "quantize": {"errors", "rules"},
     "layout_rules": {"errors", "name_patterns", "rules"},
     "arguments": {"config", "errors", "quantize", "rules", "layout_rules", "store"},  # what an object lacks of a store
+    "striped": {"arguments", "config", "errors", "store"},
     "regions": {"arguments", "errors", "table"},
     "runtime": {"errors", "events", "log"},
     "format": {"config", "errors", "table", "_native"},
@@ -43,7 +44,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "state": {"config", "errors", "log", "table", "format", "_native"},
     "commit": {"config", "errors", "log", "table", "format", "store", "_native"},
     "ranks": {"config", "errors", "log"},
-    "agent": {"config", "errors", "format", "store", "commit", "_version"},  # memory that outlives a job
+    "agent": {"config", "errors", "format", "store", "commit", "tiers", "_version"},  # memory that outlives a job
     "tiers": _BASE | {"arguments", "format", "store", "commit", "_native"},
     "cluster": {"errors", "_version"},
     "notebook": set(),
@@ -67,8 +68,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "convert": _BASE
     | {"arguments", "cluster", "name_patterns", "format", "plan", "store", "commit", "checkpoint", "_native"},
     "cli": _BASE
-    | {"arguments", "cluster", "runtime", "format", "store", "commit", "checkpoint", "convert", "flowstone_demo",
-       "flowstone_study"},
+    | {"arguments", "cluster", "runtime", "format", "store", "commit", "checkpoint", "convert", "tiers",
+       "flowstone_demo", "flowstone_study"},
     "__init__": _BASE | {"checkpoint", "checkpointer", "convert", "pipeline", "state", "tiers"},
     "__main__": {"cli"},
     "flowstone_study": _BASE | {"runtime", "format", "plan", "store", "stage", "commit", "checkpoint", "_native"},
@@ -244,7 +245,7 @@ def test_a_checkpointer_is_lifecycle_and_verbs() -> None:
 PARAMETERS_MAX = 7
 OPTIONS = {
     ("checkpointer.py", "__init__"), ("bench.py", "io"), ("writer.py", "__init__"), ("export.py", "export"),
-    ("import_.py", "import_"), ("importing.py", "import_checkpoint"), ("diff.py", "diff"),
+    ("import_.py", "import_"), ("importing.py", "import_checkpoint"), ("diff.py", "diff"), ("store.py", "__init__"),
 }
 """Whose parameters are the options of the public face, each with a default, named by the caller."""
 

@@ -55,7 +55,7 @@ from flowstone.plan.assign_writers import WriterAssignment
 from flowstone.plan.global_index import global_index
 from flowstone.plan.match import Available, Requested, match
 from flowstone.plan.read import plan_reads
-from flowstone.plan.write import data_offsets
+from flowstone.plan.write import Writer, data_offsets
 from flowstone.ranks import Decision
 from flowstone.ranks.failure_detector import FailureDetector
 from flowstone.ranks.kv_store import Mailbox
@@ -135,11 +135,11 @@ class Bench:
         part = unpack(decision.each[SAMPLE], Part)
         assignment = assignment_of(unpack(decision.common, Terms), layout, part)
         with self._phase("write plan"):
-            planned = plan_save(described, None, assignment, fence="manual", rank=SAMPLE)
+            planned = plan_save(described, None, assignment, fence="manual", writer=Writer(SAMPLE))
         again = msgspec.structs.replace(assignment, plan="next")
 
         def cached() -> None:
-            known = plan_save(described, planned, again, fence="manual", rank=SAMPLE)
+            known = plan_save(described, planned, again, fence="manual", writer=Writer(SAMPLE))
             data_offsets(known.plan, known.places(described).address)
 
         return statistics.median(_timed(cached) for _ in range(CACHED_TIMES))

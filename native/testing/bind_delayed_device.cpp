@@ -2,6 +2,7 @@
 #include <nanobind/nanobind.h>
 
 #include <chrono>
+#include <cstring>
 #include <memory>
 
 #include "bind_held.h"
@@ -34,6 +35,18 @@ NB_MODULE(delayed_device, module) {
         })
         .def_prop_ro("copies", [](const PyDelayedDevice& device) { return device.delayed().copies(); })
         .def_prop_ro("pinned_bytes", [](const PyDelayedDevice& device) { return device.delayed().pinned_bytes(); })
+        .def_prop_ro("pending_events_max", [](const PyDelayedDevice& device) { return device.delayed().pending_events_max(); })
+        .def_prop_ro("current", [](const PyDelayedDevice& device) { return device.delayed().current(); })
+        .def("make_current", [](const PyDelayedDevice& device, std::uintptr_t stream) { device.delayed().make_current(stream); }, "stream"_a)
+        .def("make_stream", [](const PyDelayedDevice& device) { return device.delayed().make_stream(); })
+        .def("write", [](const PyDelayedDevice& device, std::uintptr_t stream, std::uintptr_t target, std::uint64_t bytes, int value) {
+            device.delayed().launch(stream, [=] { std::memset(reinterpret_cast<void*>(target), value, bytes); });
+        }, "stream"_a, "target"_a, "bytes"_a, "value"_a)
+        .def("wait_for", [](const PyDelayedDevice& device, std::uintptr_t stream) { device.delayed().synchronize(stream); }, "stream"_a,
+             nb::call_guard<nb::gil_scoped_release>())
+        .def("begin_capture", [](const PyDelayedDevice& device, std::uintptr_t stream) { device.delayed().begin_capture(stream, 0); }, "stream"_a)
+        .def("end_capture", [](const PyDelayedDevice& device, std::uintptr_t stream) { return device.delayed().end_capture(stream); }, "stream"_a)
+        .def("replay", [](const PyDelayedDevice& device, std::uintptr_t stream) { device.delayed().replay(stream); }, "stream"_a)
         .def("hold", [](const PyDelayedDevice& device, bool held) { device.delayed().hold(held); }, "held"_a)
         .def("fail_after", [](const PyDelayedDevice& device, std::uint64_t copies) { device.delayed().fail_after(copies); }, "copies"_a);
 }

@@ -6,13 +6,16 @@
 namespace flowstone {
 namespace {
 
-/// Eight bytes a draw: under sanitizers a draw for each byte took longer than all jobs.
+/// Eight bytes a time, by a generator of one multiplication (Knuth's, MMIX): under sanitizers, mt19937_64 took an eighth of the
+/// time of all tests.
 void fill_random(std::byte* at, std::uint64_t length, std::mt19937_64& random) {
-    for (; length >= sizeof(std::uint64_t); at += sizeof(std::uint64_t), length -= sizeof(std::uint64_t)) {
-        const std::uint64_t drawn = random();
+    std::uint64_t drawn = random();
+    const auto next = [&drawn] { return drawn = drawn * 6364136223846793005u + 1442695040888963407u; };
+    for (; length >= sizeof drawn; at += sizeof drawn, length -= sizeof drawn) {
+        next();
         std::memcpy(at, &drawn, sizeof drawn);
     }
-    const std::uint64_t drawn = random();
+    next();
     std::memcpy(at, &drawn, length);
 }
 

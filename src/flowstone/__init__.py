@@ -29,6 +29,7 @@ from flowstone.errors import (
     NoCheckpointError,
     NotAStoreError,
     NoTensorError,
+    PeerError,
     ProviderError,
     RankError,
     ReplayError,
@@ -104,8 +105,18 @@ if TYPE_CHECKING:
     )
     from flowstone.state.compressed import CompressedBucket, CompressedGradients
     from flowstone.store.node_memory import NodeMemory
+    from flowstone.store.peers.store import PeerMemory
+    from flowstone.striped import Striped
     from flowstone.table.box import Box
-    from flowstone.tier_events import FlushDropped, Flushed, TierEvent, TierFailed, TierPassedOver, TiersBehind
+    from flowstone.tier_events import (
+        FlushDropped,
+        Flushed,
+        Prefetched,
+        TierEvent,
+        TierFailed,
+        TierPassedOver,
+        TiersBehind,
+    )
     from flowstone.tiers.policy import Tier
     from flowstone.trace import Span, Trace
 
@@ -127,6 +138,7 @@ _LATER = {
     "RuleSet": "flowstone.layout_rules",
     "Split": "flowstone.layout_rules",
     "Stack": "flowstone.layout_rules",
+    "Striped": "flowstone.striped",
     "Transpose": "flowstone.layout_rules",
     "Unpad": "flowstone.layout_rules",
     "Unstack": "flowstone.layout_rules",
@@ -136,6 +148,7 @@ _LATER = {
     "Save": "flowstone.pipeline.futures",
     "Flat": "flowstone.state",
     "NodeMemory": "flowstone.store.node_memory",
+    "PeerMemory": "flowstone.store.peers.store",
     "ObjectPart": "flowstone.state",
     "Part": "flowstone.state",
     "PerRank": "flowstone.state",
@@ -150,6 +163,7 @@ _LATER = {
     "TensorDiff": "flowstone.convert.diff",
     "FlushDropped": "flowstone.tier_events",
     "Flushed": "flowstone.tier_events",
+    "Prefetched": "flowstone.tier_events",
     "Tier": "flowstone.tiers.policy",
     "TierEvent": "flowstone.tier_events",
     "TierFailed": "flowstone.tier_events",
@@ -243,7 +257,10 @@ __all__ = [
     "Pad",
     "Part",
     "PerRank",
+    "Prefetched",
     "Provider",
+    "PeerError",
+    "PeerMemory",
     "ProviderError",
     "RankError",
     "Registration",
@@ -267,6 +284,7 @@ __all__ = [
     "Split",
     "SplitTensor",
     "Stack",
+    "Striped",
     "StateChangedError",
     "StateError",
     "StepExistsError",

@@ -77,6 +77,13 @@ class TensorReader:
 def xxh3_64(data: bytes | bytearray | memoryview | NDArray[np.uint8], /) -> int:
     """XXH3-64 with seed 0 of a contiguous buffer."""
 
+def digest_memory(address: NDArray[np.uint64], length: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """XXH3-64 with seed 0 of each of some runs of memory, which the caller keeps alive. `length`: in bytes.
+
+    Releases the interpreter lock once, for all of them. Raises ValueError for columns of another type, or that differ
+    in length. Memory that is gone ends the process, as any read of it does.
+    """
+
 class Fault:
     """Why a job failed: one system call on one range of one file."""
 
@@ -155,14 +162,23 @@ class File:
     """An open file as the engine sees it; the descriptor stays the caller's."""
 
     def __init__(
-        self, *, fd: int, path: str, alignment: int, mapped: int = 0, mapping: Mapping | None = None
+        self, *, fd: int, path: str, alignment: int, mapped: int = 0, mapping: Mapping | None = None, of_path: int = 0,
+        may_move: bool = False,
     ) -> None:
         """alignment  > 1: the descriptor was opened with O_DIRECT and needs it; 1: buffered
         mapped     where its first byte would lie, if all that is read of it is in this process's memory: then it is
                    taken from there; keep it mapped meanwhile
         mapping    the same, and it is kept. A file that is written is captured there, without a request, once it is
                    ready; what no row covers of it becomes zero
+        of_path    of an engine with several paths, the number of the one that moves its bytes
+        may_move   by such an engine: writes into it that fail wait for `Engine.move` or `Engine.refuse`
         """
+    @property
+    def fd(self) -> int: ...
+    @property
+    def path(self) -> str: ...
+    @property
+    def alignment(self) -> int: ...
 
 class GatherLayout:
     """How a row's bytes lie in strided memory: row-major order of `shape`, strides in bytes."""
@@ -183,13 +199,24 @@ class ScatterLayout:
     ) -> None: ...
 
 class Device:
-    """A queue of copies between an accelerator's memory and the host's, made in order by the accelerator."""
+    """A queue of copies between an accelerator's memory and the host's, made in order by the accelerator.
+
+    A stream of the caller's is given by its handle. Errors of the device are OSError with EIO and the device's words.
+    """
 
     def synchronize(self) -> None:
         """Wait until everything that is queued now has been made. Raises OSError if that failed."""
+    def follow(self, stream: int) -> None:
+        """Copies queued from now on wait for what `stream` holds now. Raises OSError, also if it records a graph."""
+    def lead(self, stream: int, *, early: bool = False) -> None:
+        """What `stream` gets from now on waits for the copies that are queued now; `early`: for those of rows that are
+        not lazy. Raises OSError, as `follow`.
+        """
+    def is_recording(self, stream: int) -> bool:
+        """Whether work that `stream` gets becomes part of a graph instead of being executed."""
 
-def cuda_device(*, stream: int, name: str) -> Device:
-    """Copies on a CUDA stream (its handle), which outlives the device. Raises OSError where there is no driver."""
+def cuda_device(*, ordinal: int, name: str) -> Device:
+    """Copies on a CUDA stream of their own, of the GPU of that number. Raises OSError where there is no driver."""
 
 LINE_BYTES: int
 """A sample of a lazy row."""
@@ -416,6 +443,10 @@ class WriteJob:
     def requests(self) -> int: ...
     @property
     def spans(self) -> SpanColumns: ...  # after wait
+    def first_bad(self, file: int, fd: int) -> int | None:
+        """After wait without fault: where the first chunk begins that the open file does not have as it was to be in
+        file number `file`. Blocks.
+        """
     @property
     def exact_bytes(self) -> int: ...  # of lazy rows of which every write is noticed until they are captured
     @property
@@ -461,11 +492,12 @@ class Engine:
     request_bytes  the window: the longest run of a file moved by one request (a multiple of 4096)
     workers        threads that copy and digest
     background     all its threads give way to others: niceness 5 more, lowest best-effort I/O priority
+    paths          for backend "paths": engines whose queues move the bytes, each those of the files of one path
     """
 
     def __init__(
-        self, *, backend: Literal["io_uring", "posix", "caller"], queue_depth: int, request_bytes: int, workers: int,
-        background: bool = False,
+        self, *, backend: Literal["io_uring", "posix", "caller", "paths"], queue_depth: int, request_bytes: int,
+        workers: int, background: bool = False, paths: Sequence[Engine] = (),
     ) -> None:
         """Raises OSError when the backend cannot start."""
     @property
@@ -516,6 +548,19 @@ class Engine:
         """
     def complete(self, number: int, moved_bytes: int, error: int = 0) -> None:
         """How a request that was taken has ended: an errno, or so many bytes are there. Any thread."""
+    def traffic(self, direction: Literal["read", "write"]) -> list[tuple[int, float]]:
+        """Of backend "paths", as all below: for each path the bytes that it has moved, and for how many seconds any of
+        its requests were under way.
+        """
+    def failed(self, file: File) -> Fault | None:
+        """The fault of the first write into a file that may move, if writes into it wait for `move` or `refuse`."""
+    def move(self, file: File, target: File) -> None:
+        """What waits, and every later write into `file`, goes into `target`."""
+    def refuse(self, file: File) -> None:
+        """What waits fails, and no later write waits; nothing, once the file has been moved."""
+    def forget(self, file: File) -> list[tuple[int, int]]:
+        """The ranges, begin and end, that went into its target. Call it for each that may move, once its job has ended.
+        """
     def close(self) -> None:
         """Wait for running jobs, stop the threads."""
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from flowstone.store.node_memory import NodeMemory
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(//|/(?=[^/]))")
+_FIRST_NOTE = "path-1.json"  # of a store with several paths (store/striped/records.py)
 _MEMORY = re.compile(r"memory:/{1,2}(?=[^/]|$)")
 _SCHEMES = frozenset({
     "abfs", "abfss", "adl", "az", "azure", "file", "ftp", "gcs", "gs", "hdfs", "hf", "http", "https", "memory", "oci",
@@ -273,12 +274,32 @@ def to_store(path: object) -> Path | ObjectUrl | Store:
 def store_at(place: Path | ObjectUrl | Store, options: EngineOptions | None = None) -> Store:
     """The store at a place; a store is itself."""
     if isinstance(place, Path):
-        return LocalStore(place, options)
+        return with_paths(LocalStore(place, options), options)
     if isinstance(place, ObjectUrl):
         from flowstone.store.objects.store import ObjectStore  # imported here: it needs numpy, and obstore
 
         return ObjectStore(place, options)
     return place
+
+
+def with_paths(store: LocalStore, options: EngineOptions | None = None) -> Store:
+    """The store in a directory, with its further paths where it has noted any (docs/FORMAT.md, Paths)."""
+    if not os.path.lexists(store.root / _FIRST_NOTE):
+        return store
+    from flowstone.store.striped.store import StripedStore  # imported here: most stores have one path
+
+    def opened(location: str) -> Store:
+        place = to_store(location)
+        return LocalStore(place, options) if isinstance(place, Path) else store_at(place, options)
+
+    return StripedStore([store], opened=opened, watch=(options or EngineOptions()).watch, writes_noted=True)
+
+
+def striped_above(place: object, options: EngineOptions | None = None) -> tuple[Store, str] | None:
+    """Of a checkpoint's directory in a store with several paths: that store, and the directory's name there."""
+    if not isinstance(place, Path) or not os.path.lexists(place.parent / _FIRST_NOTE):
+        return None
+    return store_at(place.parent, options), place.name
 
 
 def to_options(given: Mapping[str, object]) -> tuple[Keep | KeepRule | None, int | None, int | None, int, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 import numpy as np
 
-from flowstone.arguments import is_list, step_number, store_at, to_store
+from flowstone.arguments import is_list, step_number, store_at, striped_above, to_store
 from flowstone.commit import catalog
 from flowstone.commit import read as contents
 from flowstone.commit.entries import step_directory
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
     from flowstone.cluster import Cluster
     from flowstone.commit.makeup import SectionMakeup
     from flowstone.commit.verify import Verified
+
+_FETCHED_AT_ONCE = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +152,7 @@ class Checkpoint:
 
     def __init__(self, store: Store, directory: str, options: EngineOptions, manifest: Manifest | None = None) -> None:
         self._store, self._directory, self._options = store, directory, options
+        self.is_spread = store.capabilities.spreads  # whether its segments may lie on several paths
         self.manifest = manifest or read_manifest(store, directory)
         self._journal_step: int | None = None
         self._objects_text: bytearray | None = None  # of `fetch`, until it is decoded
@@ -204,6 +208,8 @@ class Checkpoint:
 
     def check(self) -> None:
         """Check everything that needs no tensor bytes: index, objects, sizes and headers of segments."""
+        if self._store.capabilities.distant and not self._headers_checked:
+            self.fetch()
         _ = self.index, self.contents
         checked, self._headers_checked = self._headers_checked, False
         if not checked:
@@ -211,10 +217,20 @@ class Checkpoint:
 
     def fetch(self) -> None:
         """Read what `check` needs, which then reads nothing: it would wait behind requests for tensors' bytes."""
-        _ = self.index
-        contents.check_segments(self._store, self._directory, self.manifest)
-        self._headers_checked = True
-        self._objects_text = contents.objects_text(self._store, self._directory, self.manifest)
+        store, directory, manifest = self._store, self._directory, self.manifest
+        if not store.capabilities.distant:
+            _ = self.index
+            contents.check_segments(store, directory, manifest)
+            self._headers_checked, self._objects_text = True, contents.objects_text(store, directory, manifest)
+            return
+        with ThreadPoolExecutor(_FETCHED_AT_ONCE, thread_name_prefix="flowstone-fetch") as threads:
+            text = threads.submit(contents.objects_text, store, directory, manifest)
+            index = threads.submit(lambda: self.index)
+            checks = [threads.submit(contents.check_segment, store, directory, row) for row in manifest.segments]
+            index.result()
+            for check in checks:
+                check.result()
+            self._headers_checked, self._objects_text = True, text.result()
 
     @overload
     def read(self, name: str, box: Region = None, *, framework: Literal["torch"] = "torch") -> torch.Tensor: ...
@@ -411,6 +427,10 @@ class Checkpoint:
 
         return inspect(self._store, self._directory, on_progress, cluster)
 
+    def stored_bytes(self, name: str, offset: int, length: int) -> bytes:
+        """Bytes of one of its files as they are stored, unverified; fewer if it ends before. Raises StorageError."""
+        return self._store.read(inside(self._directory, name), offset=offset, length=length)
+
     @cached_property
     def segment_paths(self) -> tuple[str, ...]:
         return tuple(inside(self._directory, row.name) for row in self.manifest.segments)
@@ -455,7 +475,8 @@ def open_checkpoint(
     place = to_store(path)
     store = store_at(place, options)
     if store.exists(MANIFEST_NAME):
-        found = Checkpoint(store, "", options)
+        whole = None if store is place else striped_above(place, options)
+        found = Checkpoint(store, "", options) if whole is None else Checkpoint(*whole, options)
         if wanted not in (None, found.step):
             raise NoCheckpointError(
                 f"{store.location} is the checkpoint of step {found.step}, not a store", wanted=f"step {wanted}",

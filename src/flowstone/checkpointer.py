@@ -19,7 +19,7 @@ from flowstone.pipeline.load import Loads
 from flowstone.pipeline.load_outcome import LoadOutcome, LoadReport
 from flowstone.pipeline.replica_samples import first_samples
 from flowstone.pipeline.save import Saves
-from flowstone.pipeline.shared import SaveOptions, Shared
+from flowstone.pipeline.shared import SaveOptions, Shared, meeting_of
 from flowstone.ranks import RankGroup
 from flowstone.runtime.ending import Ending
 from flowstone.runtime.telling import Teller
@@ -94,9 +94,11 @@ class Checkpointer(TierVerbs):
         emit = Teller(on_event, self._store.location)
         self._store_writer = tiers.open_writer(emit, self._turn) if tiers else StoreWriter(
             self._store, keep, emit.removed, emit.left)
+        meet = meeting_of(tiers.stores if tiers else [self._store])
         # Last: it makes this Checkpointer known to the other ranks.
         self._group = RankGroup(deadline_s, self._store.location, self._turn, alone=alone)
         self._turn.on_interrupt = self._group.agreement.leave_call
+        meet(self._group)
         emit.quiet, self._end = self._group.rank > 0, Ending(self.close)
         shared = Shared(self._store, engine, self._group, self._turn, emit, Frozen(first_samples), LoadOutcome())
         self._saves = Saves(shared, options, self._store_writer, self, self._end)

@@ -6,7 +6,7 @@ import operator
 import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from flowstone.errors import ArgumentError
 
@@ -50,8 +50,8 @@ READ_AHEAD_BYTES_MIN = 16 * MIB  # less is read faster than a second way to read
 SHARED_READ_BYTES_MIN = 32 * MIB  # below this each rank reads for itself, which is faster than agreeing on it
 READ_FILES_MAX = 256  # open at once in one load or check; at most a quarter of the process's limit
 READ_REQUEST_BYTES = 8 * MIB + 2 * BLOCK_BYTES  # eight whole chunks, wherever the first begins in its block
-# Threads that copy and digest. On two cores a second one takes time from the calling thread.
-WORKERS_DEFAULT = max(1, min(2, len(os.sched_getaffinity(0)) - 1))
+# Threads that copy and digest: one in eight processors. On two a second one takes time from the calling thread.
+WORKERS_DEFAULT = max(1, min(max(2, min(8, len(os.sched_getaffinity(0)) // 8)), len(os.sched_getaffinity(0)) - 1))
 READ_WORKERS_IN_MEMORY = max(1, min(4, len(os.sched_getaffinity(0))))  # of a load from memory
 
 # Lazy capture aims to be done when this much of the time from `save` to the fence has passed.
@@ -100,6 +100,21 @@ AGENT_POOLED_FROM_BYTES = 1 * MIB  # memory of removed files from this size on i
 FLUSH_TRIES = 5  # of the agent to make a generation durable by itself, after pauses of 1, 2, 4, ... seconds
 GENERATIONS = 2  # that memory is for, the one that is being written included
 
+# The memory of several nodes (store/peers/, agent/peers.py).
+REPLICAS = 2  # nodes that keep a checkpoint, its owner included
+PEER_MESSAGE_BYTES_MAX = 4 * MIB  # without the bytes of files, which come behind a message
+PEER_PUT_BYTES_MAX = 4096 * MIB  # of an index, or of objects
+PEER_PART_BYTES = 4 * MIB  # of a file that is copied: with one digest
+PEER_PARTS_UNDER_WAY = 4  # of one copy, before the first one is confirmed
+PEER_CONNECTIONS_MAX = 256
+PEER_STRANGERS_MAX = 32  # connections that have not shown yet that they know the job's secret
+PEER_READS_MAX = 8  # connections of one read
+PEER_GREETING_S = 10.0  # to connect, and for each word of a greeting
+PEER_ANSWER_S = 60.0
+PEER_SILENCE_S = 5  # a connection whose other side's machine does not answer the system's probes ends after that
+PEER_DOWN_S = 5.0  # a node that did not answer is not asked again for so long, where another one can be
+PEER_SECRET_BYTES = (16, 1024)
+
 # Journals (every_step).
 RECOVERY_S = 60.0  # reading the checkpoint and replaying the journal may take this long, by default
 JOURNAL_WINDOWS = 8  # of the state; one is fingerprinted with each step
@@ -116,6 +131,13 @@ TIER_RETRY_S = 1.0  # after a first failure; each later try waits twice as long
 TIER_RETRY_S_MAX = 300.0
 TIER_ANSWER_S = 10.0  # for farther tiers to answer when the first save begins, or a rewind; then they count as down
 FLUSH_YIELD = 4  # a flush waits for a save under way, at most so many times as long as its last batch took
+
+# Paths of a striped store.
+PATH_RETRY_S = 1.0  # until a path of a striped store that has failed is tried again; each later try waits twice as long
+PATH_RETRY_S_MAX = 300.0
+PATH_SAMPLE_BYTES = 32 * MIB  # of which a path's rate is taken; of less, the requests' latency is most of it
+PATH_SHARE_MIN = 1 / 64  # of a save: what a slow path gets, so that its rate is known when it is faster again
+PATHS_MAX = 64  # of one store
 
 # Below this, gathering by windows cannot keep even a slow device busy.
 BUDGET_BYTES_MIN = 32 * MIB
@@ -163,7 +185,9 @@ def _check_engine(backend: str, queue_depth: int | None, request_bytes: int | No
             f"request_bytes {request_bytes} is not a multiple of 4096 within 2..64 MiB", next="8 << 20 is the default"
         )
     if workers is not None and not 1 <= workers <= WORKERS_MAX:
-        raise ArgumentError(f"workers {workers} is not within 1..{WORKERS_MAX}", next="the default is one or two")
+        raise ArgumentError(
+            f"workers {workers} is not within 1..{WORKERS_MAX}", next="the default is one in eight processors"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +214,14 @@ class Tuning:
             raise ValueError(f"direct_from_bytes {self.direct_from_bytes} is not a size")
 
 
+class Share(NamedTuple):
+    """What part of a save's bytes a path of a striped store is to get: `weight`, above 0, against those of the others.
+    """
+
+    path: int
+    weight: float
+
+
 # Measured by `flowstone bench tune`, on ext4 over a virtio disk of 2 to 4 GB/s: no other size or depth is faster
 # beyond the noise, and direct is 1.4 to 2 times as fast as buffered from 4 MiB on, and not slower down to 256 KiB.
 WRITE_DEFAULTS = Tuning(backend="auto", queue_depth=16, request_bytes=8 * MIB, workers=WORKERS_DEFAULT, in_place=False)
@@ -208,15 +240,17 @@ class EngineOptions:
     direct          bypass the page cache ("auto": where O_DIRECT works, probed with real buffers, and is faster)
     queue_depth     requests in flight; 1 to 1024
     request_bytes   longest request, a multiple of 4096 from 2 MiB; more than 64 MiB gained nothing on any disk measured
-    workers         threads that copy and digest; by default two, or one on a machine with two cores
-    read_in_place   loads read straight into memory that has the file's alignment. By default off: the heap's small
-                    pages make small device requests, and on a disk that takes 1.8 times as long. On a file system in
-                    memory it takes half the time, and anywhere 140 MB less memory (docs/performance/in-place.md)
+    workers         threads that copy and digest; by default one in eight processors, from two to eight, or one on a
+                    machine with two
+    read_in_place   loads read straight into memory that has the file's alignment. By default off on disks: the heap's
+                    small pages make small device requests, and that takes 1.8 times as long; and on where the file's
+                    pages are the storage (tmpfs, DAX): there it takes half the time. Anywhere it takes 140 MB less
+                    memory (docs/performance/in-place.md)
     write_bytes_per_s  limit for the saves of this process on a shared device or network, also when a caller waits for
     them; None: no limit. Even without it, a lazy save writes only as fast as needed to end before the fence
     compress        "max": tensors of 64 KiB and more are encoded where that makes them shorter, without loss; other
     readers of safetensors do not find those by name (docs/FORMAT.md, Codecs). "off": never.
-    "auto": from the second save on, as long as saves are measured to end sooner so than without.
+    "auto": from the second save on, those tensors with which saves end sooner, by what the last one took.
     With each but "off", tensors that follow from others are not stored: copies, and 16-bit weights that are a
     rounded float32 master copy. "derived": nothing else is done
     kept_bytes      host memory of this rank for what chunks were when they were last stored by themselves: with

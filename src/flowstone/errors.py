@@ -175,6 +175,10 @@ class MemoryAgentError(StorageError):
     """The memory agent of this node ended, could not be started, or is not one for this process."""
 
 
+class PeerError(StorageError):
+    """Another node of the job does not answer, refuses this one, or is not one of this job."""
+
+
 class FullError(StorageError):
     """No space is left: the facts say how many bytes are needed and how many are free."""
 

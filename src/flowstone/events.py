@@ -69,17 +69,19 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class Compressed:
-    """Some tensors were encoded (`EngineOptions.compress`); of this rank.
+    """What a save with `EngineOptions.compress`, or with `rules` that quantize, has encoded; of this rank.
 
-    data_bytes    of their chunks that an earlier checkpoint does not have
+    data_bytes    of the encoded chunks that an earlier checkpoint does not have; 0: nothing was encoded
     stored_bytes  of those in files
     seconds       of the engine's threads together
+    why           it encoded what it did, for people; `flowstone show` tells the same
     """
 
     step: int
     data_bytes: int
     stored_bytes: int
     seconds: float
+    why: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,4 +64,20 @@ class TierPassedOver:
     reason: str
 
 
-TierEvent = Flushed | TierFailed | FlushDropped | TiersBehind | TierPassedOver
+@dataclass(frozen=True, slots=True)
+class Prefetched:
+    """What a load has taken from a farther tier, `source`, has come to a nearer one that wants it (Tier.prefetch).
+
+    bytes   that were copied; 0 where the tier had it
+    reason  why it did not come; "" if it did
+    """
+
+    step: int
+    tier: str
+    source: str
+    bytes: int
+    seconds: float
+    reason: str
+
+
+TierEvent = Flushed | TierFailed | FlushDropped | TiersBehind | TierPassedOver | Prefetched

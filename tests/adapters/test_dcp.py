@@ -191,6 +191,31 @@ def test_a_state_is_made_from_what_is_stored(tmp_path: Path) -> None:
     assert same(some, {"model": nested()["model"], "step": 5})
 
 
+def test_metadata_tell_which_checkpoint_which_save_and_which_load(tmp_path: Path) -> None:
+    writer, saves = FlowstoneWriter(tmp_path / "step-1"), []
+    for path in (None, None, tmp_path / "step-2"):  # the second one replaces the first
+        told = dcp.save({"x": torch.ones(2)}, checkpoint_id=path, storage_writer=writer)
+        assert told.storage_meta is not None
+        assert told.storage_meta.save_id == writer.save_id
+        saves.append(writer.save_id)
+        reader = FlowstoneReader(path or tmp_path / "step-1")
+        found = reader.read_metadata().storage_meta
+        assert found is not None
+        assert found.checkpoint_id == told.storage_meta.checkpoint_id == (path or tmp_path / "step-1")
+        assert found.save_id == writer.save_id == fs.open(reader.path).manifest.id
+        assert found.load_id == reader.load_id
+    assert len(set(saves)) == 3
+
+
+@pytest.mark.filterwarnings("ignore:`(save|load)_state_dict` is deprecated:FutureWarning")
+def test_the_older_functions_of_dcp_take_writer_and_reader(tmp_path: Path) -> None:
+    dcp.save_state_dict(nested()["model"], FlowstoneWriter(tmp_path / "a"), no_dist=True)
+    into = zeroed(nested()["model"])
+    dcp.load_state_dict(into, FlowstoneReader(tmp_path / "a"), no_dist=True)
+    assert same(into, nested()["model"])
+    assert fs.open(tmp_path / "a").verify().sound
+
+
 def test_states_that_are_not_flattened_come_back(tmp_path: Path) -> None:
     state = {"w": torch.ones(3), "rest": {"a": [torch.full((2,), 4.0), np.arange(3)], "n": 3}}
     options = {"flatten_state_dict": False, "flatten_sharded_tensors": False}

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from processes import Ranks, run
+from safetensors.torch import load_file
 
 import flowstone as fs
 
@@ -25,6 +26,17 @@ def test_shards_load_on_any_number_of_ranks(tmp_path: Path) -> None:
     assert run(1, ACTS, "load_whole", first) == [True]
     assert fs.open(second).objects["step"] == 7
     assert sorted(os.listdir(tmp_path)) == ["step-1", "step-2"]  # and no draft, no lock
+
+
+@pytest.mark.parametrize("to_lowest", [False, True])
+def test_what_all_ranks_hold_is_written_once_by_whom_the_planner_says(to_lowest: bool, tmp_path: Path) -> None:
+    path = tmp_path / "step-1"
+    assert run(2, ACTS, "save_replicas", str(path), to_lowest) == [True, True]
+    held = [set(load_file(file)) for file in sorted(path.glob("rank-*.safetensors"))]
+    names = [{name for name in one if not name.startswith("__pad__")} for one in held]
+    assert sorted(name for one in names for name in one) == ["columns", "few", "rows", "same"]
+    assert len([one for one in names if one]) == (1 if to_lowest else 2)
+    assert fs.open(path).verify().sound
 
 
 def test_sharded_tensors_load_into_any_other_sharding(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 from safetensors.torch import load_file
 
 from bench import fio
-from bench.conversion import measure, told, write_source
+from bench.conversion import goals, measure, told, write_source
 
 MIB = 1 << 20
 
@@ -24,3 +24,15 @@ def test_rates_and_memory_are_told_and_nothing_is_left(tmp_path: Path) -> None:
     assert min(row.values()) > 0
     assert "of the slower" in told([row])
     assert not list(tmp_path.iterdir())
+
+
+def test_a_page_says_which_goals_were_reached() -> None:
+    row = {"fio_write": 3e9, "fio_read": 3e9, "fio_at_once": 1.5e9, "import": 1.2e9, "export": 0.9e9, "peak": 4e8}
+    row["stream"] = 2.8e9
+    faster = row | {"import": 1.5e9}
+    assert [goal.is_met for goal in goals([row, faster])] == [True, False, True, True]
+    text = told([row, faster])
+    assert "- pass  import, of the slower of two jobs of fio that read and write at once: 0.90 (0.80-1.00)" in text
+    assert "- miss  export, of the slower" in text
+    assert "- pass  peak of memory, MB: 400, goal at most 1000" in text
+    assert "| import | 1.35 (1.20-1.50) |" in text

@@ -16,6 +16,7 @@ from warm_start import warm_start
 
 import flowstone as fs
 from bench import environments
+from bench.codec_rivals import KINDS
 from bench.launch import work
 from bench.records import Measured, Outcome
 from bench.rivals import ALONE, CACHED, ENTRIES, FLOWSTONE, REPLICAS, RIVALS, SHARED, SHORT, Entry, replica_load
@@ -170,7 +171,7 @@ def test_a_worker_that_fails_is_a_row_with_its_last_words(tmp_path: Path) -> Non
 
 
 def test_pins_are_exact_and_complete() -> None:
-    names = {entry.environment for entry in ENTRIES if entry.environment is not None}
+    names = {entry.environment for entry in ENTRIES if entry.environment is not None} | {*KINDS.values()}
     assert {path.stem for path in environments.PINS.glob("*.txt")} == names
     for name in names:
         lines = (environments.PINS / f"{name}.txt").read_text().splitlines()

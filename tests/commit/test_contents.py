@@ -104,7 +104,7 @@ def test_a_link_in_the_place_of_a_file_is_refused(checkpoint: Path, tmp_path: Pa
     shutil.move(checkpoint / name, tmp_path / "elsewhere")
     (checkpoint / name).symlink_to(tmp_path / "elsewhere")
     error = refused(checkpoint, StorageError)
-    assert error.message == f"cannot stat {checkpoint}/{name}"
+    assert error.message == f"cannot {'stat' if name.startswith('rank') else 'read'} {checkpoint}/{name}"
     assert "ELOOP" in str(error.facts["reason"])
     assert "a checkpoint holds no symbolic links" in str(error.facts["next"])
     (finding,) = fs.open(checkpoint.parent).inspect().findings

@@ -13,6 +13,7 @@ from hostile.moves import BROKEN, MOVES, Detection
 from hostile.shrink import kind, shrink
 
 EXACT = {name for name, move in MOVES.items() if move.detection is Detection.EXACT}
+PLAYED = range(110)  # each move has its turn once, which is twice in a loop
 SOAKED = range(1000, 21_000)
 
 
@@ -22,19 +23,19 @@ def names_of(seed: int) -> Counter[str]:
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
-    return campaign(0, 200, tmp_path_factory.mktemp("hostile"))
+    return campaign(PLAYED.start, PLAYED.stop, tmp_path_factory.mktemp("hostile"))
 
 
-def test_two_hundred_hostile_loops_commit_what_they_saved_or_are_told_by_name(report: Report) -> None:
+def test_a_hundred_hostile_loops_commit_what_they_saved_or_are_told_by_name(report: Report) -> None:
     assert not report.wrong, report.says()
 
 
 def test_their_moves_fell_into_captures_and_were_found(report: Report) -> None:
     counts = report.counts
-    assert counts["committed"] > 400
-    assert report.found(Detection.SAMPLES) > 80
+    assert counts["committed"] > 220
+    assert report.found(Detection.SAMPLES) > 44
     assert not report.missed(times=2)
-    assert sum(count for name, count in counts.items() if name.startswith("met ")) > 700
+    assert sum(count for name, count in counts.items() if name.startswith("met ")) > 385
 
 
 def test_every_move_that_is_known_to_break_something_is_a_move() -> None:
@@ -68,12 +69,12 @@ def test_a_problem_of_any_text_is_of_some_kind() -> None:
 
 
 def test_a_library_that_hears_of_no_change_is_found_to_commit_wrong_bytes(tmp_path: Path) -> None:
-    report = campaign(0, 12, tmp_path, moves=("add-through-data", "fill-by-address"), mutation="blind")
+    report = campaign(0, 6, tmp_path, moves=("add-through-data", "fill-by-address"), mutation="blind")
     assert any("COMMITTED WRONG" in line["problems"][0] for line in report.wrong)
 
 
 def test_a_library_whose_steps_do_not_wait_is_found_to_fail_for_nothing(tmp_path: Path) -> None:
-    report = campaign(0, 12, tmp_path, moves=("train",), mutation="unfenced")
+    report = campaign(0, 4, tmp_path, moves=("train",), mutation="unfenced")
     assert any("failed, and nothing had escaped" in line["problems"][0] for line in report.wrong)
 
 

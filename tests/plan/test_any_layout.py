@@ -27,7 +27,7 @@ from flowstone.pipeline.messages import Terms, assignment_of, parts_of
 from flowstone.plan.assign_writers import WriterAssignment, assign_writers
 from flowstone.plan.global_index import global_index
 from flowstone.plan.read import plan_reads
-from flowstone.plan.write import WritePlan, data_offsets, plan_writes
+from flowstone.plan.write import WritePlan, Writer, data_offsets, plan_writes
 from flowstone.table.box import Box
 from flowstone.table.pieces import Layout, Piece, Pieces
 
@@ -97,7 +97,7 @@ def save(case: Case, values: dict[str, np.ndarray], chance: random.Random) -> Di
         writes = assignment_of(Terms("plan", "job", 0, None), Layout(pieces, (), ()), part)
         mine = pieces.take(writes.positions.tolist(), writes.blocks)
         room = chance.choice((1 << 20, 1 << 20, 8192))
-        plan = plan_writes(mine, rank=rank, alone=False, header_bytes_max=room)
+        plan = plan_writes(mine, writer=Writer(rank), alone=False, header_bytes_max=room)
         where = data_offsets(plan, np.array([chance.randrange(4096) for _ in mine], np.uint64))
         numbers.append(plan.segment + np.uint32(len(rows)))
         for file in plan.segments:

@@ -10,7 +10,7 @@ from indexes import index_of
 
 from flowstone.config import BLOCK_BYTES, CHUNK_BYTES, PACKED_BELOW_BYTES
 from flowstone.errors import CollisionError, CoverageError
-from flowstone.plan.write import data_offsets, plan_writes
+from flowstone.plan.write import Writer, data_offsets, plan_writes
 from flowstone.table.box import Box
 from flowstone.table.dtype import DTYPES
 from flowstone.table.pieces import Alias, Piece
@@ -82,7 +82,7 @@ def test_pieces_of_64_kib_are_slotted_and_smaller_ones_packed() -> None:
 
 def test_a_header_that_would_grow_too_long_rolls_over() -> None:
     pieces = [whole(f"tensor.{i}", (4,)) for i in range(300)]
-    plan = plan_writes(pieces, rank=3, header_bytes_max=2 * BLOCK_BYTES)
+    plan = plan_writes(pieces, writer=Writer(3), header_bytes_max=2 * BLOCK_BYTES)
     names = [segment.name for segment in plan.segments]
     assert names[:3] == ["rank-00003.safetensors", "rank-00003.0001.safetensors", "rank-00003.0002.safetensors"]
     assert all(segment.header_bytes <= 2 * BLOCK_BYTES for segment in plan.segments)

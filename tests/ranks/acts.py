@@ -93,7 +93,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def opened(path: str, **options: object) -> fs.Checkpointer:
+def opened(path: str | list[str], **options: object) -> fs.Checkpointer:
     return fs.Checkpointer(path, **{"budget_bytes": 32 << 20, "deadline_s": 60.0, **options})  # type: ignore[arg-type]
 
 

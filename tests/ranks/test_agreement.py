@@ -12,8 +12,9 @@ import pytest
 from threads import Job
 
 from flowstone.errors import FullError, RankError
-from flowstone.ranks import Agreement, Decision, Heartbeat, KeyValueStore, Timeouts
+from flowstone.ranks import Agreement, Decision, KeyValueStore, Timeouts
 from flowstone.ranks.agreement import Agreed
+from flowstone.ranks.heartbeat import Heartbeat
 
 MIB = 1 << 20
 

@@ -13,8 +13,9 @@ import pytest
 from threads import Job
 
 from flowstone.errors import RankError
-from flowstone.ranks import Activity, Agreement, Decision, Heartbeat, Timeouts, wire
+from flowstone.ranks import Agreement, Decision, Timeouts, wire
 from flowstone.ranks.agreement import Agreed
+from flowstone.ranks.heartbeat import Activity, Heartbeat
 from flowstone.ranks.wire import Exchange
 
 pytestmark = pytest.mark.usefixtures("impatient")

@@ -138,11 +138,21 @@ def _leftovers(sandbox: Path, ledger: Ledger) -> None:
 def _damaged(sandbox: Path, ledger: Ledger) -> None:
     """The newest step has a flipped bit in a tensor."""
     _saved(1, 2)(sandbox, ledger)
-    segment = sandbox / STORE / step_directory(2) / "rank-00000.safetensors"
+    _flip(sandbox / STORE / step_directory(2) / "rank-00000.safetensors")
+    ledger.damaged.add("2o")
+
+
+def _damaged_delta(sandbox: Path, ledger: Ledger) -> None:
+    """The newest step refers to the one before, and has a flipped bit in what it has written itself."""
+    _saved(51, 52, 53)(sandbox, ledger)
+    _flip(sandbox / STORE / step_directory(53) / "rank-00000.safetensors")
+    ledger.damaged.add("53o")
+
+
+def _flip(segment: Path) -> None:
     content = bytearray(segment.read_bytes())
     content[8192] ^= 1
     segment.write_bytes(content)
-    ledger.damaged.add("2o")
 
 
 def _save(step: int) -> Callable[[Job], None]:
@@ -190,6 +200,16 @@ def _overwrite(job: Job) -> None:
 def _rewind(job: Job) -> None:
     job.rewind(1)
     job.save(2)
+
+
+def _rewind_deltas(job: Job) -> None:
+    job.rewind(52)
+    job.save(53)
+
+
+def _fall_back_to_delta(job: Job) -> None:
+    job.fall_back()
+    job.save(53)
 
 
 def _only_rewind(job: Job) -> None:
@@ -309,6 +329,12 @@ SCENARIOS: Sequence[Scenario] = (
     Scenario(
         "team_near", _saves(71, 72, 73), keep=Keep(last=1), repeat=_saves(78, 79), ranks=2, start=".saving-00000073",
         coding=NEAR,
+    ),
+    Scenario("deltas_rewound", _rewind_deltas, _saved(51, 52, 53, 54)),
+    Scenario("deltas_fallback", _fall_back_to_delta, _damaged_delta),
+    Scenario(
+        "team_deltas_compacted", _compacted(51, 52, 53, 54), keep=Keep(last=1), repeat=_compacted(58, 59), ranks=2,
+        start=".saving-00000053", modes=("power", "kill"),
     ),
 )
 

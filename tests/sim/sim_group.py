@@ -18,7 +18,7 @@ from flowstone import Keep
 from flowstone.errors import FlowstoneError, RankError, SaveFailedError, StepExistsError
 from flowstone.events import Event
 from flowstone.ranks import Job as RankJob
-from flowstone.ranks import agreement, failure_detector, kv_store, wire
+from flowstone.ranks import agreement, failure_detector, heartbeat, kv_store, wire
 from flowstone.ranks import group as rank_group
 
 DEADLINE_S = 12.0  # of the simulation's own time
@@ -142,7 +142,7 @@ def simulated_time(turns: Callable[[], Turns]) -> Iterator[None]:
     """Ranks that are threads: their time is that of `turns()`, and no heartbeat has a thread of its own."""
     clock = SimpleNamespace(monotonic=lambda: turns().monotonic(), sleep=lambda s: turns().sleep(s))
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(rank_group, "Heartbeat", StillHeartbeat))
+        stack.enter_context(mock.patch.object(heartbeat, "Heartbeat", StillHeartbeat))
         for module in (agreement, kv_store, wire, failure_detector):
             stack.enter_context(mock.patch.object(module, "time", clock))
         yield

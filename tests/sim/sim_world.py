@@ -25,7 +25,6 @@ from flowstone.errors import FlowstoneError, StorageError
 from flowstone.events import Committed, Event
 from flowstone.store.base import Receipt
 from flowstone.store.local import LocalStore
-from flowstone.store.local_io import LocalWriting
 from flowstone.store.system import System
 
 RESTING = 50  # the first step of a state with tensors that rest
@@ -136,15 +135,15 @@ class Ledger:
         return frozenset(self.must.items()), may, frozenset(self.newest), frozenset(self.damaged)
 
 
-class WatchedStore(LocalStore):
-    """Knows the writes whose receipts were never taken."""
+class Watching:
+    """Knows the writes whose receipts were never taken; beside a store that writes."""
 
-    def __init__(self, root: Path, options: EngineOptions, system: System) -> None:
-        super().__init__(root, options, system)
-        self._under_way: list[LocalWriting] = []
+    _under_way: list[Any]
 
-    def write(self, *arguments: Any, **more: Any) -> LocalWriting:
-        writing = super().write(*arguments, **more)
+    def write(self, *arguments: Any, **more: Any) -> Any:
+        writing = super().write(*arguments, **more)  # type: ignore[misc]
+        if not hasattr(self, "_under_way"):
+            self._under_way = []
         self._under_way.append(writing)
         receipt = writing.receipt
 
@@ -152,16 +151,18 @@ class WatchedStore(LocalStore):
             self._under_way.remove(writing)
             return receipt()
 
-        writing.receipt = noted  # type: ignore[method-assign]
+        writing.receipt = noted
         return writing
 
     def abandon(self) -> None:
         """The processes that began them are dead: wait for the engine, which is not."""
-        for writing in self._under_way:
-            while not writing._job.wait(0.1):
-                pass
-            writing._opened.close()
-        self._under_way.clear()
+        for writing in getattr(self, "_under_way", ()):
+            writing.stop()
+        self._under_way = []
+
+
+class WatchedStore(Watching, LocalStore):
+    pass
 
 
 class Handover:

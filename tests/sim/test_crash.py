@@ -7,48 +7,17 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from sim_cases import EACH_WAY, MODES, SCENARIOS, Case, Moment, Simulation
+from sim_cases import MODES, SCENARIOS, Case, Moment, Simulation
+from sim_seeds import SOAK_SEEDS, Seeds, seeds_of
 from sim_world import STORE
 
 import flowstone as fs
 from flowstone.format.codec import CODECS
 
 SHOWN_MAX = 5
-Seeds = Callable[[int], Sequence[int]]
-# By mode, the seeds of each change. Power: 0 to 2 are the extremes, and 2, everything written
-# survives, is what a kill checks first. Error: which errno, and how it is learnt of. Freeze: whether the next job
-# goes on, or the same one; and then, whether what was to be changed can be, and after how many changes of others.
-SEEDS: dict[str, Seeds] = {
-    "power": lambda at: (0, 1, 3), "kill": lambda at: (0,), "error": lambda at: (at % 4,),
-    "freeze": lambda at: (at % 3,),
-}
-TRIES_SEEDS = SEEDS | {"freeze": lambda at: (3 + 2 * (at % 7), 4 + 2 * (at % 6))}
-OVERLAPPING_SEEDS: dict[str, Seeds] = {  # some of the changes each
-    "power": lambda at: (0, 3 + at) if at % 3 == 0 else (),
-    "kill": lambda at: (0,) if at % 4 == 1 else (),
-    "error": lambda at: (at // 4 % 4,) if at % 4 == 2 else (),
-    "freeze": lambda at: (at // 4 % 3,) if at % 4 == 3 else (),
-}
-SAMPLED_SEEDS: dict[str, Seeds] = {  # a few of the changes each: the order of writes is that of other saves
-    "power": lambda at: (0, 3 + at) if at % 12 == 0 else (),
-    "kill": lambda at: (0,) if at % 20 == 1 else (),
-    "error": lambda at: (at // 4 % 4,) if at % 20 == 2 else (),
-    "freeze": lambda at: (at // 4 % 3,) if at % 24 == 3 else (),
-}
-LIFE_SEEDS: dict[str, Seeds] = SEEDS | {"power": lambda at: (0, 3 + at)}
-SEEDS_OF = {
-    "life": LIFE_SEEDS, "team_life": LIFE_SEEDS, "team_two_tries": TRIES_SEEDS, "team_overlapping": OVERLAPPING_SEEDS,
-    **dict.fromkeys(("deltas_resumed", "team_deltas_resumed", "deltas_compacted"), OVERLAPPING_SEEDS),
-    **{scenario.name: SAMPLED_SEEDS for scenario in SCENARIOS if scenario.coding is not None},
-}
-SOAK_SEEDS: dict[str, Seeds] = {
-    "power": lambda at: (*range(3), *range(EACH_WAY, EACH_WAY + 57)), "kill": lambda at: range(8),
-    "error": lambda at: range(4), "freeze": lambda at: range(15),
-}
 ALL = [
     pytest.param(at, mode, id=f"{mode}-{scenario.name}")
     for mode in MODES for at, scenario in enumerate(SCENARIOS)
@@ -74,8 +43,7 @@ def _run(scenario: int, mode: str, seeds: Seeds, scratch: Path) -> None:
 @pytest.mark.skipif(ONLY is not None, reason="SIM repeats one case")
 @pytest.mark.parametrize(("scenario", "mode"), PLAYED)
 def test_previous_or_new_step_survives(scenario: int, mode: str, scratch: Path) -> None:
-    name = SCENARIOS[scenario].name
-    _run(scenario, mode, SEEDS_OF.get(name, SEEDS)[mode], scratch)
+    _run(scenario, mode, seeds_of(SCENARIOS[scenario].name, mode), scratch)
 
 
 def _settled(moment: Moment) -> tuple[object, ...]:

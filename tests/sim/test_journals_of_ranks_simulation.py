@@ -9,10 +9,10 @@ from __future__ import annotations
 import errno
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import wait as wait_futures
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from unittest import mock
 
@@ -59,14 +59,18 @@ class Training:
         return _native.xxh3_64(tensor_bytes(*tensors))
 
 
-@pytest.fixture(scope="module")
-def reference() -> dict[int, int]:
-    """What the state is at each step of the undisturbed run."""
+def undisturbed() -> dict[int, int]:
+    """What the state is at each step."""
     training, found = Training(0), {}
     for step in range(1, STEPS + 1):
         training.learn(step)
         found[step] = training.bits()
     return found
+
+
+@pytest.fixture(scope="module")
+def reference() -> dict[int, int]:
+    return undisturbed()
 
 
 @dataclass
@@ -156,10 +160,41 @@ def ranks(disk: Disk, number: int, **options: object) -> Iterator[Ranks]:
             job.end()
 
 
-def play(disk: Disk, number: int, promised: Promised, to: int) -> None:
+@dataclass(frozen=True)
+class Scenario:
+    """Ranks that have saved `before` steps go on to step 5.
+
+    back     the step to which they rewind first; 0: they do not
+    options  of their Checkpointers
+    every    an ordinary run has one of so many changes
+    """
+
+    name: str
+    before: int
+    every: int
+    back: int = 0
+    options: Mapping[str, object] = field(default_factory=dict)
+
+
+SCENARIOS = (
+    Scenario("goes_on", 3, 5),
+    Scenario("whole_ones_between", 3, 24, options={"recovery_s": 1e-9, "keep": 1}),
+    Scenario("rewind", 5, 24, back=3),
+)
+
+
+def play(
+    disk: Disk, number: int, promised: Promised, to: int, *, back: int = 0, options: Mapping[str, object] | None = None
+) -> None:
     """A job that may end early."""
-    with ranks(disk, number) as job:
-        for outcome in job.each(lambda rank, one: job.go_on(rank, one, promised, to)):
+
+    def act(rank: int, one: fs.Checkpointer) -> int:
+        if back:
+            one.rewind(back)
+        return job.go_on(rank, one, promised, to)
+
+    with ranks(disk, number, **options or {}) as job:
+        for outcome in job.each(act):
             if isinstance(outcome, BaseException) and not isinstance(outcome, (FlowstoneError, PowerLoss)):
                 raise outcome
 
@@ -188,26 +223,28 @@ def check(sandbox: Path, promised: Promised, reference: dict[int, int], number: 
     assert not [name for name in left if name.startswith((".saving", ".deleting"))], f"not swept: {left}"
 
 
-def campaign(mode: str, scratch: Path, reference: dict[int, int], *, every: int) -> None:
-    """Two ranks that have saved three steps save two more; something happens at each `every`-th of the changes."""
-    base = scratch / "base"
+def campaign(
+    mode: str, scratch: Path, reference: dict[int, int], scenario: Scenario = SCENARIOS[0], *, every: int = 0
+) -> None:
+    """Something happens at each `every`-th of the changes of two ranks; 0: as in an ordinary run."""
+    base, every = scratch / "base", every or scenario.every
     base.mkdir()
-    play(Disk(base), 0, Promised(), 3)
+    play(Disk(base), 0, Promised(), scenario.before)
     shutil.copytree(base, scratch / "count")
     disk = Disk(scratch / "count")
-    play(disk, 0, promised := Promised(), 5)
+    play(disk, 0, promised := Promised(), 5, back=scenario.back, options=scenario.options)
     assert promised.durable == 5
     assert sum("journal-" in change.path for change in disk.changes) > 20
     seeds = {"power": lambda at: (at % 3, 3 + at), "kill": lambda at: (at,), "error": lambda at: (at,)}[mode]
     for at in range({"power": 0, "kill": 1, "error": 2}[mode] % every, len(disk.changes), every):
         sandbox = scratch / f"play{at}"
         shutil.copytree(base, sandbox)
-        promised, hurt = Promised(3, 3), Disk(sandbox)
+        promised, hurt = Promised(scenario.back or scenario.before, scenario.before), Disk(sandbox)
         if mode == "error":
             hurt.fail_at, hurt.errno = at, (errno.EIO, errno.ENOSPC)[at % 2]
         else:
             hurt.stop_at, hurt.spares_others = at, mode == "kill"
-        play(hurt, at, promised, 5)
+        play(hurt, at, promised, 5, back=scenario.back, options=scenario.options)
         for seed in seeds(at):
             after = sandbox
             if mode == "power":
@@ -224,10 +261,11 @@ def campaign(mode: str, scratch: Path, reference: dict[int, int], *, every: int)
 
 
 @pytest.mark.parametrize("mode", ["power", "kill", "error"])
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=[one.name for one in SCENARIOS])
 def test_both_ranks_load_the_newest_step_that_both_have_after_a_crash(
-    mode: str, scratch: Path, reference: dict[int, int]
+    scenario: Scenario, mode: str, scratch: Path, reference: dict[int, int]
 ) -> None:
-    campaign(mode, scratch, reference, every=5)
+    campaign(mode, scratch, reference, scenario)
 
 
 def test_replicas_that_rewind_into_a_journal_go_on_from_there(scratch: Path, reference: dict[int, int]) -> None:
@@ -249,7 +287,8 @@ def test_replicas_that_rewind_into_a_journal_go_on_from_there(scratch: Path, ref
 
 @pytest.mark.soak
 @pytest.mark.parametrize("mode", ["power", "kill", "error"])
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=[one.name for one in SCENARIOS])
 def test_both_ranks_load_the_newest_step_that_both_have_after_a_crash_at_any_change(
-    mode: str, scratch: Path, reference: dict[int, int]
+    scenario: Scenario, mode: str, scratch: Path, reference: dict[int, int]
 ) -> None:
-    campaign(mode, scratch, reference, every=1)
+    campaign(mode, scratch, reference, scenario, every=1)

@@ -21,12 +21,13 @@ from test_store_simulation import Connection
 import flowstone as fs
 from flowstone.agent.runs import Run, Runs
 from flowstone.agent.sessions import Session
-from flowstone.commit import catalog
-from flowstone.commit.copying import copy_newest
+from flowstone.commit import catalog, publish
 from flowstone.errors import FlowstoneError, FullError, MemoryAgentError, StorageError
 from flowstone.store.agent_wire import PROTOCOL, Answer, Request, RunStatus, decode_answer, decode_request, encode
+from flowstone.store.base import Store
 from flowstone.store.memory import Contents, MemoryStore
 from flowstone.store.node_memory import NodeMemory
+from flowstone.tiers.newest import copy_newest
 
 ELEMENTS = 600_000
 AVAILABLE = 1 << 33
@@ -41,6 +42,12 @@ class Node:
     def __init__(self, cut_at: int | None = None, *, after: bool = False) -> None:
         self.runs, self.cut_at, self.after, self.requests = Runs(lambda: AVAILABLE), cut_at, after, 0
 
+        self.agent_dies_at: int | None = None
+
+    def die(self) -> None:
+        """The agent is killed: the one that is started then holds nothing."""
+        self.runs = Runs(lambda: AVAILABLE)
+
     def flush(self, run: Run) -> bool:
         return False
 
@@ -53,11 +60,17 @@ class Client:
 
     def __init__(self, node: Node, run: str) -> None:
         self.run, self.ended, self.dead, self._node = run, "", False, node
+        self.connections = 0
         self._ours, _ = socket.socketpair()
-        self.session = Session(self._ours, 0, node.runs, node)
-        self.session.answer(Request("hello", run, number=PROTOCOL), [])
+        self._connect()
         self._released: list[int] = []
         self._guard = threading.RLock()
+
+    def _connect(self) -> None:
+        self.connections += 1
+        self.is_connected = True
+        self.session = Session(self._ours, 0, self._node.runs, self._node)
+        self.session.answer(Request("hello", self.run, number=PROTOCOL), [])
 
     @contextmanager
     def acting(self) -> Iterator[None]:
@@ -65,10 +78,16 @@ class Client:
             yield
 
     def is_there(self) -> bool:
-        return not self.dead
+        return self.is_connected and not self.dead
+
+    stands = is_there
 
     def ask(self, request: Request, fd: int | None = None, *, start: bool = False) -> tuple[Answer, int | None]:
         with self._guard:
+            if not self.is_connected and start:
+                self._connect()
+            if not self.is_connected:
+                raise MemoryAgentError(self.ended)
             return self._ask(request, fd)
 
     def _ask(self, request: Request, fd: int | None) -> tuple[Answer, int | None]:
@@ -77,7 +96,15 @@ class Client:
         while self._released:
             self.session.answer(Request("release", number=self._released.pop()), [])
         is_last = self._node.requests == self._node.cut_at
+        is_agents_end = self._node.requests == self._node.agent_dies_at
         self._node.requests += 1
+        if is_agents_end:
+            if self._node.after:
+                self.session.answer(request, [] if fd is None else [os.dup(fd)])
+            self._node.die()
+            self.is_connected, self.ended = False, "the memory agent (process 1) has ended"
+            self._released.clear()
+            raise MemoryAgentError(self.ended)
         if is_last and not self._node.after:
             self.die()
             raise MemoryAgentError("the trainer is dead")
@@ -177,6 +204,27 @@ def test_a_trainer_that_is_killed_at_any_request_leaves_the_previous_generation_
         _check(node, again, again)
 
 
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_an_agent_that_is_killed_at_any_request_costs_the_saves_under_way_and_no_later_one(after: bool) -> None:
+    count = _whole()
+    for at in range(count):
+        node = Node(after=after)
+        node.agent_dies_at = at
+        engine = fs.EngineOptions(request_bytes=2 << 20, workers=1)
+        failed = []
+        with fs.Checkpointer(_store(node), on_error="continue", budget_bytes=16 << 20, engine=engine) as checkpointer:
+            for step in range(1, 6):
+                try:
+                    checkpointer.save(step, _state(step)).committed.result()
+                except FlowstoneError as error:
+                    failed.append((step, error))
+            assert len(failed) <= 1, failed
+            assert all("agent" in str(error) or "lock" in str(error) for _, error in failed), failed
+            assert not failed or failed[0][0] < 5
+            checkpointer.wait()
+            _check(node, 5, 5)
+
+
 def test_an_agent_that_removes_the_newest_generation_first_is_found_out() -> None:
     def begin_draft(run: Run) -> None:
         for name in [name for name in run.contents.names() if name.startswith("step-")]:
@@ -250,15 +298,59 @@ def _flush_first(source: MemoryStore, target: Contents, *, atomic_rename: bool) 
     copy_newest(first, MemoryStore(target, atomic_rename=atomic_rename), "an earlier flush")
 
 
-def test_a_flush_that_verifies_nothing_is_found_out() -> None:
-    source, target = MemoryStore(), MemoryStore()
+def test_what_is_damaged_in_memory_is_not_made_durable() -> None:
+    source, target = _damaged(), MemoryStore()
+    with pytest.raises(fs.DamagedError, match="is not what was written"):
+        copy_newest(source, target, "a flush")
+    assert catalog.steps(target) == ()
+
+
+def _damaged() -> MemoryStore:
+    source = MemoryStore()
     with fs.Checkpointer(source) as checkpointer:
         checkpointer.save(1, _state(1)).committed.result()
     file = source.contents.files["step-00000001/rank-00000.safetensors"]
     os.pwrite(file.fd, b"\x77", file.size_bytes - 9000)
-    with pytest.raises(fs.DamagedError, match="is not what was saved"):
+    return source
+
+
+class _Forgetting(MemoryStore):
+    """Once a segment is written, it gives back something else, as a disk may."""
+
+    def put(self, path: str, data: bytes) -> None:
+        super().put(path, data)
+        for name, file in self.contents.files.items():
+            if name.endswith(".safetensors") and file.size_bytes > 1 << 20:
+                os.pwrite(file.fd, b"\x77", file.size_bytes - 9000)
+
+
+def test_what_a_disk_does_not_give_back_is_not_published() -> None:
+    source, target = MemoryStore(), _Forgetting()
+    with fs.Checkpointer(source) as checkpointer:
+        checkpointer.save(1, _state(1)).committed.result()
+    with pytest.raises(fs.DamagedError, match="does not give back what was written of step 1"):
         copy_newest(source, target, "a flush")
     assert catalog.steps(target) == ()
-    with mock.patch("flowstone.commit.copying._verify"):
-        copy_newest(source, target, "a flush")
+    assert [name for name in target.names() if name.startswith(".")] == []
+    with mock.patch("flowstone.tiers.flush._read_back"):
+        copy_newest(source, target, "a flush that does not look")
     assert not fs.open(target).inspect().sound
+
+
+def test_a_flush_goes_on_when_what_names_the_files_is_gone() -> None:
+    """As when the agent is killed while its child flushes: all files are open before the first byte is copied."""
+    source, target = MemoryStore(), MemoryStore()
+    with fs.Checkpointer(source) as checkpointer:
+        checkpointer.save(1, _state(1)).committed.result()
+    begin = publish.begin
+
+    def agent_dies(store: Store, step: int, draft: str) -> publish.Draft:
+        if store is target:
+            for name in [name for name in source.names() if name]:
+                source.contents.remove_all(name)
+        return begin(store, step, draft)
+
+    with mock.patch("flowstone.commit.publish.begin", agent_dies):
+        assert copy_newest(source, target, "a flush") is not None
+    assert not catalog.steps(source)
+    assert fs.open(target).inspect().sound

@@ -5,16 +5,14 @@ be brought up to date; it must not pass unseen.
 """
 
 from __future__ import annotations
-import __future__
 
-import inspect
-import textwrap
 from dataclasses import dataclass
 from pathlib import Path
-from types import FunctionType
 
 import pytest
 from sim_cases import MODES, SCENARIOS, Simulation
+from sim_mutants import mutated
+from sim_seeds import seeds_of
 
 from flowstone.adapters.dcp import publication
 from flowstone.commit import catalog, publish, removal, retention
@@ -30,21 +28,26 @@ from flowstone.store.lock import WriterLock
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """`changes` are pairs of text, in function `name` of `owner`; `scenario` and `mode` must notice."""
+    """`changes` are pairs of text, in function `name` of `owner`; `scenario` and `mode` must notice.
+
+    start  where in the scenario to begin, by a part of a path
+    seeds  of each change; none: those of an ordinary run
+    """
 
     owner: object
     name: str
     changes: tuple[tuple[str, str], ...]
     scenario: str
     mode: str = "power"
-    start: str = ""  # where in the scenario to begin, by a part of a path
+    start: str = ""
+    seeds: range | None = None
 
 
 _RENAME = "    store.rename(draft.directory, step_directory(draft.step))\n"
 _RECORD = "    manifest = record(store, draft, store_id, made)\n"
 MUTANTS = {
     "segments_are_not_synced": Mutant(
-        LocalWriting, "receipt", ((" or self._sync_error()", ""),), "first_save",
+        LocalWriting, "receipt", ((" or self._segments.make_durable(self._ends())", ""),), "first_save",
         start="step-",
     ),
     "small_files_are_not_synced": Mutant(
@@ -75,7 +78,7 @@ MUTANTS = {
         removal, "retire", (("sync(store)", "pass"),), "retention", start=".deleting-00000002"
     ),
     "sweep_does_not_sync_before_files_go": Mutant(
-        catalog, "sweep", (("sync(store)", "pass"),), "retention", "kill", start=".deleting-00000002"
+        catalog, "sweep", (("sync(store)", "pass"),), "retention", "kill", start=".deleting-00000002", seeds=range(12),
     ),
     "way_to_the_store_is_not_synced": Mutant(
         LocalStore, "make_directory", (("self._sync_way_to_root()", "pass"),), "first_save", start="step-"
@@ -95,7 +98,7 @@ MUTANTS = {
         "error", start="rank-",
     ),
     "segments_of_ranks_are_not_synced": Mutant(
-        LocalWriting, "receipt", ((" or self._sync_error()", ""),), "team_second_save",
+        LocalWriting, "receipt", ((" or self._segments.make_durable(self._ends())", ""),), "team_second_save",
         start="step-",
     ),
     "draft_of_ranks_is_not_synced": Mutant(
@@ -123,7 +126,7 @@ MUTANTS = {
     ),
     "draft_that_others_removed_is_not_made_again": Mutant(
         capturing, "_capture_into", (("if error.errno != errno.ENOENT or tries <= 0:", "if True:"),),
-        "team_second_save", "error", start="rank-",
+        "team_second_save", "error", start="rank-", seeds=range(12),
     ),
     "a_try_writes_into_the_draft_of_another": Mutant(
         save_coordinator.SaveCoordinator, "begin_try", (("max(self._tries.get(step, 1), *heard, 1) + 1", "1"),),
@@ -136,7 +139,7 @@ MUTANTS = {
         "team_overlapping", start="step-00000003",
     ),
     "dcp_segments_are_not_synced": Mutant(
-        LocalWriting, "receipt", ((" or self._sync_error()", ""),), "dcp_team_first_save",
+        LocalWriting, "receipt", ((" or self._segments.make_durable(self._ends())", ""),), "dcp_team_first_save",
         start="step-",
     ),
     "dcp_draft_is_not_synced": Mutant(
@@ -181,18 +184,6 @@ MUTANTS = {
 }
 
 
-def _mutated(mutant: Mutant) -> FunctionType:
-    function = getattr(mutant.owner, mutant.name)
-    source = textwrap.dedent(inspect.getsource(function))
-    for old, new in mutant.changes:
-        assert source.count(old) == 1, f"{mutant.name} has no {old!r} any more: bring the mutant up to date"
-        source = source.replace(old, new)
-    scope: dict[str, FunctionType] = {}
-    code = compile(source, f"<mutant of {mutant.name}>", "exec", __future__.annotations.compiler_flag)
-    exec(code, function.__globals__, scope)
-    return scope[mutant.name]
-
-
 def _prune_all(self: Saves) -> None:
     verdicts = [retention.Verdict(step, False, "a mutant") for step in catalog.steps(self._store)]
     if self._store_writer._keep is not None:
@@ -203,9 +194,9 @@ def _prune_all(self: Saves) -> None:
 def test_mutant_is_found_out(name: str, monkeypatch: pytest.MonkeyPatch, scratch: Path) -> None:
     mutant = MUTANTS[name]
     monkeypatch.setattr(Saves, "_prune_all", _prune_all, raising=False)
-    monkeypatch.setattr(mutant.owner, mutant.name, _mutated(mutant))
+    monkeypatch.setattr(mutant.owner, mutant.name, mutated(mutant.owner, mutant.name, mutant.changes))
     scenario = next(at for at, scenario in enumerate(SCENARIOS) if scenario.name == mutant.scenario)
     simulation = Simulation(scenario, scratch)
-    seeds = range(3, 15) if mutant.scenario == "team_two_tries" else range(1 if mutant.mode == "freeze" else 12)
-    cases = simulation.cases(MODES[mutant.mode], lambda at: seeds, mutant.start)
+    seeds = seeds_of(mutant.scenario, mutant.mode) if mutant.seeds is None else lambda at: mutant.seeds or ()
+    cases = simulation.cases(MODES[mutant.mode], seeds, mutant.start)
     assert any(simulation.run(group) for group in cases), f"no case of {mutant.scenario} notices that {name}"

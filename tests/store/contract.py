@@ -64,7 +64,12 @@ def read_rows(
 
 
 class StoreContract:
-    """Names, small files and the lock; then segments."""
+    """Names, small files and the lock; then segments.
+
+    segment  the name of one, and `draft` the directory that has it
+    """
+
+    draft, segment = "draft", SEGMENT
 
     def open_store(self, root: Path) -> Store:
         """One more store at `root`, as another process would open it."""
@@ -286,8 +291,8 @@ class StoreContract:
         expected = bytearray(slots(LENGTHS)[1])
         for source, offset in zip(sources, offsets, strict=True):
             expected[offset : offset + source.nbytes] = source.tobytes()
-        assert store.size(SEGMENT) == len(expected)
-        assert store.read(SEGMENT) == expected
+        assert store.size(self.segment) == len(expected)
+        assert store.read(self.segment) == expected
 
     def test_two_segments_are_written_by_one_call(self, store: Store, arena: _native.Arena) -> None:
         sources = [random_bytes(100 * KIB, seed) for seed in range(2)]
@@ -336,8 +341,8 @@ class StoreContract:
 
     def test_source_may_change_once_it_is_captured(self, store: Store, arena: _native.Arena) -> None:
         source = random_bytes(6 * MIB)
-        store.make_directory("draft")
-        plan = [FilePlan(SEGMENT, 8 * MIB)]
+        store.make_directory(self.draft)
+        plan = [FilePlan(self.segment, 8 * MIB)]
         writing = store.write(plan, write_rows([0], [source.ctypes.data % 4096], [source]), arena)
         writing.wait_captured()
         before = source.copy()
@@ -351,16 +356,16 @@ class StoreContract:
 
     def test_segment_that_is_there_is_not_written_again(self, store: Store, arena: _native.Arena) -> None:
         self._written(store, arena)
-        before = store.read(SEGMENT)
+        before = store.read(self.segment)
         with pytest.raises(StorageError, match="rank-00000") as caught:
             self._write(store, arena, [random_bytes(10)], [0])
         assert caught.value.errno == errno.EEXIST
-        assert store.read(SEGMENT) == before
+        assert store.read(self.segment) == before
 
     def test_cancelled_write_says_so(self, store: Store, arena: _native.Arena) -> None:
         sources = [random_bytes(64 * MIB)]
-        store.make_directory("draft")
-        writing = store.write([FilePlan(SEGMENT, 65 * MIB)], write_rows([0], [0], sources), arena)
+        store.make_directory(self.draft)
+        writing = store.write([FilePlan(self.segment, 65 * MIB)], write_rows([0], [0], sources), arena)
         writing.cancel()
         writing.wait_captured()
         receipt = writing.receipt()
@@ -369,11 +374,11 @@ class StoreContract:
 
     def test_flipped_bit_is_found_in_its_chunk(self, store: Store, arena: _native.Arena) -> None:
         sources, offsets, receipt = self._written(store, arena)
-        content = bytearray(store.read(SEGMENT))
+        content = bytearray(store.read(self.segment))
         content[offsets[2] + CHUNK_BYTES + 1] ^= 1
         content[offsets[3]] ^= 128
-        store.remove(SEGMENT)
-        store.put(SEGMENT, bytes(content))
+        store.remove(self.segment)
+        store.put(self.segment, bytes(content))
         first = int(chunk_counts(LENGTHS)[:2].sum())
         for stop in (True, False):
             targets = [np.zeros_like(source) for source in sources]
@@ -396,9 +401,9 @@ class StoreContract:
 
     def test_file_that_is_too_short_is_damage_with_its_range(self, store: Store, arena: _native.Arena) -> None:
         sources, offsets, receipt = self._written(store, arena)
-        content = store.read(SEGMENT)
-        store.remove(SEGMENT)
-        store.put(SEGMENT, content[: offsets[3] + 10])
+        content = store.read(self.segment)
+        store.remove(self.segment)
+        store.put(self.segment, content[: offsets[3] + 10])
         targets = [np.zeros_like(source) for source in sources]
         found = self._read(store, arena, offsets, targets, receipt.digests)
         assert isinstance(found.error, DamagedError)
@@ -414,10 +419,10 @@ class StoreContract:
     def _write(
         self, store: Store, arena: _native.Arena, sources: Sequence[NDArray[np.uint8]], offsets: Sequence[int]
     ) -> Receipt:
-        if not store.exists("draft"):
-            store.make_directory("draft")
+        if not store.exists(self.draft):
+            store.make_directory(self.draft)
         _, size = slots([source.nbytes for source in sources])
-        writing = store.write([FilePlan(SEGMENT, size)], write_rows([0] * len(sources), offsets, sources), arena)
+        writing = store.write([FilePlan(self.segment, size)], write_rows([0] * len(sources), offsets, sources), arena)
         writing.wait_captured()
         return writing.receipt()
 
@@ -434,5 +439,5 @@ class StoreContract:
     ) -> ReadReceipt:
         rows = read_rows([0] * len(targets), offsets, targets, digests)
         wanted = sum(target.nbytes for target in targets)
-        reading = store.read_extents([SEGMENT], rows, arena, wanted_bytes=wanted, stop_at_bad=stop_at_bad)
+        reading = store.read_extents([self.segment], rows, arena, wanted_bytes=wanted, stop_at_bad=stop_at_bad)
         return finish_reading(reading)

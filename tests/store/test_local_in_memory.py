@@ -10,12 +10,12 @@ from tempfile import mkdtemp
 
 import numpy as np
 import pytest
-from contract import StoreContract, random_bytes, write_rows
+from contract import StoreContract, random_bytes, read_rows, write_rows
 
 import flowstone as fs
 from flowstone import _native
-from flowstone.config import MIB
-from flowstone.store.base import FilePlan
+from flowstone.config import MIB, EngineOptions
+from flowstone.store.base import FilePlan, finish_reading
 from flowstone.store.local import LocalStore
 
 MEMORY = Path("/dev/shm")
@@ -57,6 +57,24 @@ class TestDirectoryInMemory(StoreContract):
         assert receipt.io.requests == 0 if reserved else receipt.io.requests <= 1
         assert store.read("segment", offset=4097, length=source.nbytes) == source.tobytes()
         assert store.read("segment", length=4097) == bytes(4097)
+
+    @pytest.mark.parametrize(("engine", "is_direct"), [(None, True), (EngineOptions(read_in_place=False), False)])
+    def test_a_load_is_one_copy_unless_told_otherwise(
+        self, root: Path, arena: _native.Arena, engine: EngineOptions | None, is_direct: bool
+    ) -> None:
+        store = LocalStore(root, engine)
+        store.make_directory()
+        source = random_bytes(5 * MIB)
+        target = np.zeros_like(source)
+        phase = target.ctypes.data % 4096
+        receipt = store.write([FilePlan("segment", 6 * MIB)], write_rows([0], [phase], [source]), arena).receipt()
+        rows = read_rows([0], [phase], [target], receipt.digests)
+        found = finish_reading(store.read_extents(["segment"], rows, arena, wanted_bytes=source.nbytes))
+        store.close()
+        assert found.error is None
+        assert (found.direct_bytes > 4 * MIB) == is_direct
+        assert (found.direct_bytes == 0) != is_direct
+        np.testing.assert_array_equal(source, target)
 
     def test_saves_and_loads(self, root: Path) -> None:
         state = {"x": np.arange(300_000), "y": np.ones(7)}

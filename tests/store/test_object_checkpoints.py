@@ -13,16 +13,13 @@ import numpy as np
 import pytest
 import torch
 from contract import write_rows
-from msgspec import json
 from object_server import Server
 from obstore.store import MemoryStore
 from test_threads import inventory, live
-from typer.testing import CliRunner
 from warm_start import warm_start
 
 import flowstone as fs
 from flowstone import _native
-from flowstone.cli.app import app
 from flowstone.errors import BudgetError, LockedError, StepExistsError, StorageError
 from flowstone.store.base import FilePlan
 from flowstone.store.objects.store import ObjectStore
@@ -77,6 +74,25 @@ def test_what_loads_from_a_bucket_is_what_was_saved(url: str, server: Server) ->
     assert server.uploads(url) == []
 
 
+def test_a_load_and_a_save_make_few_requests(url: str, server: Server) -> None:
+    """However many steps there are: each request is a round trip, and what is asked twice is paid twice."""
+    state: dict[str, object] = {"x": np.arange(100_000.0), "epoch": 1}
+    with fs.Checkpointer(url) as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(step, state).committed.result(60)
+        server.requests()
+        ckpt.save(4, state).committed.result(60)
+        assert len(server.requests()) <= 14  # the last one, a list, comes before or after `committed`
+    with fs.Checkpointer(url) as ckpt:
+        server.requests()
+        ckpt.load(state)
+        made = server.requests()
+    assert len(made) <= 10, made
+    assert not any("step-0000000" in one for one in made if "step-00000004" not in one), made
+    data = [one for one in made if one.startswith("GET") and "rank-00000" in one]
+    assert len(data) == 2, "the header and the tensor"
+
+
 @pytest.mark.parametrize("compress", ["max", "derived"])
 def test_what_an_encoder_makes_shorter_goes_there_too(url: str, compress: str) -> None:
     state = training(1)
@@ -107,21 +123,7 @@ def test_a_rewind_sets_newer_steps_aside_and_a_step_is_never_saved_twice(url: st
     assert state["x"].tolist() == [7] * 5
 
 
-def test_verbs_take_the_url_or_refuse_it_by_name(url: str, tmp_path: Path) -> None:
-    with fs.Checkpointer(url) as ckpt:
-        ckpt.save(4, {"x": np.arange(5)}).committed.result(60)
-    run = CliRunner().invoke
-    found = json.decode(run(app, ["ls", url, "--json"]).stdout)
-    assert [one["step"] for one in found["checkpoints"]] == [4]
-    assert run(app, ["show", url, "--json"]).exit_code == 0
-    assert run(app, ["verify", url]).exit_code == 0
-    for arguments in (
-        ["du", url], ["export", url, str(tmp_path / "out")], ["import", str(tmp_path), url, "--step", "1"],
-        ["pack", url, str(tmp_path / "out")], ["diff", url, url], ["bench", "tune", url],
-    ):
-        refused = run(app, arguments)
-        assert refused.exit_code != 0, arguments
-        assert "URL" in refused.output, (arguments, refused.output)
+def test_a_journal_in_a_bucket_is_refused_by_name(url: str) -> None:
     with pytest.raises(fs.ArgumentError, match="every_step"):
         fs.Checkpointer(url, every_step=True)
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 import socket
 import sys
 
-from flowstone.commit.copying import copy_newest
 from flowstone.errors import FlowstoneError
 from flowstone.store.local import LocalStore
 from flowstone.store.node_memory import NodeMemory
+from flowstone.tiers.newest import copy_newest
 
 
 def main() -> int:

@@ -34,6 +34,7 @@ class Run:
         self.contents = Contents()
         self.generations, self.flush_to, self.linger_s = GENERATIONS, "", AGENT_LINGER_S
         self.flushed_step, self.flush_error = -1, ""
+        self.whole, self.epoch = "", 0  # what several nodes have agreed on (store/peers/)
         self.files: dict[int, MemoryFile] = {}  # all of them, by number
         self.holds: Counter[int] = Counter()  # clients that use a file, by its number
         self.pool: list[MemoryFile] = []  # without a name and a hold
@@ -104,13 +105,14 @@ class Run:
     def begin_draft(self) -> None:
         """Make room for one more draft: the oldest complete checkpoints go, but never the newest.
 
-        So does what a rewind has set aside: memory is for what may be loaded.
+        Nor that which is known to be whole on all nodes, if this is one of several. So does what a rewind has set
+        aside: memory is for what may be loaded.
         """
         drafts = sum(1 for name in self.contents.names() if name.startswith(SAVING))
         steps = self.steps()
         spared = max(1, self.generations - drafts)
         for name in self.contents.names():
-            if step_of(name) in steps[:-spared] or name.startswith(SUPERSEDED):
+            if (step_of(name) in steps[:-spared] and name != self.whole) or name.startswith(SUPERSEDED):
                 self.remove_all(name)
 
     def rename(self, source: str, target: str) -> None:
@@ -160,6 +162,10 @@ class Runs:
 
     def of(self, name: str) -> Run:
         return self._runs.setdefault(name, Run(name))
+
+    def __contains__(self, run: Run) -> bool:
+        """Whether it was not dropped: another one may have its name now."""
+        return self._runs.get(run.name) is run
 
     def drop(self, run: Run) -> None:
         """Give all of its memory back to the system, but what clients have open."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
 import selectors
 import signal
 import socket
@@ -20,11 +21,13 @@ from pathlib import Path
 import msgspec
 
 from flowstone.agent.runs import Run, Runs
+from flowstone.agent.serving import Serving
 from flowstone.agent.sessions import RefusedError, Session
 from flowstone.config import AGENT_CONNECTIONS_MAX, AGENT_IDLE_S, AGENT_MESSAGE_BYTES_MAX, FLUSH_TRIES
 from flowstone.store.agent_wire import (
     DIRECTORY_VARIABLE,
     Answer,
+    Request,
     RunStatus,
     decode_request,
     encode,
@@ -62,6 +65,8 @@ class Server:
         self._sessions: dict[socket.socket, Session] = {}
         self._deaths: dict[int, Session] = {}  # by a descriptor that is readable once the client's process is dead
         self._flushes: dict[str, Flush] = {}  # by the run's name
+        self._servings: dict[str, Serving] = {}  # likewise
+        self._node = secrets.token_hex(8)  # tells this node apart from others
         self._last_used: dict[str, float] = {}
         self._used = time.monotonic()
         self._is_ending = False
@@ -89,6 +94,8 @@ class Server:
             self._do_what_is_due()
         for session in tuple(self._sessions.values()):
             self._end(session)
+        for name in tuple(self._servings):
+            self._end_serving(name)
 
     def _take(self, key: selectors.SelectorKey) -> None:
         """A request, or the end of a process."""
@@ -96,6 +103,9 @@ class Server:
             self._serve(self._sessions[key.fileobj])
         elif key.fd in self._deaths:
             self._end(self._deaths[key.fd])
+        elif serving := next((one for one in self._servings.values() if one.told == key.fd), None):
+            if not serving.hear():
+                self._end_serving(serving.run)
         else:
             self._end_flush(next(flush for flush in self._flushes.values() if flush.gone == key.fd))
 
@@ -150,6 +160,8 @@ class Server:
             self._end(session)
             return
         self._used = time.monotonic()
+        if session.run is not None:
+            self._last_used[session.run.name] = self._used
         try:
             answer, passed = session.answer(request, fds)
         except RefusedError as refusal:
@@ -194,14 +206,44 @@ class Server:
         if run is None:
             return
         self._last_used[run.name] = self._used
-        if session.writes and not any(other.writes and other.run is run for other in self._sessions.values()):
+        if session.writes and not self._is_server(session) and not self._is_written(run):
             run.sweep()
             self.flush(run)
         if not run.contents.exists() and not self._is_used(run):
-            self._runs.drop(run)
+            self._drop(run)
+
+    def _is_written(self, run: Run) -> bool:
+        return any(one.writes and one.run is run and not self._is_server(one) for one in self._sessions.values())
 
     def _is_used(self, run: Run) -> bool:
-        return run.name in self._flushes or any(session.run is run for session in self._sessions.values())
+        users = (session for session in self._sessions.values() if not self._is_server(session))
+        return run.name in self._flushes or any(session.run is run for session in users)
+
+    def _drop(self, run: Run) -> None:
+        if run in self._runs:  # its server's session ends after it
+            self._end_serving(run.name)
+            self._runs.drop(run)
+
+    # Other nodes
+
+    def serve_run(self, run: Run, request: Request) -> str:
+        """See Duties."""
+        serving = self._servings.get(run.name)
+        if serving is None:
+            serving = self._servings[run.name] = Serving(run.name, self._directory, self._node, request)
+            self._selector.register(serving.told, selectors.EVENT_READ)
+        serving.check(request)
+        return serving.port
+
+    def _end_serving(self, name: str) -> None:
+        serving = self._servings.pop(name, None)
+        if serving is not None:
+            self._selector.unregister(serving.told)
+            serving.end()
+
+    def _is_server(self, session: Session) -> bool:
+        """Whether it is a child's that serves other nodes: what is kept, and for how long, does not depend on it."""
+        return any(serving.child.pid == session.pid for serving in self._servings.values())
 
     def statuses(self) -> tuple[RunStatus, ...]:
         """What is held: of at most a hundred runs."""
@@ -251,7 +293,7 @@ class Server:
             return
         flush.run.flushed_step, flush.run.flush_error = max(flush.run.flushed_step, flush.step), ""
         del self._flushes[flush.run.name]
-        if not any(session.writes and session.run is flush.run for session in self._sessions.values()):
+        if not self._is_written(flush.run):
             self.flush(flush.run)  # what has come meanwhile
 
     def _try_again(self, flush: Flush, error: str) -> None:
@@ -273,7 +315,7 @@ class Server:
             if self._is_used(run):
                 self._last_used[run.name] = now
             elif now - self._last_used.get(run.name, now) > run.linger_s:
-                self._runs.drop(run)
+                self._drop(run)
 
     def _begin_to_end(self) -> None:
         """What is to be durable still becomes so; then it ends, whatever is connected."""
@@ -285,5 +327,5 @@ class Server:
     def _is_done(self) -> bool:
         if self._flushes:
             return False
-        is_idle = not self._sessions and not any(True for _ in self._runs)
+        is_idle = all(map(self._is_server, self._sessions.values())) and not any(True for _ in self._runs)
         return self._is_ending or (is_idle and time.monotonic() - self._used > self._idle_s)

@@ -26,6 +26,8 @@ class Duties(Protocol):
         """Begin to make the newest checkpoint durable, unless it is; whether that is under way."""
 
     def statuses(self) -> tuple[RunStatus, ...]: ...
+    def serve_run(self, run: Run, request: Request) -> str:
+        """Serve the run to other nodes. At which port; "" until that is known."""
 
 
 class RefusedError(Exception):
@@ -181,7 +183,7 @@ class Session:
             "remove": lambda run, asked: run.settle(run.contents.remove(asked.path)),
             "rename": lambda run, asked: run.rename(asked.path, asked.target),
             "link": lambda run, asked: run.contents.link(asked.path, asked.target),
-            "keep": self._keep,
+            "keep": self._keep, "agree": self._agree,
         }
         if request.verb in acts:
             self.writes = self.writes or request.verb in ("make_directory", "remove", "rename", "link", "lock")
@@ -193,6 +195,8 @@ class Session:
             return Answer()
         if request.verb == "free":
             return Answer(size_bytes=self._runs.available_bytes())
+        if request.verb == "serve":
+            return Answer(text=self._duties.serve_run(run, request))
         if request.verb == "settle":
             return Answer(yes=self._duties.flush(run))
         raise OSError(errno.EINVAL, "this was said before")
@@ -219,6 +223,10 @@ class Session:
         run.contents.make_directory(request.path)
         if request.path.startswith(SAVING):
             run.begin_draft()
+
+    def _agree(self, run: Run, request: Request) -> Answer:
+        run.whole, run.epoch = request.path or run.whole, max(run.epoch, request.number)
+        return Answer(text=run.whole, number=run.epoch)
 
     def _lock(self, run: Run, request: Request) -> Answer:
         if run.contents.writer not in (None, self):

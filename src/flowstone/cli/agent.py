@@ -7,8 +7,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from flowstone.cli.ls import told
-from flowstone.cli.output import AsJson, errors_reported, print_json, print_rows
+from flowstone.cli.output import AsJson, errors_reported, print_json, print_rows, told
 
 _STOP_S = 600.0
 

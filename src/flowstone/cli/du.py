@@ -1,4 +1,4 @@
-"""`flowstone du`: what a store takes of its disk, and what removing steps would free."""
+"""`flowstone du`: what a store takes of its disk, or bucket, and what removing steps would free."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from flowstone.arguments import store_path
+from flowstone.arguments import store_at, to_store
 from flowstone.cli.output import AsJson, StorePath, errors_reported, print_json, print_rows, size_text
 from flowstone.commit.locations import check_store
 from flowstone.errors import NotAStoreError
@@ -26,12 +26,12 @@ def du(
     from flowstone.commit.disk_usage import Disk
 
     with errors_reported(as_json):
-        store = LocalStore(store_path(path))
+        store = store_at(to_store(path))
         if not store.exists() or store.exists(MANIFEST_NAME):
             what = "one checkpoint" if store.exists() else "nothing"
             raise NotAStoreError(f"there is {what} at {path}, no store", next="give the directory of its steps")
         check_store(store)
-        disk = Disk(store.root)
+        disk = Disk(store, store.root if isinstance(store, LocalStore) else None)
         usage, freed = disk.usage(), disk.freed(steps) if steps else None
     if as_json:
         removing = None if freed is None else {"steps": sorted(set(steps or ())), "freed_bytes": freed}

@@ -1,4 +1,4 @@
-"""`flowstone flush`: a checkpoint in memory becomes durable in a directory."""
+"""`flowstone flush`: a checkpoint in memory becomes durable in a directory, or in a bucket."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from flowstone.arguments import memory_of, store_path
+from flowstone.arguments import memory_of, store_at, to_store
 from flowstone.cli.output import AsJson, errors_reported, print_json
 from flowstone.errors import ArgumentError, NoCheckpointError
 
@@ -15,17 +15,17 @@ _Run = Annotated[str, typer.Argument(metavar="RUN", help="A run in this node's m
 
 
 def flush(
-    run: _Run, directory: Annotated[Path, typer.Argument(help="A store on a disk.")], as_json: AsJson = False
+    run: _Run, directory: Annotated[Path, typer.Argument(help="A store on a disk, or its URL.")],
+    as_json: AsJson = False,
 ) -> None:
-    """Copy the newest checkpoint of a run in memory to a directory, bit for bit, and verify it there."""
-    from flowstone.commit.copying import copy_newest
-    from flowstone.store.local import LocalStore
+    """Copy the newest checkpoint of a run in memory to a directory or a bucket, bit for bit, and verify it there."""
+    from flowstone.tiers.newest import copy_newest
 
     with errors_reported(as_json):
         source = memory_of(run)
         if source is None:
             raise ArgumentError(f"{run:.60} is no run in memory", next="write memory://run")
-        target = LocalStore(store_path(directory))
+        target = store_at(to_store(directory))
         try:
             copied = copy_newest(source, target, f"flowstone flush {source.location}")
         finally:

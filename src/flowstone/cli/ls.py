@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
 
 from flowstone.arguments import memory_of, store_at, to_store
-from flowstone.cli.output import AsJson, StorePath, errors_reported, print_json, print_rows, size_text
+from flowstone.cli.output import AsJson, errors_reported, local_time, print_json, print_rows, size_text, told
 from flowstone.commit.entries import Kind, is_journal, parse
 from flowstone.commit.locations import check_store
 from flowstone.commit.manifests import listing, read_manifest
@@ -22,8 +22,22 @@ if TYPE_CHECKING:
 _UNFINISHED = (Kind.SAVING, Kind.DELETING, Kind.SUPERSEDED, Kind.MEASURING)
 
 
-def ls(path: StorePath, as_json: AsJson = False) -> None:
-    """List the checkpoints of a store. Exit status 1 if one of them is damaged."""
+_Paths = Annotated[
+    list[Path], typer.Argument(metavar="PATH...", help="A store, or one checkpoint's own directory; or a run's stores.")
+]
+
+
+def ls(paths: _Paths, as_json: AsJson = False) -> None:
+    """List the checkpoints of a store. Of several stores of one run, nearest first: which step is where.
+
+    Exit status 1 if one of them is damaged.
+    """
+    if len(paths) > 1:
+        from flowstone.cli.ls_tiers import ls_tiers  # imported here: most listings are of one store
+
+        ls_tiers(paths, as_json)
+        return
+    path = paths[0]
     with errors_reported(as_json):
         rows, leftovers = _listing(path)
         journal = journal_of(path)
@@ -47,16 +61,6 @@ def _held(path: Path) -> RunStatus | None:
     """What the memory agent holds of it; None for what is in no memory."""
     store = memory_of(path)
     return None if store is None else store.status()
-
-
-def told(run: RunStatus) -> str:
-    """What the memory agent holds of a run, on one line."""
-    flushed = f"step {run.flushed_step} is there" if run.flushed_step >= 0 else "no step is there yet"
-    flush = f"flushed to {run.flush_to}: {flushed}" if run.flush_to else "flushed nowhere"
-    under_way = ", a flush is under way" if run.is_flushing else ""
-    failed = f", the last flush failed: {run.flush_error.splitlines()[0]}" if run.flush_error else ""
-    memory = f"{size_text(run.held_bytes)} of memory, {size_text(run.pooled_bytes)} of it free for the next save"
-    return f"{memory}; {run.jobs} process(es) connected; {flush}{under_way}{failed}"
 
 
 def _cells(row: dict[str, object]) -> list[str]:
@@ -104,8 +108,3 @@ def row_of(manifest: Manifest, directory: str) -> dict[str, object]:
         "own_bytes": own,
         "tensors": manifest.tensors, "pieces": manifest.pieces, "ranks": manifest.ranks, "error": None,
     }
-
-
-def local_time(created: str) -> str:
-    """When a checkpoint was made, in local time."""
-    return created.replace("T", " ").replace("+00:00", " UTC")

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from flowstone.cluster import Cluster
+    from flowstone.store.agent_wire import RunStatus
 
 Step = Annotated[int | None, typer.Option("--step", help="The step; default: the newest.")]
 StorePath = Annotated[Path, typer.Argument(metavar="PATH", help="A store, or one checkpoint's own directory.")]
@@ -150,3 +151,18 @@ def _fail(error: FlowstoneError, as_json: bool, status: int) -> NoReturn:
     else:
         typer.echo(printable(f"{type(error).__name__}: {error}"), err=True)
     raise typer.Exit(status)
+
+
+def local_time(created: str) -> str:
+    """When a checkpoint was made, in local time."""
+    return created.replace("T", " ").replace("+00:00", " UTC")
+
+
+def told(run: RunStatus) -> str:
+    """What the memory agent holds of a run, on one line."""
+    flushed = f"step {run.flushed_step} is there" if run.flushed_step >= 0 else "no step is there yet"
+    flush = f"flushed to {run.flush_to}: {flushed}" if run.flush_to else "flushed nowhere"
+    under_way = ", a flush is under way" if run.is_flushing else ""
+    failed = f", the last flush failed: {run.flush_error.splitlines()[0]}" if run.flush_error else ""
+    memory = f"{size_text(run.held_bytes)} of memory, {size_text(run.pooled_bytes)} of it free for the next save"
+    return f"{memory}; {run.jobs} process(es) connected; {flush}{under_way}{failed}"

@@ -9,8 +9,18 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from flowstone.cli.ls import local_time, row_of
-from flowstone.cli.output import AsJson, Step, StorePath, errors_reported, make_console, marked, print_json, size_text
+from flowstone.cli.ls import row_of
+from flowstone.cli.output import (
+    AsJson,
+    Step,
+    StorePath,
+    errors_reported,
+    local_time,
+    make_console,
+    marked,
+    print_json,
+    size_text,
+)
 from flowstone.commit.entries import is_journal, parse
 from flowstone.config import MIB
 from flowstone.format.manifest import IoRecord
@@ -53,6 +63,8 @@ def show(
         f"{manifest.tensors:,} tensors, {size_text(manifest.data_bytes)} in {len(manifest.segments)} segment(s)"
     )
     console.print(f"written by {_io(manifest.io)}", markup=False)
+    if manifest.io.compress is not None:
+        console.print(f"compress {marked(manifest.io.compress)}")
     for one in following:
         frames = f"{one.frames:,} frame(s) of {one.ranks} rank(s), {size_text(one.bytes)}"
         steps = f"replays steps {one.first} to {one.last}" if one.first is not None else "replays no step yet"

@@ -33,19 +33,28 @@ def newest(store: Names) -> Manifest | None:
     A damaged manifest raises: silently taking an older one would lose steps. A manifest that a writer removes meanwhile
     (it has committed a newer step, or rewound) does not raise.
     """
-    gone = -1
-    while existing := steps(store):
+    without: set[str] = set()
+    while (name := next((one for one in _step_directories(store) if one not in without), None)) is not None:
         try:
-            return read_manifest(store, step_directory(existing[-1]))
+            return read_manifest(store, name)
         except NoCheckpointError:
-            if existing[-1] == gone:
-                raise
-            gone = existing[-1]
+            # Nothing is committed in it, or it has gone because there is a newer one by now: so look again.
+            without.add(name)
     return None
+
+
+def _step_directories(store: Names) -> list[str]:
+    """Names of directories of steps, newest first, whether or not anything is committed in them."""
+    found = [(step, name) for name in store.names() if (step := step_of(name)) is not None]
+    return [name for _, name in sorted(found, reverse=True)]
 
 
 def find(store: Names, step: int | None) -> int:
     """`step` itself, or the newest step for None. Raises NoCheckpointError, which lists the existing steps."""
+    for name in _step_directories(store):
+        number = step_of(name)
+        if step in (None, number) and number is not None and store.exists(inside(name, MANIFEST_NAME)):
+            return number
     existing = steps(store)
     if not existing or (step is not None and step not in existing):
         shown = ", ".join(map(str, existing[-10:])) or "none"

@@ -1,17 +1,26 @@
-"""What a store takes of its disk, and what removing steps would free. Files are counted by inode, and none is read."""
+"""What a store takes of its disk, and what removing steps would free. Files are counted by inode, and none is read.
+
+In a store that is no directory each file has one name, and takes its length.
+"""
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeAlias
 
 import msgspec
 
 from flowstone.commit.entries import Kind, parse
-from flowstone.errors import NoCheckpointError
+from flowstone.errors import NoCheckpointError, StorageError
+from flowstone.store.base import Names
 from flowstone.store.os_errors import translated
+
+_ASKED_AT_ONCE = 16
 
 
 class StepUsage(msgspec.Struct, frozen=True):
@@ -50,35 +59,28 @@ class _File(msgspec.Struct, frozen=True):
     links: int
 
 
+_Found: TypeAlias = Iterator[tuple[str | None, tuple[int, int], _File]]
+"""Each name of a file: the entry of the store that it is in, None for the store itself; which file it is."""
+
+
 class Disk:
     """The files of a store, as they are now."""
 
-    def __init__(self, root: Path) -> None:
-        """`root`: of the store. Raises StorageError."""
+    def __init__(self, store: Names, root: Path | None = None) -> None:
+        """`root`: of a store in a directory, whose files are looked at themselves. Raises StorageError."""
         self._files: dict[tuple[int, int], _File] = {}
         # Of each step, and of what is in none: how many names a file has there.
         self._names: dict[int | None, dict[tuple[int, int], int]] = {None: {}}
         self._journals: dict[int, dict[tuple[int, int], int]] = {}  # by the step after which they begin
-        with translated(root, "look at", str(root)):
-            for place, _, names in os.walk(root):
-                head = Path(place).relative_to(root).parts[:1]
-                entry = parse(head[0]) if head else None
-                if entry is not None and entry.kind is Kind.JOURNAL and entry.step is not None:
-                    self._look(place, names, self._journals.setdefault(entry.step, {}))
-                    continue
+        for head, identity, file in _in_store(store) if root is None else _on_disk(root):
+            entry = parse(head) if head is not None else None
+            if entry is not None and entry.kind is Kind.JOURNAL and entry.step is not None:
+                counts = self._journals.setdefault(entry.step, {})
+            else:
                 step = entry.step if entry is not None and entry.kind is Kind.STEP else None
-                self._look(place, names, self._names.setdefault(step, {}))
-
-    def _look(self, place: str, names: Sequence[str], counts: dict[tuple[int, int], int]) -> None:
-        for name in names:
-            try:
-                found = os.stat(os.path.join(place, name), follow_symlinks=False)
-            except FileNotFoundError:
-                continue  # a writer has removed it meanwhile
-            if stat.S_ISREG(found.st_mode):
-                identity = found.st_dev, found.st_ino
-                self._files[identity] = _File(found.st_blocks * 512, found.st_nlink)
-                counts[identity] = counts.get(identity, 0) + 1
+                counts = self._names.setdefault(step, {})
+            self._files[identity] = file
+            counts[identity] = counts.get(identity, 0) + 1
 
     @property
     def steps(self) -> list[int]:
@@ -119,3 +121,36 @@ class Disk:
         journals = sum(self._files[one].bytes for one in in_journals)
         other = sum(self._files[one].bytes for one in self._names[None].keys() - in_steps - in_journals)
         return DiskUsage(tuple(found), sum(file.bytes for file in self._files.values()), journals, other)
+
+
+def _on_disk(root: Path) -> _Found:
+    with translated(root, "look at", str(root)):
+        for place, _, names in os.walk(root):
+            head = Path(place).relative_to(root).parts[:1]
+            for name in names:
+                try:
+                    found = os.stat(os.path.join(place, name), follow_symlinks=False)
+                except FileNotFoundError:
+                    continue  # a writer has removed it meanwhile
+                if stat.S_ISREG(found.st_mode):
+                    file = _File(found.st_blocks * 512, found.st_nlink)
+                    yield head[0] if head else None, (found.st_dev, found.st_ino), file
+
+
+def _in_store(store: Names) -> _Found:
+    """Of a store that tells sizes alone, where a file has one name: many are asked for at once."""
+    inner = [(entry, name) for entry in store.names() if parse(entry) is not None for name in store.names(entry)]
+    files = [*inner, *((None, name) for name in store.names() if parse(name) is None)]
+
+    def size(place: tuple[str | None, str]) -> int | None:
+        try:
+            return store.size(place[1] if place[0] is None else f"{place[0]}/{place[1]}")
+        except StorageError as error:
+            if error.errno in (errno.ENOENT, errno.EISDIR):
+                return None  # a writer has removed it meanwhile, or it is none of ours
+            raise
+
+    with ThreadPoolExecutor(_ASKED_AT_ONCE, thread_name_prefix="flowstone-du") as threads:
+        for number, ((head, _), length) in enumerate(zip(files, threads.map(size, files), strict=True)):
+            if length is not None:
+                yield head, (0, number), _File(length, 1)

@@ -8,13 +8,14 @@ import os
 from flowstone.commit import catalog
 from flowstone.commit.entries import is_leftover
 from flowstone.commit.manifests import read_marker
-from flowstone.errors import NotAStoreError, StorageError
+from flowstone.errors import FormatError, NotAStoreError, StorageError
 from flowstone.format.manifest import MANIFEST_NAME, MARKER_NAME
 from flowstone.store.base import Names
 from flowstone.store.lock import LOCK_NAME
 from flowstone.store.tuning import TUNING_NAME
 
 _LOOKED_AT_MAX = 200  # entries examined in a directory that is not a store
+_PART_NAME = "path.json"  # in a further path of a striped store
 _OURS = (LOCK_NAME, TUNING_NAME)  # files of ours that do not make a directory a store
 
 
@@ -28,6 +29,7 @@ def check_store(store: Names) -> None:
         read_marker(store)
         return
     check_no_checkpoint(store)
+    check_no_part(store)
     try:
         foreign = [name for name in store.names() if name not in _OURS and not is_leftover(name)]
         checkpoints = catalog.steps(store)
@@ -50,6 +52,22 @@ def check_no_checkpoint(store: Names) -> None:
             f"{store.location} is a checkpoint, not a store of checkpoints", found=MANIFEST_NAME,
             next=f"give the directory above it: {os.path.dirname(store.location)}",
         )
+
+
+def check_no_part(store: Names) -> None:
+    """Raise NotAStoreError if the path given is a further path of a striped store: it has segments alone."""
+    if not store.exists(_PART_NAME):
+        return
+    from flowstone.store.striped.records import read_note  # imported here: most stores have one path
+
+    try:
+        of = read_note(store, _PART_NAME).location
+    except (FormatError, StorageError):
+        of = "which its path.json does not say"
+    raise NotAStoreError(
+        f"{store.location} has nothing but segments of the store at {of}", found=_PART_NAME,
+        next=f"open {of}, which finds them here; or `flowstone pack` makes one of its checkpoints whole",
+    )
 
 
 def stores_below(store: Names) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 
 import msgspec
@@ -21,6 +21,7 @@ from flowstone.format.manifest import (
     MANIFEST_NAME,
     MARKER_NAME,
     OBJECTS_NAME,
+    PATHS,
     FileRow,
     IoRecord,
     LossyRow,
@@ -30,6 +31,7 @@ from flowstone.format.manifest import (
     encode_manifest,
     encode_marker,
 )
+from flowstone.format.segment import path_of
 from flowstone.store.base import Store
 
 
@@ -150,7 +152,7 @@ def record(store: Store, draft: Draft, store_id: str, made: Publication) -> Mani
         store.put(inside(draft.directory, name), data)
     manifest = Manifest(
         step=draft.step, id=draft.id, store=store_id, created=_now(), writer=made.writer, ranks=made.ranks,
-        segments=tuple(made.segments), critical=made.critical,
+        segments=tuple(made.segments), critical=_critical(made),
         index=FileRow(INDEX_NAME, len(index), chunk_digests(index)),
         objects=FileRow(OBJECTS_NAME, len(objects), chunk_digests(objects)),
         tensors=totals.tensors, pieces=totals.pieces, data_bytes=totals.data_bytes, io=made.io,
@@ -163,15 +165,21 @@ def record(store: Store, draft: Draft, store_id: str, made: Publication) -> Mani
     return manifest
 
 
-def publish_copy(store: Store, draft: Draft, manifest: bytes, index: bytes, objects: bytes) -> None:
+def publish_copy(
+    store: Store, draft: Draft, manifest: bytes, index: bytes, objects: bytes, check: Callable[[], None] | None = None
+) -> None:
     """Commit a draft as a copy of another store's checkpoint: the same bytes, in the order of `publish`.
 
     Its segments are durable. Durable on return.
+
+    check   called once only the manifest is missing; what it raises ends the commit
 
     raises  LockedError if the store's lock was lost in the meantime
     """
     for name, data in ((INDEX_NAME, index), (OBJECTS_NAME, objects)):
         store.put(inside(draft.directory, name), data)
+    if check is not None:
+        check()
     if draft.is_in_place:
         _put_last(store, draft, manifest)
         return
@@ -180,6 +188,10 @@ def publish_copy(store: Store, draft: Draft, manifest: bytes, index: bytes, obje
     store.check_lock()
     store.rename(draft.directory, step_directory(draft.step))
     sync(store)
+
+
+def _critical(made: Publication) -> tuple[str, ...]:
+    return (*made.critical, PATHS) if any(path_of(row.name) for row in made.segments) else made.critical
 
 
 def _lossy(critical: Sequence[str]) -> tuple[LossyRow, ...] | msgspec.UnsetType:

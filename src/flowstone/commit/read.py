@@ -23,7 +23,9 @@ from flowstone.format.manifest import (
     OBJECTS_NAME,
     FileRow,
     Manifest,
+    SegmentRow,
 )
+from flowstone.format.segment import path_of
 from flowstone.store.base import Names
 
 
@@ -126,15 +128,20 @@ def join_objects(replicated: Mapping[str, bytes], per_rank: Mapping[str, Sequenc
 def check_segments(store: Names, directory: str, manifest: Manifest) -> None:
     """Each segment's size and header digest. Raises DamagedError or StorageError."""
     for row in manifest.segments:
-        path = inside(directory, row.name)
-        _check_size(store, path, row.bytes)
-        found = digest(store.read(path, length=row.header_bytes))
-        if found != row.header_digest:
-            raise DamagedError(
-                f"the header of {store.location}/{path} is not what was written",
-                range=f"bytes 0..{row.header_bytes}", expected=row.header_digest, found=found,
-                next="restore the file from a copy, or load an older step",
-            )
+        check_segment(store, directory, row)
+
+
+def check_segment(store: Names, directory: str, row: SegmentRow) -> None:
+    """The size of a segment, and the digest of its header. Raises DamagedError or StorageError."""
+    path = inside(directory, row.name)
+    _check_size(store, path, row.bytes)
+    found = digest(store.read(path, length=row.header_bytes))
+    if found != row.header_digest:
+        raise DamagedError(
+            f"the header of {store.location}/{path} is not what was written",
+            range=f"bytes 0..{row.header_bytes}", expected=row.header_digest, found=found,
+            next="restore the file from a copy, or load an older step",
+        )
 
 
 @contextmanager
@@ -158,27 +165,46 @@ def _vouched(
     if row.name != expected_name:
         raise DamagedError(f"the manifest names {row.name!r} instead of {expected_name!r}", next="use an older step")
     path = inside(directory, row.name)
-    _check_size(store, path, row.bytes)
     data = bytearray()
-    while len(data) < row.bytes:
+    while len(data) < row.bytes or not row.bytes:
         at, wanted = len(data), READ_PART_BYTES if data else CHUNK_BYTES
-        part = store.read(path, offset=at, length=min(wanted, row.bytes - at))
-        if len(part) < min(wanted, row.bytes - at):  # the file may have become shorter after its size was read
-            _check_length(store, path, at + len(part), row.bytes)
+        length = min(wanted, row.bytes - at)
+        is_last = at + length == row.bytes
+        part = _part(store, path, row.bytes, at, length + is_last)  # a byte more: a file that is longer has one
+        if len(part) != length:
+            _check_size(store, path, row.bytes)
+            _check_length(store, path, at + len(part), row.bytes)  # it has become shorter, or longer, meanwhile
         chunks = row.chunks[at // CHUNK_BYTES : -(-(at + len(part)) // CHUNK_BYTES)]
         check_chunks(part, chunks, path=f"{store.location}/{path}", offset=at)
         if at == 0 and check_first is not None:
             check_first(part)
         data += part
+        if not row.bytes:
+            break
     return data
 
 
+def _part(store: Names, path: str, expected_bytes: int, offset: int, length: int) -> bytes:
+    """Bytes of a file that should have `expected_bytes`. Raises DamagedError if there is none."""
+    try:
+        return store.read(path, offset=offset, length=length)
+    except StorageError as error:
+        if error.errno == errno.ENOENT:
+            _check_size(store, path, expected_bytes)
+        raise
+
+
 def _check_size(store: Names, path: str, expected_bytes: int) -> None:
-    if not store.exists(path):
-        raise DamagedError(
-            f"{store.location}/{path} is missing", next="restore the file from a copy, or load an older step"
-        )
-    _check_length(store, path, store.size(path), expected_bytes)
+    try:
+        found = store.size(path)
+    except StorageError as error:
+        if error.errno != errno.ENOENT:
+            raise
+        raise DamagedError(f"{store.location}/{path} is missing", next=(
+            "it was saved on another path of a striped store: mount that path, or say where it is by fs.Striped"
+            if path_of(path) else "restore the file from a copy, or load an older step"
+        )) from error
+    _check_length(store, path, found, expected_bytes)
 
 
 def _check_length(store: Names, path: str, found: int, expected_bytes: int) -> None:

@@ -13,7 +13,7 @@ from flowstone.errors import StorageError
 from flowstone.format.manifest import INDEX_NAME, MANIFEST_NAME, OBJECTS_NAME
 from flowstone.store.base import Store
 
-_SEGMENT = re.compile(r"(from-[0-9a-f]{16}-)?rank-\d{5,}(\.\d{4,})?\.safetensors", re.ASCII)
+_SEGMENT = re.compile(r"(from-[0-9a-f]{16}-)?rank-\d{5,}(\.\d{4,})?(-path\d{1,4})?\.safetensors", re.ASCII)
 _JOURNAL = re.compile(r"rank-\d{5,}\.journal", re.ASCII)
 # Names that network file systems and FUSE give to a file that is removed while open. They vanish by themselves.
 _STILL_OPEN = (".nfs", ".fuse_hidden")

@@ -29,6 +29,7 @@ from flowstone.convert.file_io import AlignedMemory, Writes
 from flowstone.convert.journal import Durable, Journal
 from flowstone.convert.layout import Extent, Layout
 from flowstone.convert.source import Source
+from flowstone.convert.store_writes import StoreDraft, StoreWrites, Unresumed, check_shared
 from flowstone.errors import BudgetError
 from flowstone.store.os_errors import translated
 
@@ -54,12 +55,12 @@ class Job(msgspec.Struct, frozen=True, eq=False):
     """A conversion, as every process needs it that takes part in it.
 
     source  what is no tensor is not needed
-    draft   the directory of the target's files, which are there already, of their full size
+    draft   the directory of the target's files, which are there already, of their full size; or their place in a store
     """
 
     source: Source
     layout: Layout
-    draft: Path
+    draft: Path | StoreDraft
     budget_bytes: int
 
 
@@ -115,7 +116,7 @@ def resumable(layout: Layout, journal: Journal, draft: Path, length: int) -> tup
 
 
 def copy(
-    job: Job, journal: Journal, *, on_progress: Callable[[int, int], None] | None = None,
+    job: Job, journal: Journal | Unresumed, *, on_progress: Callable[[int, int], None] | None = None,
     cluster: Cluster | None = None,
 ) -> Copied:
     """Write all files of the layout into the draft, from where the journal ends. Durable on return.
@@ -125,10 +126,13 @@ def copy(
     raises  what reading and writing raise; then the journal says what is durable
     """
     planned = windows(job.layout, window_bytes(job.budget_bytes))
-    if journal.durable:
-        journal.cut_torn_line()
-    else:
-        _create_files(job, journal)
+    if cluster is not None:
+        check_shared(job.source.files, job.draft)
+    if isinstance(journal, Journal):
+        if journal.durable:
+            journal.cut_torn_line()
+        else:
+            _create_files(job, journal)
     durable = list(journal.durable)
     done = durable[-1].windows if durable else 0
     resumed = sum(window.length for window in planned[:done])
@@ -148,6 +152,7 @@ def _checks(durable: Sequence[Durable]) -> tuple[int, ...]:
 
 def _create_files(job: Job, journal: Journal) -> None:
     assert journal.begun is not None, "a journal begins before its draft is written"
+    assert isinstance(job.draft, Path), "a draft with a journal is a directory"
     journal.begin(journal.begun.plan, journal.begun.draft)
     writes = Writes(job.draft, job.layout.bytes)
     writes.make_directories(job.layout.directories)
@@ -216,6 +221,7 @@ def copy_part_in_task(job: Job, part: Part) -> tuple[Durable, ...]:
     for number in sorted(used):
         source = job.source.files[number]
         _check_seen(Path(source.path), source.bytes, source.changed_ns)
+    assert isinstance(job.draft, Path), "what several processes write into is a directory"
     for number in sorted({window.file for window in planned}):
         _check_seen(job.draft / job.layout.files[number].name, job.layout.files[number].bytes)
     return tuple(copy_part(job, part))
@@ -242,19 +248,28 @@ def copy_part(
     """
     length = window_bytes(job.budget_bytes)
     planned = windows(job.layout, length)
-    filler, writes = _Filler(job.source, job.layout, length, part), Writes(job.draft, job.layout.bytes)
+    filler, buffers = _Filler(job.source, job.layout, length, part), [AlignedMemory(length) for _ in range(_BUFFERS)]
     try:
-        yield from _write_all(planned, part, filler, writes, tell)
+        writes = _writes(job, planned, buffers)
+        try:
+            yield from _write_all(planned, part, filler, buffers, writes, tell)
+        finally:
+            writes.close()
     finally:
         filler.close()
-        writes.close()
+
+
+def _writes(job: Job, planned: Sequence[Window], buffers: Sequence[AlignedMemory]) -> Writes | StoreWrites:
+    if isinstance(job.draft, Path):
+        return Writes(job.draft, job.layout.bytes)
+    return StoreWrites(job.draft, job.layout, [(one.file, one.offset, one.length) for one in planned], buffers)
 
 
 def _write_all(
-    planned: Sequence[Window], part: Part, filler: _Filler, writes: Writes, tell: Callable[[int], None]
+    planned: Sequence[Window], part: Part, filler: _Filler, buffers: Sequence[AlignedMemory],
+    writes: Writes | StoreWrites, tell: Callable[[int], None],
 ) -> Iterator[Durable]:
     progress = _Progress(planned, part, filler, writes, tell)
-    buffers = [AlignedMemory(filler.window_bytes) for _ in range(_BUFFERS)]
     fills = filler.fill_all(planned[part.begin : part.end], buffers)
     with (
         ThreadPoolExecutor(1, "flowstone-convert") as pool,
@@ -279,7 +294,8 @@ class _Progress:
     """Ends writes in the order of the windows, and says which are durable. The caller's thread."""
 
     def __init__(
-        self, planned: Sequence[Window], part: Part, filler: _Filler, writes: Writes, tell: Callable[[int], None]
+        self, planned: Sequence[Window], part: Part, filler: _Filler, writes: Writes | StoreWrites,
+        tell: Callable[[int], None],
     ) -> None:
         self.under_way: deque[tuple[_Mark, Future[None]]] = deque()
         self._planned, self._filler, self._writes, self._tell = planned, filler, writes, tell

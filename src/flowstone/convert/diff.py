@@ -31,6 +31,7 @@ from flowstone.errors import ArgumentError, BudgetError, CollisionError, NoTenso
 from flowstone.layout_rules import GivenRules
 from flowstone.plan.rearrange import Followers, Origin, rearranged
 from flowstone.rules import STATE
+from flowstone.store.base import Store
 from flowstone.table.stored import SourceTensor
 
 _SHARES = 8  # of the budget: for each side staging memory and two windows, and what comparisons take
@@ -126,15 +127,15 @@ class _Run(msgspec.Struct, frozen=True, eq=False):
 
 
 def diff(
-    a: str | os.PathLike[str] | Checkpoint, b: str | os.PathLike[str] | Checkpoint, *, step_a: int | None = None,
-    step_b: int | None = None, section: str = "model", names: str | Sequence[str] = "*",
+    a: str | os.PathLike[str] | Store | Checkpoint, b: str | os.PathLike[str] | Store | Checkpoint, *,
+    step_a: int | None = None, step_b: int | None = None, section: str = "model", names: str | Sequence[str] = "*",
     skip: str | Sequence[str] = (), rules: GivenRules = (), rtol: float = 0.0, atol: float = 0.0,
     ignore_dtype: bool = False, trust_digests: bool = False, budget_bytes: int = BUDGET_BYTES_DEFAULT,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> DiffReport:
     """Compare two checkpoints by name and by value, in bounded memory. Blocks.
 
-    a, b          stores, checkpoints, or what `import_checkpoint` reads; each of any format
+    a, b          stores, checkpoints, or what `import_checkpoint` reads; each of any format. In a bucket: of ours
     step_a, step_b  of stores; None: the newest
     section       if one of them knows no sections (safetensors, a state_dict): its names are taken to be below this one
     names, skip   shell patterns: what is compared, and what of that is not

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import msgspec
+from msgspec.structs import replace
 
+from flowstone.arguments import object_url
 from flowstone.checkpoint import Checkpoint
 from flowstone.cluster import Cluster
+from flowstone.convert.bucket_draft import BucketDraft
 from flowstone.convert.cast import cast_target
 from flowstone.convert.copy import BUDGET_BYTES_DEFAULT, Job, copy, resumable, window_bytes, windows
 from flowstone.convert.draft import Draft
@@ -30,6 +32,7 @@ from flowstone.convert.mapping import (
 from flowstone.convert.opening import open_source
 from flowstone.convert.source import Source
 from flowstone.convert.sources.deepspeed_zero import MASTER
+from flowstone.convert.store_writes import Unresumed
 from flowstone.convert.targets.dcp import lay_out_dcp
 from flowstone.convert.targets.deepspeed_universal import lay_out_universal
 from flowstone.convert.targets.hf import lay_out_hf
@@ -37,6 +40,7 @@ from flowstone.convert.targets.torch_file import lay_out_torch
 from flowstone.convert.targets.universal_contents import universal_contents
 from flowstone.errors import ArgumentError
 from flowstone.layout_rules import GivenRules
+from flowstone.store.base import Store
 
 Format = Literal["hf", "torch", "dcp", "universal"]
 FORMATS: tuple[str, ...] = ("hf", "torch", "dcp", "universal")
@@ -68,7 +72,7 @@ class ExportReport:
 
 
 def export(
-    checkpoint: str | os.PathLike[str] | Checkpoint, path: str | os.PathLike[str], *, to: Format = "hf",
+    checkpoint: str | os.PathLike[str] | Store | Checkpoint, path: str | os.PathLike[str], *, to: Format = "hf",
     step: int | None = None, section: str | None = "model", dtype: str | None = None,
     rules: GivenRules = (), shard_bytes: float = SHARD_BYTES_DEFAULT,
     documents: str | os.PathLike[str] | None = None, budget_bytes: int = BUDGET_BYTES_DEFAULT,
@@ -77,9 +81,11 @@ def export(
     """Write the tensors of a checkpoint's section for other programs, in bounded memory. Blocks.
 
     Killed and called again with the same arguments, it goes on where the last durable window ended; the target appears
-    under its name once it is whole and durable.
+    under its name once it is whole and durable. In a bucket it begins anew, and each file appears once it is whole; an
+    object `.flowstone-export` is beside them until the last one is.
 
     checkpoint   a store (its newest step, or `step`), a checkpoint, or what `import_checkpoint` reads
+    path         a new directory, or file; or the URL of a new prefix, or object, of an object store
     to           "hf": a directory of safetensors files, which `from_pretrained` loads; "torch": a file, which
                  `torch.load` gives back as a state_dict; "dcp": a directory of torch.distributed.checkpoint;
                  "universal": a directory that DeepSpeed loads as a Universal Checkpoint, the optimizer's state included
@@ -99,31 +105,47 @@ def export(
     begun = time.monotonic()
     if to not in FORMATS:
         raise ArgumentError(f"to={to!r} is no known format", expected=", ".join(FORMATS), next="give one of them")
-    source = open_source(checkpoint, step)
-    draft = Draft(Path(path), is_file=to == "torch")
+    source, url = open_source(checkpoint, step), object_url(path)
+    place = url or os.path.abspath(path)
     if to == "universal":
         mapped, lost, layout, texts = _lay_out_universal(source, section, dtype, rules)
     else:
         mapped, lost = _mapped(source, to, section, dtype, rules)
-        layout, texts = _lay_out(to, mapped, draft.path.name, int(shard_bytes))
+        layout, texts = _lay_out(to, mapped, os.path.basename(place), int(shard_bytes))
     if to == "hf":
         texts = {**documents_of(source, None if documents is None else Path(documents)), **texts}
-    window = window_bytes(budget_bytes)
-    resumed = layout.bytes
-    try:
-        if draft.begin(plan_digest(source, layout, [to, window, texts]), len(windows(layout, window))):
-            draft.end()
-        else:
-            draft.journal.durable = resumable(layout, draft.journal, draft.directory, window)
-            job = Job(source, layout, draft.directory, budget_bytes)
-            copied = copy(job, draft.journal, on_progress=on_progress, cluster=cluster)
-            resumed = copied.resumed_bytes
+    job = Job(source, layout, Path(place), budget_bytes)
+    if url is None:
+        digest = plan_digest(source, layout, [to, window_bytes(budget_bytes), texts])
+        resumed = _write(job, texts, digest, Draft(Path(place), is_file=to == "torch"), on_progress, cluster)
+    else:
+        resumed = 0
+        with BucketDraft(url, is_file=to == "torch") as draft:
+            draft.begin([*(file.name for file in layout.files), *texts])
+            copy(replace(job, draft=draft.place), Unresumed(), on_progress=on_progress, cluster=cluster)
             draft.put(texts)
             draft.finish(layout)
+    files = (*(file.name for file in layout.files), *texts)
+    return _report(place, to, files, mapped, lost, (layout.bytes, resumed, time.monotonic() - begun))
+
+
+def _write(
+    job: Job, texts: Mapping[str, bytes], digest: str, draft: Draft,
+    on_progress: Callable[[int, int], None] | None, cluster: Cluster | None,
+) -> int:
+    """Write the files of a target in a directory, by the draft of that plan. Returns what was there already."""
+    layout, window = job.layout, window_bytes(job.budget_bytes)
+    try:
+        if draft.begin(digest, len(windows(layout, window))):
+            draft.end()
+            return layout.bytes
+        draft.journal.durable = resumable(layout, draft.journal, draft.directory, window)
+        copied = copy(replace(job, draft=draft.directory), draft.journal, on_progress=on_progress, cluster=cluster)
+        draft.put(texts)
+        draft.finish(layout)
+        return copied.resumed_bytes
     finally:
         draft.journal.close()
-    files = (*(file.name for file in layout.files), *texts)
-    return _report(draft.path, to, files, mapped, lost, (layout.bytes, resumed, time.monotonic() - begun))
 
 
 def _mapped(
@@ -162,20 +184,20 @@ def _lay_out_universal(
         objects = follow.objects(all_names(source))
     if known.steps:
         objects = {key: without_lost(value, names) for key, value in objects.items()}
-    contents = universal_contents(msgspec.structs.replace(source, objects=objects), mapped, known, section)
+    contents = universal_contents(replace(source, objects=objects), mapped, known, section)
     masters = [one for group in contents.groups for one in group.parameters]
     cast = tuple(one.name for one in masters if one.slots[MASTER].dtype is not one.slots[MASTER].tensor.dtype)
     layout, texts = lay_out_universal(contents, source.step)
-    return msgspec.structs.replace(mapped, cast=cast), contents.lost, layout, texts
+    return replace(mapped, cast=cast), contents.lost, layout, texts
 
 
 def _report(
-    path: Path, to: str, files: tuple[str, ...], mapped: Mapped, lost: tuple[str, ...],
+    path: str, to: str, files: tuple[str, ...], mapped: Mapped, lost: tuple[str, ...],
     measured: tuple[int, int, float],
 ) -> ExportReport:
     total, resumed, seconds = measured
     return ExportReport(
-        path=str(path), format=to, files=files, tensors=tuple(one.name for one in mapped.outputs),
+        path=path, format=to, files=files, tensors=tuple(one.name for one in mapped.outputs),
         tied=tuple((alias.name, alias.target) for alias in mapped.aliases), cast=mapped.cast,
         skipped=(*mapped.skipped, *lost), bytes=total, resumed_bytes=resumed, seconds=seconds,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from flowstone.arguments import refuse_object_url
+from flowstone.arguments import object_url
 from flowstone.checkpoint import Checkpoint, open_checkpoint
 from flowstone.commit.entries import step_of
 from flowstone.convert.source import Source
@@ -19,10 +19,11 @@ from flowstone.convert.sources.torch_file import is_torch_file, read_torch_file
 from flowstone.convert.sources.torchsnapshot import is_torchsnapshot, read_torchsnapshot
 from flowstone.errors import ArgumentError, DamagedError, NotAStoreError
 from flowstone.format.manifest import MANIFEST_NAME, MARKER_NAME
+from flowstone.store.base import Store
 
 
-def open_source(path: str | os.PathLike[str] | Checkpoint, step: int | None = None) -> Source:
-    """The checkpoint at `path`, of whatever format, ready to be read.
+def open_source(path: str | os.PathLike[str] | Store | Checkpoint, step: int | None = None) -> Source:
+    """The checkpoint at `path`, ready to be read: in a directory, of whatever format; in a bucket or a Store, of ours.
 
     step    of a store of ours; None: the newest
 
@@ -30,7 +31,8 @@ def open_source(path: str | os.PathLike[str] | Checkpoint, step: int | None = No
     """
     if isinstance(path, Checkpoint):
         return read_flowstone(path)
-    refuse_object_url(path)
+    if object_url(path) is not None or not isinstance(path, str | os.PathLike):
+        return read_flowstone(open_checkpoint(path, step))
     place = Path(path).expanduser()
     if _is_ours(place):
         return read_flowstone(open_checkpoint(place, step))

@@ -9,20 +9,25 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from flowstone.arguments import refuse_object_url
+from msgspec.structs import replace
+
+from flowstone.arguments import object_url
 from flowstone.checkpoint import Checkpoint, open_checkpoint
 from flowstone.cluster import Cluster
 from flowstone.commit import publish
 from flowstone.commit.entries import step_of
 from flowstone.commit.read import encode_sections, join_objects
+from flowstone.convert.bucket_draft import BucketDraft
 from flowstone.convert.copy import BUDGET_BYTES_DEFAULT, Copied, Job, copy, resumable, window_bytes, windows
 from flowstone.convert.draft import Draft
 from flowstone.convert.file_io import QUEUE_DEPTH, REQUEST_BYTES, backend
 from flowstone.convert.layout import Output, plan_digest
 from flowstone.convert.sources.flowstone import read_flowstone
+from flowstone.convert.store_writes import Unresumed
 from flowstone.convert.targets.flowstone import StepLayout, io_record, lay_out_step, publication_of
 from flowstone.errors import ArgumentError
 from flowstone.format.manifest import INDEX_NAME, MANIFEST_NAME, OBJECTS_NAME, Manifest
+from flowstone.store.base import Store
 from flowstone.store.local import LocalStore
 
 
@@ -40,7 +45,7 @@ class PackReport:
 
 
 def pack(
-    checkpoint: str | os.PathLike[str] | Checkpoint, path: str | os.PathLike[str], *, step: int | None = None,
+    checkpoint: str | os.PathLike[str] | Store | Checkpoint, path: str | os.PathLike[str], *, step: int | None = None,
     budget_bytes: int = BUDGET_BYTES_DEFAULT, on_progress: Callable[[int, int], None] | None = None,
     cluster: Cluster | None = None,
 ) -> PackReport:
@@ -52,44 +57,59 @@ def pack(
     under its name once it is whole and durable.
 
     checkpoint   a store (its newest step, or `step`), or one checkpoint
-    path         a new directory, or an empty one; if it is called `step-N`, N has to be the step
+    path         a new directory, or an empty one; or the URL of a new prefix of an object store, in which a pack that
+                 was killed begins anew. If it is called `step-N`, N has to be the step
     budget_bytes of memory for bytes on their way
     on_progress  is told the bytes done and the bytes in all
     cluster      does it, in parts of which each has that budget; None: this process does
 
     raises  StorageError where something else is at `path`, DamagedError, NoCheckpointError, ArgumentError, ...
     """
-    begun = time.monotonic()
-    refuse_object_url(checkpoint)
+    begun, url = time.monotonic(), object_url(path)
     opened = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint, step)
-    draft = Draft(Path(path), is_file=False)
-    if step_of(draft.path.name) not in (None, opened.step):
+    place = url or os.path.abspath(path)
+    name = os.path.basename(place)
+    if step_of(name) not in (None, opened.step):
         raise ArgumentError(
-            f"{draft.path.name} cannot be the name of step {opened.step}",
-            next=f"call it step-{opened.step:08d}, or anything else",
+            f"{name} cannot be the name of step {opened.step}", next=f"call it step-{opened.step:08d}, or anything else"
         )
     source, objects = read_flowstone(opened), _objects_text(opened)
     laid = lay_out_step([Output(one.name, one, one.dtype) for one in source.tensors], source.aliases)
-    layout, window = laid.layout, window_bytes(budget_bytes)
-    resumed = layout.bytes
+    layout, job = laid.layout, Job(source, laid.layout, Path(place), budget_bytes)
+    names = (*(file.name for file in layout.files), INDEX_NAME, OBJECTS_NAME, MANIFEST_NAME)
+    if url is None:
+        resumed = _write(job, laid, opened.manifest, objects, Draft(Path(place), is_file=False), on_progress, cluster)
+    else:
+        resumed = 0
+        with BucketDraft(url, is_file=False) as into:
+            into.begin(names)
+            job = replace(job, draft=into.place)
+            copied = copy(job, Unresumed(), on_progress=on_progress, cluster=cluster)
+            _record(opened.manifest, laid, copied, objects, into.place.store)
+            into.finish(layout)
+    return PackReport(
+        place, opened.step, len(source.tensors), names, layout.bytes, resumed, time.monotonic() - begun
+    )
+
+
+def _write(
+    job: Job, laid: StepLayout, manifest: Manifest, objects: bytes, draft: Draft,
+    on_progress: Callable[[int, int], None] | None, cluster: Cluster | None,
+) -> int:
+    """Write the checkpoint into a directory. Returns how many bytes were there already."""
+    layout, window = job.layout, window_bytes(job.budget_bytes)
     try:
-        if draft.begin(plan_digest(source, layout, ["pack", window, opened.manifest.id]), len(windows(layout, window))):
+        digest = plan_digest(job.source, layout, ["pack", window, manifest.id])
+        if draft.begin(digest, len(windows(layout, window))):
             draft.end()
-        else:
-            draft.journal.durable = resumable(layout, draft.journal, draft.directory, window)
-            copied = copy(
-                Job(source, layout, draft.directory, budget_bytes), draft.journal, on_progress=on_progress,
-                cluster=cluster,
-            )
-            resumed = copied.resumed_bytes
-            _record(opened.manifest, laid, copied, objects, draft.directory)
-            draft.finish(layout)
+            return layout.bytes
+        draft.journal.durable = resumable(layout, draft.journal, draft.directory, window)
+        copied = copy(replace(job, draft=draft.directory), draft.journal, on_progress=on_progress, cluster=cluster)
+        _record(manifest, laid, copied, objects, LocalStore(draft.directory))
+        draft.finish(layout)
+        return copied.resumed_bytes
     finally:
         draft.journal.close()
-    names = (*(file.name for file in layout.files), INDEX_NAME, OBJECTS_NAME, MANIFEST_NAME)
-    return PackReport(
-        str(draft.path), opened.step, len(source.tensors), names, layout.bytes, resumed, time.monotonic() - begun
-    )
 
 
 def _objects_text(opened: Checkpoint) -> bytes:
@@ -99,12 +119,11 @@ def _objects_text(opened: Checkpoint) -> bytes:
     return join_objects(encode_sections(found.replicated), per_rank)
 
 
-def _record(manifest: Manifest, laid: StepLayout, copied: Copied, objects: bytes, directory: Path) -> None:
+def _record(manifest: Manifest, laid: StepLayout, copied: Copied, objects: bytes, store: Store) -> None:
     """Write index, objects and manifest, in this order, each durably; those of an earlier try that ended here go.
 
     manifest  of the checkpoint that is packed
     """
-    store = LocalStore(directory)
     for name in (MANIFEST_NAME, INDEX_NAME, OBJECTS_NAME):
         if store.exists(name):
             store.remove(name)

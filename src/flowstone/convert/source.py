@@ -34,12 +34,14 @@ class SourceFile(msgspec.Struct, frozen=True):
     """A file that bytes are read from, as it was when the source was opened; `path` has no links in it.
 
     decoded  where there is no such file: what reads its bytes, which `path` names for people
+    is_shared  whether other processes can read it by this record: it is a file, perhaps of a shared file system
     """
 
     path: str
     bytes: int
     changed_ns: int
     decoded: Decoded | None = None
+    is_shared: bool = True
 
 
 class Unmapped(msgspec.Struct, frozen=True):

@@ -31,7 +31,10 @@ DELTA = "delta"
 COPIES = "copies"
 """The critical feature of one in which several chunks may have one place."""
 
-KNOWN_FEATURES: frozenset[str] = frozenset({DELTA, COPIES}) | FEATURES
+PATHS = "paths"
+"""The critical feature of one with segments that may lie on further paths of its store."""
+
+KNOWN_FEATURES: frozenset[str] = frozenset({DELTA, COPIES, PATHS}) | FEATURES
 """Critical features that this reader knows."""
 
 _IO_NUMBERS = (
@@ -74,6 +77,7 @@ class IoRecord(msgspec.Struct, frozen=True):
     explicit      the settings that the caller gave, by name
     exact_bytes, sampled_bytes  of pieces captured after `save` had returned: bytes for which every write in between
                   would have been detected, and bytes of which only samples were compared; and the reason for sampling
+    compress      what was encoded, and why; of several ranks, that of rank 0
     """
 
     backend: str
@@ -89,6 +93,7 @@ class IoRecord(msgspec.Struct, frozen=True):
     exact_bytes: int | None = None
     sampled_bytes: int | None = None
     sampled_because: str | None = None
+    compress: str | None = None
 
 
 class LossyRow(msgspec.Struct, frozen=True):

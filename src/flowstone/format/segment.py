@@ -6,6 +6,7 @@ A safetensors file is 8 bytes of header length, a JSON header, and data without 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
@@ -23,6 +24,7 @@ CHUNKS_HEADER_BYTES = BLOCK_BYTES
 METADATA: Mapping[str, str] = {"format": "pt", "flowstone": "1"}
 LENGTH_BYTES = 8
 _LINKED_CHARS = len("from-0123456789abcdef-")  # before the name of a linked segment
+_ON_PATH = re.compile(r"-path(\d{1,4})\.safetensors$", re.ASCII)
 _PAD_ENTRY_BYTES = len(f',"{PAD_PREFIX}":{{"dtype":"U8","shape":[],"data_offsets":[,]}}')  # without its four numbers
 
 
@@ -41,9 +43,15 @@ def entry_name(tensor: str, box: Box, shape: Sequence[int]) -> str:
     return tensor if box == Box.whole(shape) else f"{tensor}{box}"
 
 
-def segment_name(rank: int, number: int) -> str:
-    """The name of a rank's segment; `number`: among those of one save."""
-    return f"rank-{rank:05d}" + (f".{number:04d}" if number else "") + ".safetensors"
+def segment_name(rank: int, number: int, path: int = 0) -> str:
+    """The name of a rank's segment; `number`: among those of one save; `path`: of a store with several, where it is."""
+    return f"rank-{rank:05d}" + (f".{number:04d}" if number else "") + (f"-path{path}" if path else "") + ".safetensors"
+
+
+def path_of(name: str) -> int:
+    """The number of the path that a segment was written for: 0, unless its name says another one."""
+    found = _ON_PATH.search(name)
+    return 0 if found is None else int(found[1])
 
 
 def linked_name(home: str, name: str) -> str:
@@ -58,7 +66,7 @@ def written_as(name: str) -> str:
 
 def is_of_rank(name: str, rank: int) -> bool:
     """Whether a segment, of whichever checkpoint, was written by that rank."""
-    return written_as(name).startswith(f"rank-{rank:05d}.")
+    return written_as(name).startswith((f"rank-{rank:05d}.", f"rank-{rank:05d}-"))
 
 
 def reserved(entry: str) -> bool:

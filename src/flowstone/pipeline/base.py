@@ -270,10 +270,12 @@ def stored_chunks(
     new = plan.of_chunks(plan.apart) & ~same & ~encoded.derived
     planned = places_of(plan, offsets)
     segment, offset = planned.segment.astype(np.int64), planned.offset.copy()
-    if new.any():
-        segment[new], offset[new] = len(rows), encoded.offset[new]
-        name, size = plan.segments[-1].name, encoded.file_bytes[-1]
-        rows.append(SegmentRow(len(rows), None, name, size, CHUNKS_HEADER_BYTES, digest(encode_chunks_header(size))))
+    for number, file in enumerate(plan.segments):  # one for each path, if the store has several
+        here = new & (planned.segment == number)
+        if file.chunks and here.any():
+            segment[here], offset[here] = len(rows), encoded.offset[here]
+            size, header = encoded.file_bytes[number], digest(encode_chunks_header(encoded.file_bytes[number]))
+            rows.append(SegmentRow(len(rows), None, file.name, size, CHUNKS_HEADER_BYTES, header))
     fresh = ~same & (encoded.codec == CODEC_XOR)
     roots = () if referred.roots is None else referred.roots.segment[fresh].tolist()
     used = sorted(_files_of(referred.places, np.flatnonzero(same)) | set(roots))

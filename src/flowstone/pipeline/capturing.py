@@ -94,10 +94,12 @@ def _reserves_aside(store: Store, cached: CachedPlan) -> bool:
     """Whether another thread allocates the segments, so that the caller does not wait for a busy file system.
 
     The caller does it if it waits for the whole save anyway, or still has to plan; also if free space looks too
-    small, so that the call of `save` itself fails.
+    small, so that the call of `save` itself fails (a store may see to that by itself).
     """
     plan = cached.plan
-    return plan.lazy_bytes > 0 and cached.headers.are_known and store.free_bytes() >= plan.file_bytes
+    if plan.lazy_bytes == 0 or not cached.headers.are_known:
+        return False
+    return store.capabilities.checks_room or store.free_bytes() >= plan.file_bytes
 
 
 def _capture_into(

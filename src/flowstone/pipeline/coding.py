@@ -1,18 +1,16 @@
 """Whether a save encodes what it writes: `EngineOptions.compress`.
 
-With "auto" that follows from what the saves before took. A save takes as long as the slowest of what goes on at once:
-the device that takes its bytes, and the engine's threads, which copy, digest and encode beside training. Encoding pays
-where the device is the slowest by so much that it still is when it gets fewer bytes. All rates are those of the last
-saves, so that a device that others use, or processors that training uses, count as they are.
+With "auto" that follows from what the saves before took (coding_costs.py), for each piece. Encoding pays where the
+device is the slowest by so much that it still is when it gets fewer bytes: the pieces that get shortest are encoded, as
+many of them as make the save as short as it can be, and none if that is hardly shorter. So a save takes no longer than
+the pace at which saves come would let a raw one.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from copy import copy
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -20,6 +18,7 @@ from flowstone import _native
 from flowstone.config import Compress
 from flowstone.events import Compressed
 from flowstone.format.codec import QUANTIZED_ELEMENTS
+from flowstone.pipeline.coding_costs import Costs, costs_of, encoding_s, new_bytes, of_pieces, trial_per_copy
 from flowstone.pipeline.deriving import Deriving
 from flowstone.pipeline.messages import Assignment
 from flowstone.plan.write import Coded, Derived, WritePlan
@@ -32,71 +31,17 @@ from flowstone.table.pieces import Pieces, Places
 _BEGINS_BELOW, _ENDS_ABOVE = 0.9, 0.97  # of the time without: what encoding has to gain, and what it may lose of that
 _WORTH_BELOW = 0.97  # of a piece's bytes: what of it is stored, for it to be encoded again
 _FIRST_SHARES = {2: 0.7, 4: 0.85, 8: 0.93}  # of floats, by their bytes, until they have been encoded (measured: AdamW)
-_TRIAL_CHUNKS = 4
+_BETTER_BY = 0.03  # of the time without
 
 
-class Costs(msgspec.Struct, frozen=True):
-    """What a save took.
-
-    data_bytes    that it captured
-    device_s      for which requests of it were under way, or its files were synced
-    copying_s     of all threads together, to copy and digest
-    threads       how many there are
-    """
-
-    data_bytes: int
-    device_bytes: int
-    device_s: float
-    copying_s: float
-    threads: int
-
-    def gain(self, coded_bytes: int, saved_bytes: int, coder_s_per_byte: float) -> float:
-        """The time of a save that encodes so many bytes, and writes so many less, as a part of one that does not."""
-        per_byte = self.device_s / max(self.device_bytes, 1)
-        copying = self.copying_s / self.threads
-        plain = max(self.data_bytes * per_byte, copying)
-        coded = max((self.data_bytes - saved_bytes) * per_byte, copying + coded_bytes * coder_s_per_byte / self.threads)
-        return coded / plain if plain else 1.0
-
-
-def costs_of(plan: WritePlan, receipt: Receipt) -> Costs:
-    """What the save with this plan took, from the spans of its engine."""
-    begin_s, end_s = receipt.synced or (0.0, 0.0)
-    writes, copying_s = [], 0.0
-    for phase, begin, end, _, _ in receipt.spans:
-        captures = phase == _native.PHASES.index("capture")
-        copying_s += float((end - begin)[captures].sum()) / 1e9
-        written = phase == _native.PHASES.index("write")
-        writes.append(np.stack([begin[written], end[written]], axis=1))
-    encoded = receipt.encoded
-    device_bytes = plan.file_bytes if encoded is None else sum(encoded.file_bytes)
-    device_s = _covered_s(np.concatenate(writes)) + end_s - begin_s if writes else 0.0
-    return Costs(plan.bytes, device_bytes, device_s, copying_s, receipt.io.workers or 1)
-
-
-def _covered_s(spans: NDArray[np.int64]) -> float:
-    """Seconds in which at least one of the spans (begin, end), in nanoseconds, is under way."""
-    if not len(spans):
-        return 0.0
-    ordered = spans[np.argsort(spans[:, 0])]
-    ends = np.maximum.accumulate(ordered[:, 1])
-    gaps = np.maximum(ordered[1:, 0] - ends[:-1], 0)
-    return float(ends[-1] - ordered[0, 0] - gaps.sum()) / 1e9
-
-
-def compressed(step: int, plan: WritePlan, receipt: Receipt) -> Compressed | None:
-    """The event of a save that has encoded some of its pieces."""
+def compressed(step: int, plan: WritePlan, receipt: Receipt, why: str) -> Compressed:
+    """The event of a save that has, or might have, encoded some of its pieces."""
     encoded, coded = receipt.encoded, plan.coded
     if encoded is None or not coded.any():
-        return None
+        return Compressed(step, 0, 0, 0.0, why)
     new = plan.of_chunks(coded) & ~encoded.same
     length = Chunks.to_come(plan.segment, plan.length).stored_lengths()
-    return Compressed(step, int(length[new].sum()), int(encoded.length[new].sum()), _encoding_s(receipt))
-
-
-def _encoding_s(receipt: Receipt) -> float:
-    found = [(end - begin)[phase == _native.PHASES.index("encode")].sum() for phase, begin, end, _, _ in receipt.spans]
-    return float(sum(found)) / 1e9
+    return Compressed(step, int(length[new].sum()), int(encoded.length[new].sum()), encoding_s(receipt), why)
 
 
 class _Keeping:
@@ -129,8 +74,9 @@ class Coding:
     def __init__(self, mode: Compress, quantize: Sequence[Quantize] = (), kept_bytes: int = 0) -> None:
         self._mode, self._quantize, self._keeping = mode, quantize, _Keeping(kept_bytes)
         self._deriving, self._looks = Deriving(), True
-        self._is_on = False
-        self._coder_s_per_byte = 0.0
+        self._chosen: tuple[Pieces, NDArray[np.bool_]] | None = None  # by "auto"; None: nothing
+        self._why = "no save has been measured yet"
+        self._coder_per_copy = 0.0  # how many times as long as copying encoding takes; 0: not known yet
         self._found: tuple[Pieces, NDArray[np.float64]] | None = None  # the stored share of each piece, once encoded
 
     def from_afar(self) -> Coding:
@@ -138,6 +84,11 @@ class Coding:
         found = copy(self)
         found._looks = False
         return found
+
+    @property
+    def why(self) -> str:
+        """Why the next save encodes what it does, for people."""
+        return f"auto: {self._why}" if self._mode == "auto" else self._mode
 
     def derived(self, pieces: Pieces, assignment: Assignment, places: Places) -> Derived | None:
         """Which of the pieces need not be stored. `places`: the memory of what this rank holds."""
@@ -163,10 +114,18 @@ class Coding:
         """Which of the pieces are encoded by planes, unless they are quantized; None: none is."""
         if self._mode == "max":
             return np.ones(len(pieces), np.bool_)
-        if self._mode != "auto" or not self._is_on:
+        if self._mode != "auto" or self._chosen is None:
             return None
-        found: NDArray[np.bool_] = self._shares(pieces) < _WORTH_BELOW
+        found = self._chosen_of(pieces, self._shares(pieces))
         return found if found.any() else None
+
+    def _chosen_of(self, pieces: Pieces, shares: NDArray[np.float64]) -> NDArray[np.bool_]:
+        """What was chosen; of other pieces than those of the last save, all that get shorter."""
+        known = self._chosen
+        if known is not None and (known[0] is pieces or known[0] == pieces):
+            return known[1]
+        found: NDArray[np.bool_] = shares < _WORTH_BELOW
+        return found
 
     def _shares(self, pieces: Pieces) -> NDArray[np.float64]:
         """For each piece, what would be stored of it."""
@@ -175,36 +134,71 @@ class Coding:
         shares = [_first_share(dtype.name, dtype.number_bytes) for dtype in pieces.tensors.dtypes]
         return np.array(shares, np.float64)[pieces.tensor]
 
-    def learn(self, step: int, plan: WritePlan, receipt: Receipt) -> Compressed | None:
-        """Decide about the next save, from one whose segments are durable. What that one has encoded, if anything."""
+    def learn(self, step: int, plan: WritePlan, receipt: Receipt, why: str = "") -> Compressed | None:
+        """Decide about the next save, from one whose segments are durable. What that one has encoded, and `why`; None
+        if it was not asked to encode anything.
+        """
         self._deriving.learn(plan, receipt)
         if self._mode == "auto" and plan.bytes:
             self._decide(plan, receipt)
-        return compressed(step, plan, receipt)
+        return compressed(step, plan, receipt, why) if self._mode in ("auto", "max") or plan.coded.any() else None
 
     def _decide(self, plan: WritePlan, receipt: Receipt) -> None:
-        costs, shares = costs_of(plan, receipt), self._shares(plan.pieces)
+        costs, shares, new = costs_of(plan, receipt), self._shares(plan.pieces), new_bytes(plan, receipt)
+        copying_s_per_byte = costs.copying_s / max(plan.bytes, 1)
         if receipt.encoded is not None and plan.width.any():
-            shares = self._learn_shares(plan, receipt, shares)
-        elif not self._coder_s_per_byte:
-            self._coder_s_per_byte = trial_s_per_byte()
-        worth = plan.slotted & (plan.block == 0) & (shares < _WORTH_BELOW)
-        coded_bytes = int(plan.length[worth].sum())
-        saved_bytes = int((plan.length * (1 - shares))[worth].sum())
-        gain = costs.gain(coded_bytes, saved_bytes, self._coder_s_per_byte)
-        self._is_on = gain < (_ENDS_ABOVE if self._is_on else _BEGINS_BELOW)
+            shares = self._learn_shares(plan, receipt, shares, new, copying_s_per_byte)
+        self._coder_per_copy = self._coder_per_copy or trial_per_copy()
+        coder_s_per_byte = self._coder_per_copy * copying_s_per_byte
+        worth = np.flatnonzero(plan.slotted & (plan.block == 0) & (shares < _WORTH_BELOW) & (new > 0))
+        worth = worth[np.argsort(shares[worth], kind="stable")]
+        sizes, saved = new[worth], (new * (1 - shares))[worth]
+        gains = costs.gain(np.cumsum(sizes), np.cumsum(saved), coder_s_per_byte)
+        number = int(np.argmin(gains)) + 1 if len(worth) else 0
+        chosen, gain = np.zeros(len(plan.pieces), np.bool_), float(gains[number - 1]) if number else 1.0
+        chosen[worth[:number]] = True
+        was_on = self._chosen is not None
+        if was_on:  # as it was, unless that is clearly worse: another choice is another plan
+            again = self._chosen_of(plan.pieces, shares)[worth]
+            (kept,) = costs.gain(sizes[again].sum(keepdims=True), saved[again].sum(keepdims=True), coder_s_per_byte)
+            if kept < gain + _BETTER_BY:
+                chosen[worth], gain = again, float(kept)
+        is_on = bool(chosen.any()) and gain < (_ENDS_ABOVE if was_on else _BEGINS_BELOW)
+        self._chosen = (plan.pieces, chosen) if is_on else None
+        count = int(chosen.sum()) if is_on else 0
+        self._why = _reason(costs, copying_s_per_byte, coder_s_per_byte, gain, count, len(worth))
 
-    def _learn_shares(self, plan: WritePlan, receipt: Receipt, before: NDArray[np.float64]) -> NDArray[np.float64]:
-        """The shares of the pieces that were encoded; and at which rate."""
+    def _learn_shares(
+        self, plan: WritePlan, receipt: Receipt, before: NDArray[np.float64], new: NDArray[np.int64],
+        copying_s_per_byte: float,
+    ) -> NDArray[np.float64]:
+        """The shares of the pieces that were encoded; and what that took."""
         assert receipt.encoded is not None, "something was encoded"
-        coded, encoded = plan.width > 0, receipt.encoded
-        chunks = Chunks.to_come(plan.segment, plan.length)
-        sums = np.concatenate([np.zeros(1), np.cumsum(np.where(encoded.same, 0, encoded.length))])
-        stored = sums[chunks.first[1:]] - sums[chunks.first[:-1]]
-        shares = np.where(coded, stored / np.maximum(plan.length, 1), before)
-        self._coder_s_per_byte = _encoding_s(receipt) / max(int(plan.length[coded].sum()), 1)
+        encoded = receipt.encoded
+        stored = of_pieces(plan, np.where(encoded.same | encoded.derived, 0, encoded.length).astype(np.int64))
+        coded = (plan.width > 0) & (new > 0)
+        shares = np.where(coded, stored / np.maximum(new, 1), before)
+        if coded.any() and copying_s_per_byte:
+            self._coder_per_copy = encoding_s(receipt) / int(new[coded].sum()) / copying_s_per_byte
         self._found = plan.pieces, shares
         return shares
+
+
+def _reason(
+    costs: Costs, copying_s_per_byte: float, coder_s_per_byte: float, gain: float, chosen: int, worth: int
+) -> str:
+    """`chosen`: how many pieces are encoded, of so many that get shorter."""
+    if not worth:
+        return "no tensor of the last save gets shorter"
+    copy, encode = (_rate(seconds / costs.threads) for seconds in (copying_s_per_byte, coder_s_per_byte))
+    rates = f"the device takes {_rate(costs.device_s_per_byte)}, the engine's threads copy {copy} and encode {encode}"
+    if chosen:
+        return f"{rates}: with {chosen:,} of {worth:,} pieces encoded, a save takes {gain:.0%} of the time"
+    return f"{rates}: with pieces encoded, a save would take {gain:.0%} of the time at best"
+
+
+def _rate(s_per_byte: float) -> str:
+    return f"{1e-9 / s_per_byte:.1f} GB/s" if s_per_byte else "no time"
 
 
 def _block(name: str, dtype: DType, rules: Sequence[Quantize]) -> int:
@@ -214,14 +208,3 @@ def _block(name: str, dtype: DType, rules: Sequence[Quantize]) -> int:
 
 def _first_share(name: str, number_bytes: int) -> float:
     return _FIRST_SHARES.get(number_bytes, 1.0) if name.startswith(("float", "bfloat", "complex")) else 1.0
-
-
-def trial_s_per_byte() -> float:
-    """Seconds that encoding a byte of floats takes on this machine now, by a few chunks. A few milliseconds."""
-    values = np.random.default_rng(0).standard_normal(_native.CHUNK_BYTES // 4, np.float32)
-    spent = []
-    for _ in range(_TRIAL_CHUNKS):
-        begin = time.monotonic()
-        _native.encode_planes(values.view(np.uint8), 4)
-        spent.append(time.monotonic() - begin)
-    return min(spent) / values.nbytes

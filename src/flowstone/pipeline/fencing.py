@@ -9,6 +9,7 @@ from collections.abc import Callable
 from flowstone.events import Event
 from flowstone.pipeline.pacing import Captures
 from flowstone.runtime.turns import Turn
+from flowstone.stage.device import records_graph
 from flowstone.stage.fence import Fence
 
 
@@ -37,6 +38,8 @@ class Fencing:
         """Called when an optimizer is about to step."""
         if not self._is_over and os.getpid() == self._pid:
             self.pass_fence()
+            if records_graph():
+                self.hooks.tell_recorded()
 
     def end(self, *, lift: bool) -> None:
         """Steps stop waiting. `lift`: remove the hooks now; else each removes itself at its next step."""

@@ -258,7 +258,7 @@ class Loads:
 
 def leads_to(store: Store, step: int | None) -> Chain | None:
     """The journals that lead from a checkpoint to `step`, or to the newest; None if a checkpoint has that step."""
-    if not any(map(is_journal, store.names())):
+    if not store.capabilities.appends or not any(map(is_journal, store.names())):
         return None
     from flowstone.commit import journals  # imported here: most stores have none
 
@@ -313,9 +313,9 @@ def read(loading: Loading, store: Store, begun: Event, on_progress: Callable[[in
     """
     index, plan, paths = loading.checkpoint.index, loading.plan, loading.checkpoint.segment_paths
     devices = {name: stream.native for name, stream in loading.destinations.streams.items()}
-    for stream in loading.destinations.streams.values():
-        stream.wait_current()
     with loading.held as stack:
+        for stream in loading.destinations.streams.values():
+            stream.wait_current()
         ahead, ordered = loading.ahead, None
         if ahead is not None:
             ordered = None if devices else ahead.takes(index, plan)

@@ -11,9 +11,10 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from flowstone import _native
+from flowstone.config import Share
 from flowstone.pipeline.base import Base
 from flowstone.pipeline.messages import Assignment
-from flowstone.plan.write import NOT_CODED, Derived, WritePlan, plan_writes
+from flowstone.plan.write import NOT_CODED, Derived, WritePlan, Writer, plan_writes
 from flowstone.stage.capture import Headers
 from flowstone.state import Described
 from flowstone.table.pieces import Layout, Places
@@ -33,6 +34,7 @@ class CachedPlan(msgspec.Struct, frozen=True, eq=False):
     derived  what need not be stored, as it was known
     headers  of its last save
     kept     what its chunks were, if those that change little are to be coded by that
+    shares   of the store's paths
     """
 
     layout: Layout
@@ -42,6 +44,7 @@ class CachedPlan(msgspec.Struct, frozen=True, eq=False):
     derived: Derived | None = None
     headers: Headers = msgspec.field(default_factory=Headers)
     kept: _native.KeptChunks | None = None
+    shares: tuple[Share, ...] = ()
 
     def late(self) -> NDArray[np.bool_]:
         """For each piece of the layout: whether any of it is captured after `save` has returned."""
@@ -55,7 +58,7 @@ class CachedPlan(msgspec.Struct, frozen=True, eq=False):
 
 
 def plan_save(
-    described: Described, known: CachedPlan | None, assignment: Assignment, *, fence: FenceMode, rank: int,
+    described: Described, known: CachedPlan | None, assignment: Assignment, *, fence: FenceMode, writer: Writer,
     base: Base | None = None, coding: Coding | None = None,
 ) -> CachedPlan:
     """The plan for what is `described`: the `known` one itself when nothing differs that it depends on.
@@ -66,7 +69,7 @@ def plan_save(
     same = known is not None and known.assignment.positions is assignment.positions
     pieces = known.plan.pieces if known is not None and same and known.layout is layout else assignment.pieces()
     derived = None if coding is None else coding.derived(pieces, assignment, described.places)
-    fits = known is not None and known.layout is layout and known.waiter == waiter
+    fits = known is not None and known.layout is layout and known.waiter == waiter and known.shares == writer.shares
     if known is not None and fits and _rests_alike(known, base, assignment) and (
         _coded_alike(known, coding, derived)
     ):
@@ -79,11 +82,11 @@ def plan_save(
     rests = None if base is None else base.resting(pieces, assignment)
     coded = NOT_CODED if coding is None else coding.coded(pieces, derived)
     plan = plan_writes(
-        pieces, lazy=late, rank=rank, alone=assignment.is_everything, resting=() if rests is None else rests.tolist(),
-        coded=coded,
+        pieces, lazy=late, writer=writer, alone=assignment.is_everything,
+        resting=() if rests is None else rests.tolist(), coded=coded,
     )
     kept = None if coding is None else coding.kept_of(plan)
-    return CachedPlan(layout, waiter, plan, assignment, derived, kept=kept)
+    return CachedPlan(layout, waiter, plan, assignment, derived, kept=kept, shares=writer.shares)
 
 
 def _rests_alike(known: CachedPlan, base: Base | None, assignment: Assignment) -> bool:

@@ -46,17 +46,20 @@ from flowstone.pipeline.save_coordinator import SaveCoordinator
 from flowstone.pipeline.save_run import SaveRun, Sections
 from flowstone.pipeline.shared import SaveOptions, Shared
 from flowstone.pipeline.sole_writer import SoleWriter
-from flowstone.pipeline.unplanned import Unplanned, unplanned
+from flowstone.plan.write import Writer
 from flowstone.ranks import error_for_others
 from flowstone.runtime.ending import Ending, without_frames
 from flowstone.runtime.threads import Threads, hand_over
 from flowstone.runtime.writer_lock import Owner
-from flowstone.stage.device import as_on_this_thread
+from flowstone.stage.device import as_on_this_thread, await_pinned, check_not_recording, let_streams_go
+from flowstone.stage.fence import SAVE_OUTSIDE
 from flowstone.state import Described, describe, found_in, warn_of_save
+from flowstone.store.base import shares_of
 from flowstone.trace import Span, Spans
 
 if TYPE_CHECKING:
     from flowstone.pipeline.coding import Coding
+    from flowstone.pipeline.unplanned import Unplanned
     from flowstone.quantize import Quantize
 
 
@@ -117,6 +120,7 @@ class Saves:
         save.captured.check = save.committed.check = partial(self._turn.check_thread, "result")
         try:
             run = SaveRun(save, self._coordinator.begin_try(step), spans)  # counted before anything can fail
+            check_not_recording("save", SAVE_OUTSIDE)
             self._await_turn(step)
             self.newest_draft = self._coordinator.draft_name(run.this_try)
             waited = spans.lap("waited")
@@ -150,6 +154,7 @@ class Saves:
         queued = self.captures.wait_for_plan()  # this rank's part may change until earlier saves have a plan
         known = None if self._plan is None or queued else self._plan
         described = self._describe(state, known)
+        await_pinned(described.places.owners)
         describing = spans.lap("described")
         assignment = None if queued else self._coordinator.assignment(described.layout)
         run.looked = look(step, described, assignment)
@@ -163,11 +168,14 @@ class Saves:
             self._capture_once_planned(run, described, fence, tell)
             return
         self._plan = cached = plan_save(
-            described, known, assignment, fence=fence, rank=self._group.rank, base=self._find_base(assignment),
+            described, known, assignment, fence=fence, writer=self._writer(), base=self._find_base(assignment),
             coding=self._coding,
         )
         tell(cached)
         self._capture(run, cached, described)
+
+    def _writer(self) -> Writer:
+        return Writer(self._group.rank, shares_of(self._store))
 
     def _describe(self, state: Mapping[str, object], known: CachedPlan | None) -> Described:
         if self._plan is None and (idiom := found_in(state)):
@@ -199,6 +207,7 @@ class Saves:
     def _begin_capture(self, run: SaveRun, cached: CachedPlan, described: Described) -> None:
         """Called uninterrupted; on failure no draft is left."""
         plan, arena = cached.plan, self.captures.arena
+        run.compress = "" if self._coding is None else self._coding.why
         if cached.waiter == "optimizers" and plan.lazy_bytes:
             self.fencing.hooks.guard(described.optimizers)
         pace = self.captures.pace(plan, self._store.settings("write").tuning)
@@ -220,6 +229,8 @@ class Saves:
 
         Pieces that must not change before their capture are copied. The rest is lazy; the fence copies what is left.
         """
+        from flowstone.pipeline.unplanned import unplanned  # a group of one has a plan at once
+
         self._turn.uninterrupted(partial(self.fencing.hooks.guard, described.optimizers))
         streams = as_on_this_thread(memory.device for memory in described.places.apart.values())
         assert run.looked is not None, "what has no plan is looked at whole"
@@ -273,8 +284,10 @@ class Saves:
             self._end_badly(run, error)
             return
         assert not isinstance(written, Exception), "what failed was not committed"
-        if self._coding is not None and (told := self._coding.learn(save.step, run.begun.plan, written.receipt)):
-            self._emit(told)
+        if self._coding is not None:
+            told = self._coding.learn(save.step, run.begun.plan, written.receipt, run.compress)
+            if told is not None:
+                self._emit(told)
         self._base = run.base if self._may_refer(run) else None
         file_bytes = sum(row.bytes for row in written.segments if row.home is None)
         self._emit(Committed(save.step, file_bytes, run.ended(file_bytes).seconds))
@@ -318,7 +331,7 @@ class Saves:
             run.is_agreed = True
             try:
                 self._plan = cached = plan_save(
-                    described, None, assignment, fence=fence, rank=self._group.rank,
+                    described, None, assignment, fence=fence, writer=self._writer(),
                     coding=None if self._coding is None else self._coding.from_afar(),
                     base=self._find_base(assignment),
                 )
@@ -387,6 +400,8 @@ class Saves:
         self.fencing.end(lift=wait)
         self._threads.end(wait=wait)
         self._store_writer.end()
+        if wait:
+            let_streams_go()
 
 
 def encode(run: SaveRun, described: Described) -> None:
@@ -399,7 +414,7 @@ def encode(run: SaveRun, described: Described) -> None:
     else:
         writing.wait_captured()
     for stream in run.begun.staged.streams:
-        stream.block_current()
+        stream.block_current(early=True)
     run.spans.lap("early")
 
 

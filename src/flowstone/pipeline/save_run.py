@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from time import monotonic
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -35,11 +36,14 @@ from flowstone.pipeline.changed import state_changed
 from flowstone.pipeline.futures import Save
 from flowstone.pipeline.messages import Contribution, Try
 from flowstone.pipeline.replica_samples import Looked
-from flowstone.pipeline.unplanned import Unplanned
 from flowstone.runtime.uninterrupted import Latch
+from flowstone.stage.fence import FENCE_BEFORE
 from flowstone.stage.moved import moved
 from flowstone.store.base import Receipt, Writing
 from flowstone.trace import Span, Spans
+
+if TYPE_CHECKING:
+    from flowstone.pipeline.unplanned import Unplanned
 
 
 class Sections(msgspec.Struct, frozen=True):
@@ -64,6 +68,7 @@ class SaveRun:
     looked     samples of replicas, from when `save` was called
     sections   once they are encoded
     base       what a later save may refer to, once it is durable; only if it is committed
+    compress   what it encodes, and why; "": nothing
     """
 
     def __init__(self, save: Save, this_try: Try, spans: Spans) -> None:
@@ -71,6 +76,7 @@ class SaveRun:
         self.capturing: Span | None = None
         self.blocked_s = 0.0
         self.call = 0
+        self.compress = ""
         self.loads = 0
         self.base: Base | None = None
         self.is_agreed = False
@@ -127,6 +133,8 @@ class SaveRun:
         if self.unplanned is not None or not self.begun.staged.streams:
             self.save.captured.result()  # this expedites it, and copies a state without a plan
             return
+        for stream in self.begun.staged.streams:
+            stream.check_current("change the state", FENCE_BEFORE)
         self.writing.expedite()
         self.writing.wait_queued()
         self.begun.check.changed()  # from here on a change is no error
@@ -192,6 +200,8 @@ class SaveRun:
         capture, sections, looked = self.begun, self.sections, self.looked
         assert sections is not None, "only what is encoded is handed on"
         assert looked is not None, "what is captured was looked at before"
+        if self.compress:
+            receipt = msgspec.structs.replace(receipt, io=msgspec.structs.replace(receipt.io, compress=self.compress))
         segments, places = stored_chunks(
             capture.segments, capture.plan, capture.staged.offsets, capture.referred, receipt
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
@@ -44,3 +45,13 @@ class SaveOptions(msgspec.Struct, frozen=True):
     on_error: Literal["raise", "continue"]
     max_unsaved_steps: int | None
     quantize: tuple[Quantize, ...] = ()
+
+
+def meeting_of(stores: Sequence[Store]) -> Callable[[RankGroup], None]:
+    """Begin to have the nodes meet of stores that are on several; most are not. To be called by every rank then.
+    """
+    if not any(hasattr(store, "introduce") for store in stores):
+        return lambda _: None
+    from flowstone.pipeline.meeting import Meeting  # imported here: others do not need it
+
+    return Meeting(stores).hold

@@ -5,7 +5,7 @@ Rank 0 looks at every tier that answers. What a rewind has set aside elsewhere d
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -25,6 +25,7 @@ from flowstone.events import FellBack
 from flowstone.log import log
 from flowstone.pipeline.load import Loads
 from flowstone.pipeline.load_outcome import LoadReport
+from flowstone.pipeline.meeting import Meets
 from flowstone.pipeline.shared import Shared
 from flowstone.store.base import Store
 from flowstone.tier_events import TierPassedOver
@@ -36,9 +37,10 @@ if TYPE_CHECKING:
 class TieredLoads(Loads):
     """The loads of one Checkpointer with several tiers, nearest first."""
 
-    def __init__(self, shared: Shared, stores: Sequence[Store]) -> None:
+    def __init__(self, shared: Shared, stores: Sequence[Store], on_loaded: Callable[[int, int], None]) -> None:
+        """`on_loaded` is told the number of the tier, and the step, of each load."""
         super().__init__(shared)
-        self._stores = stores
+        self._stores, self._on_loaded = stores, on_loaded
         self._by_tier = [Loads(with_store(shared, store=store)) for store in stores]
 
     def newest(self) -> Checkpoint | None:
@@ -85,6 +87,7 @@ class TieredLoads(Loads):
                     self._outcome.superseded_above = one.step
                 report = replace(report, tier=self._stores[one.tier].location, why=self._why(one, tried))
                 log.info("step %d was loaded from %s%s", report.step, report.tier, f": {report.why}" * bool(report.why))
+                self._on_loaded(one.tier, one.step)
                 return report
         raise AssertionError("there is a candidate, and the last one returns or raises")
 
@@ -104,11 +107,17 @@ class TieredLoads(Loads):
     def _why(self, one: Candidate, tried: Mapping[int, str]) -> str:
         """For each nearer tier, why it was not that one."""
         words = [
-            f"{self._stores[tier].location}" + (f": {tried[tier]}" if tier in tried else f" {WHY[why]}")
+            self._stores[tier].location + (f": {tried[tier]}" if tier in tried else f" {WHY[why]}{self._lack(tier)}")
             for tier, why in enumerate(one.passed)
         ]
         words += [f"{self._stores[tier].location}: {why}" for tier, why in tried.items() if tier >= len(one.passed)]
         return "; ".join(words)
+
+    def _lack(self, tier: int) -> str:
+        """What a tier in the memory of several nodes has lost."""
+        store = self._stores[tier]
+        lack = store.absent() if isinstance(store, Meets) else ""
+        return f" ({lack})" if lack else ""
 
     def _choose(self, step: int | None, *, fallback: bool) -> list[Candidate]:
         """What to try, in order; the same on all ranks."""

@@ -82,7 +82,13 @@ class Tiering:
         in_flight = saves.in_flight
         self.writer.is_saving = lambda: any(not save.committed.done() for save in tuple(in_flight))
         saves.new_save = self.new_save
-        return TieredLoads(shared, self.stores)
+        writer = self.writer
+
+        def loaded(tier: int, step: int) -> None:
+            if tier and shared.group.rank == 0 and writer.store_id is None:  # a writer's next save comes there anyway
+                writer.prefetch.begin(tier, step)
+
+        return TieredLoads(shared, self.stores, loaded)
 
     def new_save(self, step: int) -> Save:
         """A save whose `durable` is that of the nearest tier that outlives this machine."""

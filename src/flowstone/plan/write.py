@@ -9,14 +9,14 @@ offsets and digests.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from flowstone.config import BLOCK_BYTES, HEADER_BYTES_MAX, PACKED_BELOW_BYTES
+from flowstone.config import BLOCK_BYTES, HEADER_BYTES_MAX, PACKED_BELOW_BYTES, Share
 from flowstone.errors import CollisionError
 from flowstone.format.segment import (
     CHUNKS_HEADER_BYTES,
@@ -38,6 +38,17 @@ _Number = TypeVar("_Number", bound=np.generic)
 
 COPY = 1
 """The derivation of a piece with the same bytes as another one."""
+
+
+class Writer(NamedTuple):
+    """The rank that writes, and what part of its bytes each path of the store gets; no shares: there is one path."""
+
+    rank: int = 0
+    shares: tuple[Share, ...] = ()
+
+
+SOLE = Writer()
+_WHOLE = (Share(0, 1.0),)
 
 
 class SegmentPlan(msgspec.Struct, frozen=True):
@@ -161,7 +172,7 @@ NOT_CODED = Coded()
 
 
 def plan_writes(
-    pieces: Sequence[Piece], *, lazy: Sequence[bool] = (), rank: int = 0,
+    pieces: Sequence[Piece], *, lazy: Sequence[bool] = (), writer: Writer = SOLE,
     alone: bool = True, header_bytes_max: int = HEADER_BYTES_MAX, resting: Sequence[bool] = (),
     coded: Coded = NOT_CODED,
 ) -> WritePlan:
@@ -172,6 +183,7 @@ def plan_writes(
     resting  parallel to `pieces`: of which the base is expected to have most chunks. They have the last segment to
              themselves. Packed pieces never rest. Empty: none
     coded    those that may be encoded are in that segment, too. Packed pieces never are
+    writer   names the segments; each path of its shares has segments of its own
     alone    these are all pieces of their tensors; else other ranks write the rest, and assign_writers has checked it
     raises   CoverageError   a tensor's pieces overlap or leave a hole
              CollisionError  two pieces make the same entry or a reserved one, or differ in the tensor's dtype or shape
@@ -179,11 +191,7 @@ def plan_writes(
     pieces = Pieces.of(pieces)
     boxes = dict(pieces.part_boxes())
     check_tensors(pieces, boxes, alone=alone)
-    text = tuple(
-        entry_text(entry_name(name, boxes[at], shape), dtype, boxes[at].shape) if at in boxes
-        else entry_text(name, dtype, shape)
-        for at, (name, dtype, shape) in enumerate(zip(pieces.names, pieces.dtypes, pieces.shapes, strict=True))
-    )
+    text = _entry_texts(pieces, boxes)
     item = pieces.tensors.item_bytes[pieces.tensor]
     length = pieces.lengths()
     slotted = length >= PACKED_BELOW_BYTES
@@ -195,8 +203,10 @@ def plan_writes(
     apart = rests | (width > 0) | (block > 0) | (derivation > 0)
     segment = np.zeros(len(pieces), np.uint32)
     slot = np.zeros(len(pieces), np.uint64)
-    segments = []
-    for number, (members, header_bytes) in enumerate(_split(text, length, header_bytes_max, np.flatnonzero(~apart))):
+    segments: list[SegmentPlan] = []
+    path = _paths(length, slotted, late, writer.shares)
+    for of_path, members, header_bytes in _parts(path, ~apart, writer.shares, text, length, header_bytes_max):
+        number = len(segments)
         order, at = _lay_out(members, length, slotted, late, item, header_bytes, slot)
         segment[members] = number
         large, small = np.split(order, [int(slotted[order].sum())])
@@ -204,21 +214,30 @@ def plan_writes(
             map(text.__getitem__, small.tolist()), length[small].tolist(), header_bytes=header_bytes,
             begin=int(slot[small[0]]) if len(small) else at,
         )
-        name = segment_name(rank, number)
+        name = segment_name(writer.rank, number, of_path)
         segments.append(SegmentPlan(name, header_bytes, _round_up(at), tuple(order.tolist()), len(large), packed))
-    if apart.any():
-        members, number = np.flatnonzero(apart), len(segments)
+    for of_path in sorted(set(path[apart].tolist())):
+        members, number = np.flatnonzero(apart & (path == of_path)), len(segments)
         order, at = _lay_out(members, length, slotted, late, item, CHUNKS_HEADER_BYTES, slot)
         segment[members] = number
         segments.append(SegmentPlan(
-            segment_name(rank, number), CHUNKS_HEADER_BYTES, _round_up(at), tuple(order.tolist()), len(order),
-            Packed("", at, at), chunks=True,
+            segment_name(writer.rank, number, of_path), CHUNKS_HEADER_BYTES, _round_up(at), tuple(order.tolist()),
+            len(order), Packed("", at, at), chunks=True,
         ))
     chunk = first_chunks(length)
     return WritePlan(
         pieces=pieces, segments=tuple(segments), text=text, segment=segment, slot=slot, length=length,
         slotted=slotted, lazy=late, rests=rests, width=width, block=block, derivation=derivation, follows=follows,
         chunk=chunk[:-1].astype(np.uint64), chunks=int(chunk[-1]), order=_row_order(segments),
+    )
+
+
+def _entry_texts(pieces: Pieces, boxes: Mapping[int, Box]) -> tuple[str, ...]:
+    """Each piece's header entry, up to its offsets. `boxes`: of partial pieces."""
+    return tuple(
+        entry_text(entry_name(name, boxes[at], shape), dtype, boxes[at].shape) if at in boxes
+        else entry_text(name, dtype, shape)
+        for at, (name, dtype, shape) in enumerate(zip(pieces.names, pieces.dtypes, pieces.shapes, strict=True))
     )
 
 
@@ -255,6 +274,28 @@ def _row_order(segments: Sequence[SegmentPlan]) -> NDArray[np.int64]:
 
 def _round_up(n: int) -> int:
     return -(-n // BLOCK_BYTES) * BLOCK_BYTES
+
+
+def _paths(
+    length: NDArray[np.uint64], slotted: NDArray[np.bool_], late: NDArray[np.bool_], shares: Sequence[Share]
+) -> NDArray[np.int64]:
+    """The path of each piece."""
+    if not shares:
+        return np.zeros(len(length), np.int64)
+    from flowstone.plan.spread import spread_pieces  # imported here: most stores have one path
+
+    return spread_pieces(length, slotted, late, shares)
+
+
+def _parts(
+    path: NDArray[np.int64], some: NDArray[np.bool_], shares: Sequence[Share], text: Sequence[str],
+    length: NDArray[np.uint64], header_bytes_max: int,
+) -> Iterator[tuple[int, NDArray[np.int64], int]]:
+    """`_split` for each path that gets `some` pieces, and for the first one."""
+    for number, share in enumerate(shares or _WHOLE):
+        members = np.flatnonzero(some & (path == share.path))
+        if not number or len(members):
+            yield from ((share.path, *part) for part in _split(text, length, header_bytes_max, members))
 
 
 def _split(

@@ -3,18 +3,15 @@
 from flowstone.ranks.agreement import Agreed, Agreement, Encoding, Timeouts
 from flowstone.ranks.failure import name_of
 from flowstone.ranks.group import RankGroup, error_for_others
-from flowstone.ranks.heartbeat import Activity, Heartbeat
 from flowstone.ranks.job import Job, rank_and_size, this_job
 from flowstone.ranks.kv_store import KeyValueStore, Mailbox
 from flowstone.ranks.wire import Decision
 
 __all__ = [
-    "Activity",
     "Agreed",
     "Agreement",
     "Decision",
     "Encoding",
-    "Heartbeat",
     "Job",
     "KeyValueStore",
     "Mailbox",

@@ -15,16 +15,17 @@ import contextlib
 import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Generic, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 import msgspec
 
 from flowstone.config import DEADLINE_S, LEAVE_S, POLL_S, REJOIN_S, REMINDER_S, SILENCE_S, TREE_FAN
 from flowstone.errors import FlowstoneError, RankError
-from flowstone.ranks.failure_detector import FailureDetector
-from flowstone.ranks.heartbeat import Heartbeat
 from flowstone.ranks.kv_store import KeyValueStore, Mailbox
 from flowstone.ranks.wire import Decision, Exchange, Side, TooLateError, Verdict
+
+if TYPE_CHECKING:
+    from flowstone.ranks.heartbeat import Heartbeat
 
 _Said = TypeVar("_Said")
 
@@ -76,6 +77,8 @@ class Agreement:
         self._deadline_s = timeouts.deadline_s
         self._side: Side | None = None
         if kv_store is not None and self.mailbox is not None:
+            from flowstone.ranks.failure_detector import FailureDetector  # several ranks alone need it
+
             detector = FailureDetector(kv_store, label=label or "", silence_s=timeouts.silence_s)
             serial = 1 if heartbeat is None else heartbeat.serial
             self._side = Side(

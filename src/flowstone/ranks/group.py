@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
@@ -13,9 +13,11 @@ from flowstone.errors import CancelledError, NoCheckpointError, NotAStoreError, 
 from flowstone.log import log
 from flowstone.ranks.agreement import Agreement, Timeouts
 from flowstone.ranks.failure import name_of
-from flowstone.ranks.heartbeat import Activity, Heartbeat
 from flowstone.ranks.job import Job, this_job
 from flowstone.ranks.wire import Decision
+
+if TYPE_CHECKING:
+    from flowstone.ranks.heartbeat import Activity, Heartbeat
 
 _ABSENT = {one.__name__: one for one in (NoCheckpointError, NotAStoreError)}
 
@@ -56,9 +58,11 @@ class RankGroup:
         self.rank, self.size = job.rank, job.size
         silence_s = min(SILENCE_S, deadline_s / 2)
         heartbeat_s = min(HEARTBEAT_S, silence_s / 10)
-        self._heartbeat = None if job.kv_store is None else Heartbeat(
-            job.kv_store, job.rank, label, self._activity, every_s=heartbeat_s
-        )
+        self._heartbeat: Heartbeat | None = None
+        if job.kv_store is not None:
+            from flowstone.ranks.heartbeat import Heartbeat  # several ranks alone have one
+
+            self._heartbeat = Heartbeat(job.kv_store, job.rank, label, self._activity, every_s=heartbeat_s)
         self.agreement = Agreement(
             job.kv_store, job.rank, job.size, timeouts=Timeouts(deadline_s, silence_s), label=label,
             heartbeat=self._heartbeat
@@ -69,6 +73,8 @@ class RankGroup:
         self._highest = max(step, self._highest)
 
     def _activity(self) -> Activity:
+        from flowstone.ranks.heartbeat import Activity
+
         calls = self._calls
         return Activity(calls.calls, calls.last, calls.verb is not None, self._highest)
 

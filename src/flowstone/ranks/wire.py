@@ -7,14 +7,17 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from flowstone.config import DEADLINE_MARGIN_S, NOTICE_S, UNANSWERED_S
 from flowstone.log import log
 from flowstone.ranks.failure import Failure, failure_of, first_failure, own_failure, ranks_in_words
-from flowstone.ranks.failure_detector import FailureDetector, Liveness
 from flowstone.ranks.kv_store import Mailbox
+
+if TYPE_CHECKING:
+    from flowstone.ranks.failure_detector import FailureDetector, Liveness
 
 _RECHECK_S = 1.0  # between two looks at the heartbeats of missing ranks
 _HEARD_MAX = 64  # heartbeats that are read; ranks further down the tree are watched by their parents

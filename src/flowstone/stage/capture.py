@@ -45,10 +45,10 @@ from flowstone.errors import StorageError, UnsupportedStateError
 from flowstone.format.digest import digest
 from flowstone.format.segment import encode_chunks_header, encode_header
 from flowstone.plan.write import SegmentPlan, WritePlan, data_offsets
-from flowstone.stage.device import SideStream, row_bytes, side_stream
+from flowstone.stage.device import SideStream, side_stream
 from flowstone.stage.encode import BaseChunks, encoder_of
 from flowstone.store.base import UNPACED, FilePlan, Pace, Store, Writing
-from flowstone.table.pieces import Memory, Places
+from flowstone.table.pieces import Memory, Places, row_bytes
 
 _Number = TypeVar("_Number", bound=np.generic)
 
@@ -151,8 +151,9 @@ def start_capture(
     for stream in streams:
         stream.wait_current()
     files = [
-        FilePlan(f"{directory}/{segment.name}", segment.bytes, encode_chunks_header if segment.chunks else None)
-        for segment in plan.segments
+        FilePlan(f"{directory}/{segment.name}", segment.bytes, encode_chunks_header) if segment.chunks
+        else FilePlan(f"{directory}/{segment.name}", segment.bytes, begins=(segment.header_bytes, found))
+        for segment, found in zip(plan.segments, digests, strict=True)
     ]
     writing = store.write(files, rows, arena, pace, reserved=reserved)
     _check_watched(writing, plan)
@@ -247,7 +248,8 @@ _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16:
 def on_device(memory: Memory) -> torch.Tensor:
     """The tensor that `memory`, owned by a storage, describes, with a carrier type of its item size."""
     assert isinstance(memory.owner, torch.UntypedStorage), "device memory is owned by its storage"
-    start = (memory.address - memory.owner.data_ptr()) // memory.item_bytes
+    # A tensor without elements has no address.
+    start = 0 if 0 in memory.shape else (memory.address - memory.owner.data_ptr()) // memory.item_bytes
     strides = tuple(stride // memory.item_bytes for stride in memory.strides_bytes)
     carrier = torch.empty(0, dtype=_CARRIERS[memory.item_bytes], device=memory.device)
     return carrier.set_(memory.owner, start, memory.shape, strides)

@@ -1,10 +1,13 @@
 """Side streams: copies between a device and the host, concurrent with the device's other work.
 
-The engine queues the copies, from its own threads. This module does the part that needs torch: it orders them
-relative to the work in the device's current stream. The CPU never touches device memory: a window with device bytes is
-fetched into its arena block, and continues like a copied one when the device calls back (`native/device.h`;
-docs/decisions/008). At the fence, the CPU waits until all copies are queued, and the current stream until they are
-done. A load does the reverse.
+The engine's copies have a stream of their own on each device, which nothing else uses (`native/device_cuda.h`). The
+CPU never touches device memory: a window with device bytes is fetched into its arena block, and continues like a copied
+one when the event behind its copies is over (docs/decisions/028-events-and-own-streams.md). When `save` returns, the
+current stream waits for the copies of what is not lazy. At the fence, the CPU waits until all copies are queued, and
+the current stream until they are done. A load does the reverse.
+
+**CUDA graphs.** What is put into a stream that records a graph is not executed, but becomes part of the graph, and is
+executed at each replay. So a current stream that records is neither waited for nor made to wait: that is refused.
 """
 
 from __future__ import annotations
@@ -21,8 +24,8 @@ import torch
 from numpy.typing import NDArray
 
 from flowstone import _native
-from flowstone.config import CHUNK_BYTES
 from flowstone.log import log
+from flowstone.stage.fence import recording_error
 from flowstone.table.pieces import Memory
 
 
@@ -33,67 +36,31 @@ class SideStream(Protocol):
     def native(self) -> _native.Device: ...
 
     def wait_current(self) -> None:
-        """Copies queued from now on wait for all work that is in the current stream now."""
+        """Copies queued from now on wait for all work that is in the current stream now.
 
-    def block_current(self) -> None:
-        """Work put into the current stream from now on waits for the copies that are queued now."""
+        raises  StateError if the current stream records a graph, StorageError if the device has failed
+        """
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether the current stream records a graph."""
+
+    def check_current(self, what: str, remedy: str) -> None:
+        """Raise StateError if the current stream records a graph: `what` cannot be done in it."""
+
+    def block_current(self, *, early: bool = False) -> None:
+        """Work put into the current stream from now on waits for the copies that are queued now.
+
+        early   for those of early pieces alone
+
+        raises  StateError if the current stream records a graph
+        """
 
     def sample(self, rows: Sequence[Memory], seeds: NDArray[np.uint64]) -> NDArray[np.uint8]:
-        """A few lines of each chunk of dense rows, as the current stream sees them: those at `lines_of`.
+        """A few lines of each chunk of dense rows, as the current stream sees them: those at `own_stream.lines_of`.
 
         The array is filled before the first copy after a `wait_current`. Each row has at least one line.
         """
-
-
-def lines_of(rows: Sequence[Memory], seeds: NDArray[np.uint64]) -> list[NDArray[np.uint64]]:
-    """The offsets of the sampled lines of each row, in bytes from its start."""
-    lengths = np.array([row_bytes(row) for row in rows], np.int64)
-    counts = -(-lengths // CHUNK_BYTES) * _native.LINES_PER_CHUNK
-    return np.split(_native.line_begins(lengths.astype(np.uint64), seeds), np.cumsum(counts)[:-1])
-
-
-class CudaStream:
-    """A CUDA stream. The driver makes the copies; torch's caching allocator does not know of them, so the code that
-    queues them keeps their memory alive until they are done.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._device = torch.device(name)
-        self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        self.native = _native.cuda_device(stream=self._stream.cuda_stream, name=name)
-
-    def wait_current(self) -> None:
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-
-    def block_current(self) -> None:
-        torch.cuda.current_stream(self._device).wait_stream(self._stream)
-
-    def sample(self, rows: Sequence[Memory], seeds: NDArray[np.uint64]) -> NDArray[np.uint8]:
-        with torch.cuda.device(self._device), torch.no_grad():
-            lines = lines_of(rows, seeds)
-            # Pinned both ways: then the CPU does not wait for the work in the stream.
-            host = torch.from_numpy(np.concatenate(lines).astype(np.int64)).pin_memory()
-            begins = host.to(self._device, non_blocking=True)
-            found = torch.empty((len(begins), _native.LINE_BYTES), dtype=torch.uint8, device=self._device)
-            at = 0
-            for row, own in zip(rows, lines, strict=True):
-                reach = slice(at, at + len(own))
-                torch.index_select(_as_lines(row), 0, begins[reach], out=found[reach])
-                at += len(own)
-            host = torch.empty(found.shape, dtype=torch.uint8, device="cpu", pin_memory=True)
-            return host.copy_(found, non_blocking=True).numpy().reshape(-1)
-
-
-def row_bytes(row: Memory) -> int:
-    """Length of dense memory, in bytes."""
-    return int(np.prod(row.shape, dtype=np.int64)) * row.item_bytes
-
-
-def _as_lines(row: Memory) -> torch.Tensor:
-    """Dense device memory as overlapping lines, one beginning at each byte."""
-    assert isinstance(row.owner, torch.UntypedStorage), "device memory is owned by its storage"
-    start, shape = row.address - row.owner.data_ptr(), (row_bytes(row) - _native.LINE_BYTES + 1, _native.LINE_BYTES)
-    return torch.empty(0, dtype=torch.uint8, device=row.device).set_(row.owner, start, shape, (1, 1))
 
 
 def as_on_this_thread(devices: Iterable[str]) -> Callable[[], AbstractContextManager[object]]:
@@ -110,7 +77,13 @@ def as_on_this_thread(devices: Iterable[str]) -> Callable[[], AbstractContextMan
     return context
 
 
-OPENERS: Mapping[str, Callable[[str], SideStream]] = MappingProxyType({"cuda": CudaStream})
+def _cuda(name: str) -> SideStream:
+    from flowstone.stage.own_stream import CudaStream  # imported here: most processes have no GPU
+
+    return CudaStream(name)
+
+
+OPENERS: Mapping[str, Callable[[str], SideStream]] = MappingProxyType({"cuda": _cuda})
 """By device type. Memory of other types is copied by torch, through host memory of its own."""
 
 
@@ -120,6 +93,15 @@ class SideStreams:
     def __init__(self, openers: Mapping[str, Callable[[str], SideStream]]) -> None:
         self._openers, self._guard = openers, Lock()
         self._open: dict[str, SideStream | None] = {}
+
+    def let_go(self) -> None:
+        """Destroy the streams, each once nothing uses it any more; a later use makes new ones."""
+        with self._guard:
+            self._open = {}
+
+    def any_recording(self) -> bool:
+        """Whether a current stream of a device with a side stream records a graph."""
+        return any(stream is not None and stream.is_recording for stream in list(self._open.values()))
 
     def of(self, device: str) -> SideStream | None:
         """The side stream of a device ("cuda:0"); None if that type has none."""
@@ -137,6 +119,39 @@ def _streams() -> SideStreams:
 def side_stream(device: str) -> SideStream | None:
     """The side stream of a device ("cuda:0"); None if that type has none."""
     return _streams().of(device)
+
+
+def records_graph() -> bool:
+    """Whether a current stream of this thread records a CUDA graph, of the current device or of one with a side stream.
+
+    Cheap: called before each step.
+    """
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
+        return True
+    return _streams().any_recording()
+
+
+def check_not_recording(what: str, remedy: str) -> None:
+    """Raise StateError if `records_graph`: `what` cannot be done then."""
+    if records_graph():
+        raise recording_error(what, remedy)
+
+
+def let_streams_go() -> None:
+    """Destroy the side streams that are not in use; later uses make new ones."""
+    _streams().let_go()
+
+
+def await_pinned(owners: Iterable[object]) -> None:
+    """Wait for the current stream if some of these storages are pinned host memory: a device may still write there.
+
+    Call it on the thread that saves.
+    """
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return  # so nothing is pinned
+    kinds = torch.Tensor, torch.UntypedStorage
+    if any(isinstance(one, kinds) and one.device.type == "cpu" and one.is_pinned() for one in owners):
+        torch.cuda.current_stream().synchronize()
 
 
 def _opened(device: str, openers: Mapping[str, Callable[[str], SideStream]]) -> SideStream | None:

@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 from flowstone import _native
 from flowstone.config import SNAPSHOT_PART_BYTES
 from flowstone.stage.capture import host_copy, within_reach
-from flowstone.stage.device import row_bytes
-from flowstone.table.pieces import Memory, Pieces, Places
+from flowstone.table.pieces import Memory, Pieces, Places, row_bytes
 
 _ALIGNED_BYTES = 64  # alignment of each copy: fits any element type, and a cache line
 

@@ -15,12 +15,22 @@ from typing import Any, cast
 
 import torch
 
+from flowstone.errors import StateError
 from flowstone.log import log
 from flowstone.state import takes_hook
 
 _CHANGES = re.compile(r"(^|_)(train|eval|step|swap|restore|average|sync|merge|perturb|ascent|descent|update)(_|$)")
 
 _OURS = "is_flowstone_hook"
+
+SAVE_OUTSIDE = "call save and load before the capture, or after it: a replay of the graph would not save"
+FENCE_BEFORE = "a save is not captured yet: call fence() before the capture begins, and before each replay of the graph"
+
+
+def recording_error(what: str, remedy: str) -> StateError:
+    return StateError(
+        f"cannot {what} inside of a CUDA graph capture", found="the current stream records a graph", next=remedy
+    )
 
 
 class Fence:
@@ -53,6 +63,15 @@ class Fence:
                     "cannot put a hook on the step of '%s': all that it changes is captured before save returns. "
                     "Put the optimizer inside of it into the state", name,
                 )
+
+    def tell_recorded(self) -> None:
+        """Log once that a CUDA graph records a step: this hook does not run when the graph is replayed."""
+        if "" not in self._told:  # no optimizer has that name
+            self._told.add("")
+            log.warning(
+                "a CUDA graph records an optimizer's step: its replays run no hook, and do not wait for saves. "
+                "Call fence() before each replay",
+            )
 
     def lift(self) -> None:
         """Remove the hooks."""

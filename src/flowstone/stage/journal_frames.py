@@ -72,11 +72,16 @@ class Window(msgspec.Struct, frozen=True, eq=False):
 
     def digests(self) -> list[int]:
         """XXH3-64 of each of its parts. Reads the state: it must not change meanwhile."""
-        return [_native.xxh3_64(bytes_at(address, length)) for address, length in self.parts]
+        return _digests([address for address, _ in self.parts], [length for _, length in self.parts])
 
     def fingerprint(self) -> str:
         """XXH3-64 of these digests."""
         return fingerprint_of(self.digests())
+
+
+def _digests(addresses: Sequence[int], lengths: Sequence[int]) -> list[int]:
+    digests: list[int] = _native.digest_memory(np.array(addresses, np.uint64), np.array(lengths, np.uint64)).tolist()
+    return digests
 
 
 def fingerprint_of(digests: Sequence[int]) -> str:
@@ -164,10 +169,11 @@ class FrameMaker:
         views = [bytes_at(one.address, one.length_bytes) for one in sources]
         phases = [one.address % BLOCK_BYTES for one in sources]
         offsets, payload_bytes = lay_out([one.length_bytes for one in sources], phases)
+        digests = _digests([one.address for one in sources], [one.length_bytes for one in sources])
         row = StepRow(
             tensors=tuple(
-                TensorRow(one.dtype, one.shape, one.stride, offset, one.length_bytes, f"{_native.xxh3_64(view):016x}")
-                for one, offset, view in zip(sources, offsets, views, strict=True)
+                TensorRow(one.dtype, one.shape, one.stride, offset, one.length_bytes, f"{digest:016x}")
+                for one, offset, digest in zip(sources, offsets, digests, strict=True)
             ),
             acts=acts, values=values, replicated=replicated, per_rank=per_rank,
             window=None if content.window is None else content.window.number, fingerprint=fingerprint,

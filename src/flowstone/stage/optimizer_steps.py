@@ -17,21 +17,17 @@ from types import FrameType
 from typing import Any, cast
 
 import msgspec
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from flowstone.errors import UnsupportedStateError
 from flowstone.format import objects
 from flowstone.stage.compressed_gradients import Compressed, compress
 from flowstone.stage.fence import is_own_hook, own_hook
-from flowstone.stage.samples import take_samples
+from flowstone.stage.unchanged import Seen
 from flowstone.state.compressed import CompressedGradients
 from flowstone.state.shards import is_dtensor
-from flowstone.state.stepped import address_of, local, slots_of, stepped_parameters
-from flowstone.state.tensors import versions_of
-from flowstone.table.pieces import Places
+from flowstone.state.stepped import local, slots_of, stepped_parameters
 
 _COMPILED = "compile_wrapper"  # the function in torch's eval_frame.py that calls what torch.compile has made
 _NOT_OPTIONS = frozenset({"params", "param_names"})
@@ -258,6 +254,7 @@ class _Watched:
         self._pool: deque[dict[int, torch.Tensor]] = deque()
         self.copies_always = self._is_captured = False
         self._seed = 0
+        self._seen = Seen.of((), 0)
         self.note()
 
     def is_of(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -315,22 +312,22 @@ class _Watched:
         optimizer = self._optimizer()
         slots, self._numbers = ([], []) if optimizer is None else slots_of(optimizer)
         self._seed += 1  # so that lines that are not sampled now are at another time
-        self._own = _Seen.of(self._parameters, self._seed)
-        self._slots, self._slot_refs = _Seen.of(slots, self._seed), [weakref.ref(one) for one in slots]
+        self._seen = Seen.of([*self._parameters, *slots], self._seed, self._seen)
+        self._slot_refs = [weakref.ref(one) for one in slots]
 
     def changed_outside(self) -> str:
         """What has changed since its last step; "" if nothing has, as far as addresses, counters and samples tell."""
-        changed = self._own.first_changed(self._parameters)
-        if changed is not None:
-            return f"parameter {changed} of {self.kind} was changed between steps, and not by its optimizer"
         optimizer = self._optimizer()
-        if optimizer is None or self._is_captured:
-            return self._captured()
-        slots, numbers = slots_of(optimizer)
+        is_told = optimizer is not None and not self._is_captured
+        slots, numbers = slots_of(optimizer) if optimizer is not None and is_told else ([], [])
         same = len(slots) == len(self._slot_refs) and len(numbers) == len(self._numbers)
         same = same and all(one is known() for one, known in zip(slots, self._slot_refs, strict=True))
-        same = same and self._slots.first_changed(slots) is None
-        same = same and all(map(_is_same, numbers, self._numbers))
+        changed = self._seen.first_changed([*self._parameters, *slots] if same else self._parameters)
+        if changed is not None and changed < len(self._parameters):
+            return f"parameter {changed} of {self.kind} was changed between steps, and not by its optimizer"
+        if not is_told:
+            return self._captured()
+        same = same and changed is None and all(map(_is_same, numbers, self._numbers))
         return "" if same else f"the state of {self.kind} was changed between steps, and not by its step"
 
     def begin(
@@ -341,11 +338,13 @@ class _Watched:
         for at, parameter in enumerate(self._parameters):
             if parameter.grad is None:
                 continue
-            gradient = local(parameter.grad)
-            if gradient.layout is not torch.strided or is_dtensor(parameter.grad) != is_dtensor(parameter):
+            gradient = parameter.grad
+            if type(gradient) is not torch.Tensor or gradient.layout is not torch.strided:
+                if cannot := _undivided(parameter, gradient):
+                    return None, f"the gradient of parameter {at} of {type(optimizer).__name__} is not {cannot}"
+                gradient = local(gradient)
+            elif is_dtensor(parameter):
                 return None, f"the gradient of parameter {at} of {type(optimizer).__name__} is not a dense tensor"
-            if is_dtensor(parameter) and parameter.grad.placements != parameter.placements:  # type: ignore[attr-defined]
-                return None, f"the gradient of parameter {at} of {type(optimizer).__name__} is not placed as it is"
             gradients.append((at, gradient.detach()))
         try:
             options = tuple([
@@ -401,50 +400,13 @@ class _Watched:
         return tuple(noted), lambda: self._pool.append(pool)
 
 
-class _Seen(msgspec.Struct, frozen=True, eq=False):
-    """Tensors as they were: where, how often changed in place, and samples of those in one run of host memory."""
-
-    addresses: NDArray[np.uint64]
-    versions: NDArray[np.int64]
-    sampled: NDArray[np.int64]
-    lengths: NDArray[np.uint64]
-    seed: int
-    samples: NDArray[np.uint16]
-
-    @classmethod
-    def of(cls, tensors: Sequence[torch.Tensor], seed: int) -> _Seen:
-        own = list(map(local, tensors))
-        addresses = np.fromiter(map(address_of, own), np.uint64, len(own))
-        is_sampled = np.fromiter(map(_is_sampled, own), np.bool_, len(own)) & (addresses != 0)
-        sampled = is_sampled.nonzero()[0]
-        lengths = np.array([own[at].nbytes for at in sampled.tolist()], np.uint64)
-        return cls(addresses, versions_of(own), sampled, lengths, seed, _sample(addresses, sampled, lengths, seed))
-
-    def first_changed(self, tensors: Sequence[torch.Tensor]) -> int | None:
-        """The position of one that is elsewhere now, or has changed. `tensors`: as many."""
-        own = list(map(local, tensors))
-        addresses = np.fromiter(map(address_of, own), np.uint64, len(own))
-        moved = ((addresses != self.addresses) | (versions_of(own) != self.versions)).nonzero()[0]
-        if len(moved):
-            return int(moved[0])
-        differs = (_sample(addresses, self.sampled, self.lengths, self.seed) != self.samples).nonzero()[0]
-        return int(self.sampled[differs[0]]) if len(differs) else None
-
-
-def _is_sampled(tensor: torch.Tensor) -> bool:
-    return tensor.is_cpu and tensor.layout is torch.strided and tensor.is_contiguous() and tensor.numel() > 0
-
-
-def _sample(
-    addresses: NDArray[np.uint64], sampled: NDArray[np.int64], lengths: NDArray[np.uint64], seed: int
-) -> NDArray[np.uint16]:
-    """Of memory that is gone: nothing like that of any."""
-    if not len(sampled):
-        return np.zeros(0, np.uint16)
-    try:
-        return take_samples(Places(addresses, {}, ()), sampled, lengths, seed=seed).digests()
-    except OSError:
-        return np.full(len(sampled), seed, np.uint16)
+def _undivided(parameter: torch.Tensor, gradient: torch.Tensor) -> str:
+    """What a gradient would have to be for this rank's part of it to be a dense tensor; "" if it is that."""
+    if local(gradient).layout is not torch.strided or is_dtensor(gradient) != is_dtensor(parameter):
+        return "a dense tensor"
+    if is_dtensor(gradient) and gradient.placements != parameter.placements:  # type: ignore[attr-defined]
+        return "placed as it is"
+    return ""
 
 
 def device_generator(device: torch.device) -> torch.Tensor:

@@ -55,6 +55,7 @@ class AgentClient:
     def __init__(self, run: str) -> None:
         self.run = run
         self.ended = ""  # which agent ended while this was connected, in words; "" if none has
+        self.connections = 0  # how many there were: what an agent does for one, it does for no later one
         self._connection: socket.socket | None = None
         self._guard = RLock()
         self._agent = 0
@@ -105,6 +106,11 @@ class AgentClient:
         """Whether an agent listens, and this is connected to it."""
         with self._guard:
             return self._is_connected() or self._connect(start=False)
+
+    def stands(self) -> bool:
+        """Whether the newest connection still stands. Asks nothing of the agent, and makes none."""
+        with self._guard:
+            return self._is_connected()
 
     def close(self) -> None:
         with self._guard:
@@ -175,6 +181,7 @@ class AgentClient:
             if connection is not None:
                 if self._greet(connection, directory):
                     self._connection = connection
+                    self.connections += 1
                     return True
                 connection.close()
             if not start:

@@ -21,7 +21,7 @@ import msgspec
 from flowstone.config import AGENT_MESSAGE_BYTES_MAX
 from flowstone.errors import ArgumentError, StorageError
 
-PROTOCOL = 1
+PROTOCOL = 2
 DIRECTORY_VARIABLE = "FLOWSTONE_AGENT_DIR"
 SOCKET_NAME, LOCK_NAME, LOG_NAME = "agent.sock", "agent.lock", "agent.log"
 _RUN = re.compile(r"[\w.-]+(/[\w.-]+)*", re.ASCII)
@@ -30,7 +30,7 @@ _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 Verb = Literal[
     "hello", "exists", "names", "look", "open", "release", "create", "spare", "put", "resize", "make_directory",
-    "remove", "rename", "link", "lock", "lost_lock", "unlock", "free", "keep", "settle", "runs",
+    "remove", "rename", "link", "lock", "lost_lock", "unlock", "free", "keep", "settle", "runs", "agree", "serve",
 ]
 
 
@@ -44,6 +44,10 @@ class Request(msgspec.Struct, frozen=True):
     lock      text: the holder
     keep      how the run is kept: number: generations; target: the directory to flush to; seconds: its memory stays so
     settle    flush what is newest, now; the answer says whether a flush is under way
+    agree     path: the checkpoint that is whole on all nodes, which stays; number: of the jobs that have saved. Of ""
+              and 0 nothing changes; the answer has both
+    serve     the run to other nodes, by a child; target: the address, number: the port, text: the secret, in hex.
+              The answer's text is the port where it listens, "" before it does
     """
 
     verb: Verb

@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import builtins
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 import msgspec
 
-from flowstone.config import INTERRUPTS_MAX, POLL_S, Direction
+from flowstone.config import INTERRUPTS_MAX, POLL_S, Direction, Share
 from flowstone.errors import FlowstoneError
 from flowstone.format.manifest import IoRecord
 from flowstone.store.settings import Settings
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 class FilePlan(msgspec.Struct, frozen=True):
     """A segment to be created: its path in the store and its full size in bytes.
 
+    begins  how many bytes it begins with that no chunk has, and their digest; None: that is not known yet
     header  if an encoder decides the size, which is `bytes` at most: what the file begins with, by its size. Its length
             is a multiple of 4096; the rows of this file leave room for it
     """
@@ -41,6 +42,7 @@ class FilePlan(msgspec.Struct, frozen=True):
     path: str
     bytes: int
     header: Callable[[int], builtins.bytes] | None = None
+    begins: tuple[int, str] | None = None
 
 
 class Encoded(msgspec.Struct, frozen=True, eq=False):
@@ -228,8 +230,12 @@ class Capabilities(msgspec.Struct, frozen=True):
     direct             bulk bytes can bypass the page cache
     links              `link` gives a file a further name; its bytes are there until the last name is removed
     drafts_max         how many checkpoints may be written at once; None: any number
-    maps               files can be mapped: the store has `mapped` (see Maps)
+    checks_room        `write` refuses what does not fit, even if it is not to reserve it
+    parts              segments can be read and written by the job of another store: it has `open_segments` and
+                       `open_extents` (store/parts.py, Parts)
+    spreads            segments of one save are to lie on several paths: it has `shares` (see Spreads)
     volatile           what it holds ends with this process or this machine: "durable" means that it is whole there
+    distant            each call waits for a server: calls that do not depend on each other are made at once
     """
 
     atomic_rename: bool
@@ -241,8 +247,11 @@ class Capabilities(msgspec.Struct, frozen=True):
     direct: bool
     links: bool
     drafts_max: int | None = None
-    maps: bool = False
     volatile: bool = False
+    checks_room: bool = False
+    distant: bool = False
+    parts: bool = False
+    spreads: bool = False
 
     @property
     def needs_sync(self) -> bool:
@@ -362,20 +371,18 @@ class Appends(Protocol):
         """
 
 
-class MappedBytes(Protocol):
-    """A file's bytes in this process's memory, as long as this is referenced."""
+class Spreads(Protocol):
+    """What a store with `Capabilities.spreads` has besides."""
 
-    @property
-    def address(self) -> int: ...
-    @property
-    def bytes(self) -> int: ...
+    def shares(self) -> tuple[Share, ...]:
+        """What part of the next save's bytes each path is to get; segments of a path other than 0 say so in their names
+        (format/segment.py).
+        """
 
 
-class Maps(Protocol):
-    """What a store with `Capabilities.maps` has besides."""
-
-    def mapped(self, path: str) -> MappedBytes | None:
-        """All bytes of a file, to read; None if it has none. They stay as they are, even if the file is removed."""
+def shares_of(store: Store) -> tuple[Share, ...]:
+    """The shares of its paths; none where there is one."""
+    return cast("Spreads", store).shares() if store.capabilities.spreads else ()
 
 
 class Commit(Protocol):

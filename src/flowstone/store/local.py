@@ -28,10 +28,11 @@ if TYPE_CHECKING:
     from flowstone import _native
     from flowstone.store.appending import LocalAppending
     from flowstone.store.local_io import LocalReading, LocalWriting
+    from flowstone.store.local_segments import LocalExtents, LocalPart
 
 _CAPABILITIES = Capabilities(
     atomic_rename=True, conditional_put=False, directory_sync=True, durable_on_return=False, range_reads=True,
-    appends=True, direct=True, links=True,
+    appends=True, direct=True, links=True, parts=True,
 )
 
 
@@ -225,6 +226,32 @@ class LocalStore:
         settings = self._engines.settings("read")
         direct = settings.direct if past_cache else settings.direct_at(wanted_bytes)
         return LocalReading(self._engines, paths, rows, arena, direct=direct, stop_at_bad=stop_at_bad, ahead=ahead)
+
+    def open_segments(
+        self, files: Sequence[FilePlan], arena: _native.Arena, *, of_path: int, may_move: bool
+    ) -> LocalPart:
+        from flowstone.store.local_segments import (  # imported here: only striped stores need it
+            LocalPart,
+            LocalSegments,
+        )
+
+        direct = self._engines.settings("write").direct_at(sum(file.bytes for file in files))
+        segments = LocalSegments(self.system, self._engines, files, direct)
+        try:
+            running = self._engines.running("write", arena.block_bytes)
+            return LocalPart(segments, running.engine, of_path=of_path, may_move=may_move)
+        except BaseException:
+            segments.close()
+            raise
+
+    def open_extents(
+        self, paths: Sequence[str], arena: _native.Arena, *, of_path: int, wanted_bytes: int, past_cache: bool  # noqa: ARG002
+    ) -> LocalExtents:
+        from flowstone.store.local_segments import LocalExtents  # as above
+
+        settings = self._engines.settings("read")
+        direct = settings.direct if past_cache else settings.direct_at(wanted_bytes)
+        return LocalExtents(self._engines, paths, direct, self._engines.running("read").engine, of_path=of_path)
 
     def append_to_new(self, path: str) -> LocalAppending:
         from flowstone.store.appending import LocalAppending  # imported here: only journals need it

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import errno
-import mmap
-import os
 import resource
 import time
 from collections.abc import Sequence
@@ -17,13 +15,18 @@ from numpy.typing import NDArray
 from flowstone import _native
 from flowstone.config import POLL_S, READ_FILES_MAX, Direct
 from flowstone.errors import FlowstoneError, StorageError
+from flowstone.format.segment import path_of
 from flowstone.store.base import FilePlan, Pace, ReadReceipt, Receipt
-from flowstone.store.directories import parent
 from flowstone.store.engines import EngineChoice
 from flowstone.store.jobs import GAP_BYTES, WriteWaits, reach, read_error, write_error
 from flowstone.store.open_files import OpenFiles
 from flowstone.store.os_errors import MORE_THREADS, explain, translated
 from flowstone.store.system import System
+
+_ELSEWHERE = {
+    errno.ENOENT: "this segment was saved on another path of a striped store: open the store itself, or copy it with "
+    "`flowstone pack`, which makes a checkpoint whole"
+}
 
 
 class LocalWriting(WriteWaits):
@@ -33,25 +36,26 @@ class LocalWriting(WriteWaits):
         self, system: System, engines: EngineChoice, files: Sequence[FilePlan], rows: _native.WriteExtents,
         arena: _native.Arena, pace: Pace, *, reserved: bool = True,
     ) -> None:
-        self._root, self._system, self._engines = engines.root, system, engines
-        self._files = self._plans = files
+        from flowstone.store.local_segments import (
+            LocalSegments,  # imported here: a process that only loads needs it not
+        )
+
+        self._root, self._engines = engines.root, engines
+        self._plans = files
         self._watch = engines.options.watch
-        self._bytes = sum(file.bytes for file in files)
-        self._direct = engines.settings("write").direct_at(self._bytes)
-        self._opened = OpenFiles()
+        direct = engines.settings("write").direct_at(sum(file.bytes for file in files))
         self._reserving = Lock()  # held while reserving; guards the next
         self._reserved = reserved
         self._refusal: BaseException | None = None  # the exception of `reserve`
+        self._segments = LocalSegments(system, engines, files, direct)
         try:
-            for file in files:
-                self._create(file)
             if reserved:
-                self._reserve_files()
+                self._segments.reserve()
             self._running = engines.running("write", arena.block_bytes)
             # A file that an encoder cuts has no pages of its own yet: to touch one that is not there ends the process.
             natives = [
                 (opened.native(0 if file.header is not None else file.bytes), file.bytes)
-                for opened, file in zip(self._opened, files, strict=True)
+                for opened, file in zip(self._segments.opened, files, strict=True)
             ]
             # Only this job has these files, so gaps between slots may be written as zeros.
             with translated(self._root, "begin to write into", "", remedy=MORE_THREADS):
@@ -61,28 +65,8 @@ class LocalWriting(WriteWaits):
                     cap_bytes_per_s=pace.cap or 0, watch=self._watch, files_ready=reserved,
                 )
         except BaseException:
-            self._opened.close()
+            self._segments.close()
             raise
-
-    def _create(self, file: FilePlan) -> None:
-        path = self._root / file.path
-        with translated(self._root, "probe", ""):
-            alignment = self._engines.alignment_to_write(self._direct)
-        flags = os.O_RDWR | os.O_EXCL | (os.O_DIRECT if alignment > 1 else 0)
-        with translated(self._root, "create", file.path, needed_bytes=self._bytes), parent(self._root, file.path) as at:
-            fd = self._system.create(path, flags, at)
-        self._opened.add(path, fd, alignment)
-
-    def _reserve_files(self) -> None:
-        for number, (opened, file) in enumerate(zip(self._opened, self._files, strict=True)):
-            with translated(self._root, "allocate", file.path, needed_bytes=self._bytes):
-                if file.header is None:
-                    self._system.reserve(opened.fd, file.bytes)
-                else:
-                    self._system.resize(opened.fd, file.bytes)
-            if opened.alignment > 1 and not self._engines.takes_direct(opened.fd):
-                with translated(self._root, "open", file.path):
-                    self._opened.go_through_cache(number)
 
     def reserve(self) -> None:
         if self._reserving.acquire(blocking=False):  # else another thread is reserving
@@ -99,7 +83,7 @@ class LocalWriting(WriteWaits):
         if self._job.cancelled or self._job.fault is not None:
             return
         try:
-            self._reserve_files()
+            self._segments.reserve()
         except BaseException as error:
             self._refusal = error
             self._job.cancel()
@@ -110,12 +94,12 @@ class LocalWriting(WriteWaits):
         with self._reserving:
             self._reserve_once()  # unless another thread has done it
         self._wait()
-        alignment = self._alignment
         begin = time.monotonic()
         try:
-            error = self._error() or self._fit_error() or self._sync_error()
+            error = self._error() or self._segments.make_durable(self._ends())
         finally:
-            self._opened.close()
+            alignment = self._segments.alignment
+            self._segments.close()
         synced = begin, time.monotonic()
         running = self._running
         io = self._io(
@@ -124,53 +108,27 @@ class LocalWriting(WriteWaits):
         )
         return self._receipt(error, io, synced)
 
-    @property
-    def _alignment(self) -> int:
-        """The alignment of all segments: once one cannot be written with O_DIRECT, none of them is."""
-        return min((opened.alignment for opened in self._opened), default=1)
+    def stop(self) -> None:
+        """Let go of the files once no byte moves any more, without a receipt."""
+        self._wait()
+        self._segments.close()
+
+    def _ends(self) -> Sequence[int]:
+        return self._job.file_ends or [file.bytes for file in self._plans]
 
     def _error(self) -> FlowstoneError | None:
         fault = self._job.fault
         if fault is not None and fault.operation != "capture":
-            instead = self._engines.give_up(self._running, fault, direct=self._alignment > 1)
+            instead = self._engines.give_up(self._running, fault, direct=self._segments.alignment > 1)
             return explain(
-                self._root, fault.operation, fault.errno, fault.path, reach=reach(fault), needed_bytes=self._bytes,
-                remedy=None if instead is None else f"save again: {instead}",
+                self._root, fault.operation, fault.errno, fault.path, reach=reach(fault),
+                needed_bytes=self._segments.bytes, remedy=None if instead is None else f"save again: {instead}",
             )
         if fault is None and self._refusal is not None:
             if not isinstance(self._refusal, FlowstoneError):
                 raise self._refusal
             return self._refusal
         return write_error(self._root, self._job)
-
-    def _fit_error(self) -> FlowstoneError | None:
-        """Give the files whose size an encoder has decided that size, and their beginning."""
-        ends = self._job.file_ends or [file.bytes for file in self._files]
-        for opened, file, size in zip(self._opened, self._files, ends, strict=True):
-            if file.header is None:
-                continue
-            try:
-                self._system.resize(opened.fd, size)
-                self._system.write(opened.fd, _aligned(file.header(size)))
-            except OSError as error:
-                return explain(self._root, "write", error.errno or 0, str(opened.path), needed_bytes=self._bytes)
-        return None
-
-    def _sync_error(self) -> FlowstoneError | None:
-        for opened in self._opened:
-            try:
-                self._system.sync(opened.fd)
-            except OSError as error:
-                code, needed = error.errno or 0, self._bytes
-                return explain(self._root, "fsync", code, str(opened.path), needed_bytes=needed)
-        return None
-
-
-def _aligned(content: bytes) -> memoryview:
-    """The same bytes at the begin of a page, as O_DIRECT needs them."""
-    memory = mmap.mmap(-1, len(content))
-    memory[:] = content
-    return memoryview(memory)
 
 
 class LocalReading:
@@ -210,8 +168,7 @@ class LocalReading:
             with translated(self._root, "begin to read from", "", remedy=MORE_THREADS):
                 self._job = self._running.engine.read(
                     self._arena, natives, self._rows, stop_at_bad=self._stop_at_bad,
-                    in_place=self._running.settings.tuning.in_place, request_bytes=self._running.request_bytes,
-                    ahead=self._ahead,
+                    in_place=self._is_in_place(), request_bytes=self._running.request_bytes, ahead=self._ahead,
                 )
             if self._cancelled:  # meanwhile, by another thread
                 self._job.cancel()
@@ -223,13 +180,22 @@ class LocalReading:
             self._opened.close()
             raise
 
+    def _is_in_place(self) -> bool:
+        """As the settings say or, where neither the caller nor a measurement does, if the files' pages are the storage:
+        then a read is one copy, and the arena would be a second one (docs/performance/in-place.md).
+        """
+        settings = self._running.settings
+        if settings.tuning.in_place or settings.origin == "tuned" or "read_in_place" in settings.explicit:
+            return settings.tuning.in_place
+        return all(_native.is_byte_addressable(opened.fd) for opened in self._opened)
+
     def _open(self) -> None:
         self._open_groups = self._groups_within(_files_max())
         lot = self._groups[self._read_groups : self._read_groups + self._open_groups]
         for number in chain.from_iterable(lot):
             path = self._paths[number]
             try:
-                with translated(self._root, "open", path):
+                with translated(self._root, "open", path, remedies=_ELSEWHERE if path_of(path) else {}):
                     fd, alignment = self._engines.open_to_read(
                         self._root / path, self._direct, self._opened.descriptors
                     )

@@ -23,7 +23,7 @@ from flowstone import _native
 from flowstone.config import MIB, READ_WORKERS_IN_MEMORY, Direction, EngineOptions
 from flowstone.errors import DamagedError, FlowstoneError, LockedError, StorageError
 from flowstone.store import contents as names_in_memory
-from flowstone.store.base import UNPACED, Capabilities, FilePlan, MappedBytes, Pace, Receipt
+from flowstone.store.base import UNPACED, Capabilities, FilePlan, Pace, Receipt
 from flowstone.store.contents import MemoryFile, new_memory
 from flowstone.store.jobs import GAP_BYTES, JobReading, JobWriting
 from flowstone.store.os_errors import translated
@@ -222,6 +222,12 @@ class StoreInMemory:
                         return
                     os.posix_fallocate(file.fd, begin, min(_SPARE_PART_BYTES, file.size_bytes - begin))
 
+    def secure(
+        self, files: Sequence[tuple[str, MemoryFile]], job: _native.WriteJob
+    ) -> FlowstoneError | None:
+        """Called once files, by path, are written. The reason why they are not as safe as this store is to be."""
+        return None
+
     def fit(self, written: _Written, sizes: Sequence[int]) -> None:
         """Give the files of a write whose size an encoder has decided that size, and their beginning."""
         for file, plan, size in zip(written.files, written.plans, sizes, strict=True):
@@ -246,12 +252,17 @@ class StoreInMemory:
         )
         return JobReading(Path(self.location), job, files)
 
-    def mapped(self, path: str) -> MappedBytes | None:
-        """See Maps."""
-        with self._acting("open", path):
-            file = self._tree.open(path)
-            mapping = file.mapped(writable=False)
-        return None if mapping is None else _Mapped(file, mapping)
+    def held(self, directory: str) -> MemoryStore:
+        """A store of the files that the directory has now: they stay as they are, whatever becomes of their names here.
+
+        It is to be read only.
+        """
+        held = Contents()
+        held.directories |= {"", directory}
+        with self._acting("open", directory):
+            for name in self._tree.names(directory):
+                held.files[f"{directory}/{name}"] = self._tree.open(f"{directory}/{name}")
+        return MemoryStore(held, location=self.location, options=self.options)
 
     def reads_past_cache(self, path: str, wanted_bytes: int) -> bool:
         return False
@@ -291,21 +302,6 @@ class StoreInMemory:
 def native_file(file: MemoryFile, *, writable: bool) -> _native.File:
     """The file as the engine sees it: mapped."""
     return _native.File(fd=file.fd, path=file.path, alignment=1, mapping=file.mapped(writable=writable))
-
-
-class _Mapped(msgspec.Struct, frozen=True, eq=False):
-    """A file's bytes, and what keeps them as they are."""
-
-    file: MemoryFile
-    mapping: _native.Mapping
-
-    @property
-    def address(self) -> int:
-        return self.mapping.address
-
-    @property
-    def bytes(self) -> int:
-        return self.mapping.bytes
 
 
 class _Written(msgspec.Struct, frozen=True, eq=False):
@@ -360,6 +356,10 @@ class MemoryWriting(JobWriting):
         with self._allocating:
             self._allocate_once()
         receipt = super().receipt()
+        if receipt.error is None:
+            paths = (plan.path for plan in self._written.plans)
+            error = self._store.secure(list(zip(paths, self._written.files, strict=True)), self._job)
+            return receipt if error is None else msgspec.structs.replace(receipt, error=error)
         if self._refusal is None:
             return receipt
         if not isinstance(self._refusal, FlowstoneError):
@@ -470,5 +470,5 @@ class MemoryStore(StoreInMemory):
         location = location or f"memory-{secrets.token_hex(4)}"
         super().__init__(OwnTree(self.contents, location), location, options, Capabilities(
             atomic_rename=atomic_rename, conditional_put=True, directory_sync=False, durable_on_return=True,
-            range_reads=True, appends=False, direct=False, links=atomic_rename, maps=True, volatile=True,
+            range_reads=True, appends=False, direct=False, links=atomic_rename, volatile=True,
         ))

@@ -64,8 +64,7 @@ class NodeMemory(StoreInMemory):
         self._agent = AgentTree(self.run, f"{SCHEME}{self.run}")
         super().__init__(self._agent, f"{SCHEME}{self.run}", options, Capabilities(
             atomic_rename=True, conditional_put=True, directory_sync=False, durable_on_return=True, range_reads=True,
-            appends=False, direct=False, links=True, drafts_max=self.generations - 1, maps=True,
-            volatile=True,
+            appends=False, direct=False, links=True, drafts_max=self.generations - 1, volatile=True, checks_room=True,
         ))
         if state_bytes is not None:
             self._check_room(whole_number("state_bytes", state_bytes))
@@ -117,6 +116,7 @@ class AgentTree:
         self.client = AgentClient(run)
         self._location = location
         self._written: dict[int, _WrittenFile] = {}
+        self._locked_on = 0  # the number of the connection for which the agent holds the lock; 0: none
         forget_in_children(self)
 
     def forget(self) -> None:
@@ -193,9 +193,14 @@ class AgentTree:
     def lock(self, holder: str) -> str | None:
         answer, _ = self.client.ask(Request("lock", text=holder), start=True)
         self.client.ended = ""
+        self._locked_on = self.client.connections if answer.yes else 0
         return None if answer.yes else answer.text
 
     def lost_lock(self) -> str | None:
+        """As MemoryTree says. The agent gives a lock to no other while its holder's connection stands: it is not asked.
+        """
+        if self._locked_on and self._locked_on == self.client.connections and self.client.stands():
+            return None
         try:
             answer, _ = self.client.ask(Request("lost_lock"))
         except MemoryAgentError:
@@ -207,6 +212,7 @@ class AgentTree:
         return None if answer.yes else self.client.ended or answer.text or "no holder"
 
     def unlock(self) -> None:
+        self._locked_on = 0
         if self.client.is_there():
             self.client.ask(Request("unlock"))
 

@@ -22,13 +22,16 @@ class OpenFile:
     fd: int
     alignment: int
 
-    def native(self, mapped_bytes: int = 0) -> _native.File:
+    def native(self, mapped_bytes: int = 0, *, of_path: int = 0, may_move: bool = False) -> _native.File:
         """As the engine sees it; with so many bytes mapped where its pages are the storage, and the system lets it."""
         mapping = None
         if mapped_bytes and _native.is_byte_addressable(self.fd):
             with suppress(OSError):  # safe: then the engine writes to the descriptor
                 mapping = _native.Mapping(fd=self.fd, bytes=mapped_bytes, writable=True)
-        return _native.File(fd=self.fd, path=str(self.path), alignment=self.alignment, mapping=mapping)
+        return _native.File(
+            fd=self.fd, path=str(self.path), alignment=self.alignment, mapping=mapping, of_path=of_path,
+            may_move=may_move,
+        )
 
 
 class OpenFiles:

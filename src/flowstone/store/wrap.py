@@ -11,7 +11,7 @@ from typing import TypeVar, cast
 from msgspec.structs import replace
 
 from flowstone import _native
-from flowstone.config import Direction
+from flowstone.config import Direction, Share
 from flowstone.errors import FlowstoneError, StorageError
 from flowstone.log import log
 from flowstone.store.base import (
@@ -24,10 +24,12 @@ from flowstone.store.base import (
     Reading,
     ReadReceipt,
     Receipt,
+    Spreads,
     Store,
     Watched,
     Writing,
 )
+from flowstone.store.parts import OpenExtents, OpenSegments, Parts
 from flowstone.store.settings import Settings
 
 T = TypeVar("T")
@@ -134,6 +136,27 @@ class Wrapper:
         ))
         return _WrappedReading(reading, lambda act: self._call("read_through", path, act))
 
+    def open_segments(
+        self, files: Sequence[FilePlan], arena: _native.Arena, *, of_path: int, may_move: bool
+    ) -> OpenSegments:
+        path = files[0].path if files else ""
+        inner = cast("Parts", self.inner)
+        opened = self._call(
+            "write", path, lambda: inner.open_segments(files, arena, of_path=of_path, may_move=may_move)
+        )
+        return _WrappedSegments(opened, lambda verb, act: self._call(verb, path, act))
+
+    def open_extents(
+        self, paths: Sequence[str], arena: _native.Arena, *, of_path: int, wanted_bytes: int, past_cache: bool
+    ) -> OpenExtents:
+        inner = cast("Parts", self.inner)
+        return self._call("read_extents", paths[0] if paths else "", lambda: inner.open_extents(
+            paths, arena, of_path=of_path, wanted_bytes=wanted_bytes, past_cache=past_cache
+        ))
+
+    def shares(self) -> tuple[Share, ...]:
+        return cast("Spreads", self.inner).shares()
+
     def reads_past_cache(self, path: str, wanted_bytes: int) -> bool:
         return self._call("reads_past_cache", path, lambda: self.inner.reads_past_cache(path, wanted_bytes))
 
@@ -158,6 +181,24 @@ class _WrappedWriting:
 
     def receipt(self) -> Receipt:
         return self._around(self._inner.receipt)
+
+
+class _WrappedSegments:
+    """Segments of another store's job. Their end counts as "written"; an error of `before` is in it."""
+
+    def __init__(self, inner: OpenSegments, around: Callable[[str, Callable[[], object]], object]) -> None:
+        self._inner, self._around = inner, around
+        self.engine, self.natives, self.begin, self.close = inner.engine, inner.natives, inner.begin, inner.close
+        self.error = inner.error
+
+    def reserve(self) -> None:
+        self._around("reserve", self._inner.reserve)
+
+    def end(self, job: _native.WriteJob, ends: Sequence[int]) -> FlowstoneError | None:
+        try:
+            return cast("FlowstoneError | None", self._around("end", lambda: self._inner.end(job, ends)))
+        except FlowstoneError as error:
+            return error
 
 
 class _WrappedReading:

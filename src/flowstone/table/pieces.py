@@ -74,6 +74,11 @@ class Memory(msgspec.Struct, frozen=True):
         return True
 
 
+def row_bytes(row: Memory) -> int:
+    """Length of dense memory, in bytes."""
+    return int(np.prod(row.shape, dtype=np.int64)) * row.item_bytes
+
+
 class Block(msgspec.Struct, frozen=True):
     """Some rows of a piece: the part of a replica that one of its ranks writes.
 

@@ -1,7 +1,7 @@
 """THE ORDER of a flush: a committed checkpoint of one store becomes one of another, by that store's own commit.
 
-    manifest, index, objects --verified--> draft --> segments --verified, linked or written, synced--> index, objects,
-    manifest, sync --> rename, or the put of the manifest
+    manifest, index, objects --verified--> draft --> segments --verified, linked or written, synced--> index, objects
+    [--> all read again and verified] --> manifest, sync --> rename, or the put of the manifest
 
 The copy has the same manifest, byte for byte, and of each file all that it refers to: id, step and store are what
 tells a checkpoint in every tier. docs/ORDERING.md (Tiers) says what a crash at each operation leaves.
@@ -11,15 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 
 import msgspec
 
+from flowstone import _native
 from flowstone.commit import catalog, publish, removal
 from flowstone.commit import read as contents
 from flowstone.commit.durable import sync
 from flowstone.commit.entries import step_directory
 from flowstone.commit.manifests import inside, read_manifest
-from flowstone.config import MANIFEST_BYTES_MAX
+from flowstone.commit.verify import Checked, Share, check_share, segment_bytes
+from flowstone.config import MANIFEST_BYTES_MAX, READ_ARENA_BYTES
 from flowstone.errors import DamagedError, FlowstoneError, NoCheckpointError, StepExistsError, StorageError
 from flowstone.format.index import Index
 from flowstone.format.manifest import MANIFEST_NAME, Manifest, SegmentRow, decode_manifest
@@ -39,19 +42,22 @@ class Flushed(msgspec.Struct, frozen=True):
 
 
 def flush(
-    source: Store, target: Store, step: int, pace: Pace, rest: Callable[[], None], expected: str | None = None
+    source: Store, target: Store, step: int, pace: Pace, rest: Callable[[], None], expected: str | None = None, *,
+    reads_back: bool = False,
 ) -> Flushed:
     """Copy the checkpoint of `step`. The caller holds the target's lock. Blocks. Durable on return.
 
-    pace      of writes into the target
-    rest      see Copy
-    expected  the checkpoint's id; None: whichever it is
+    pace        of writes into the target
+    rest        see Copy; also called before the copy is published, unless it is read back
+    expected    the checkpoint's id; None: whichever it is
+    reads_back  before it is published, read every byte from the target, past its cache, and verify it
 
-    raises    SourceFailedError  the source has it no more, or another one of that step; or its bytes are not what
-                                 was written; or it refuses
-              StepExistsError    the target has another checkpoint of that step
-              StorageError, LockedError, BudgetError, CancelledError, ...; what was made of the draft is removed then,
-              unless the target refuses that as well: the next writer sweeps it
+    raises      SourceFailedError  the source has it no more, or another one of that step; or its bytes are not what
+                                   was written; or it refuses
+                StepExistsError    the target has another checkpoint of that step
+                DamagedError       the target gives back other bytes than were written
+                StorageError, LockedError, BudgetError, CancelledError, ...; what was made of the draft is removed
+                then, unless the target refuses that as well: the next writer sweeps it
     """
     directory = step_directory(step)
     with reading():
@@ -66,13 +72,32 @@ def flush(
     draft = _draft(target, manifest)
     try:
         copied = _segments(source, target, draft, manifest, index, pace, rest)
-        publish.publish_copy(target, draft, record, bytes(text), bytes(objects))
+        check = partial(_read_back, target, draft.directory, manifest) if reads_back else rest
+        publish.publish_copy(target, draft, record, bytes(text), bytes(objects), check)
     except BaseException:
         with suppress(FlowstoneError):  # safe: a draft is never read, and is swept
             if not is_there(target, manifest):
                 removal.empty(target, draft.directory)
         raise
     return Flushed(manifest, copied)
+
+
+def _read_back(target: Store, draft: str, manifest: Manifest) -> None:
+    """Verify a draft that lacks nothing but its manifest, as the target gives it back. Raises DamagedError."""
+    index = contents.read_index(target, draft, manifest)
+    contents.read_objects(target, draft, manifest)
+    block_bytes = target.settings("read").tuning.request_bytes
+    arena = _native.Arena(budget_bytes=READ_ARENA_BYTES, block_bytes=block_bytes, background=True)
+    try:
+        findings = check_share(Checked(target, draft, manifest, index), Share(0, segment_bytes(manifest)), arena)
+    finally:
+        arena.close()
+    if findings:
+        raise DamagedError(
+            f"{target.location} does not give back what was written of step {manifest.step}",
+            found="; ".join(f"{one.file}: {one.what}" for one in findings[:5]),
+            next="check that disk; nothing was published there",
+        )
 
 
 def _record(source: Store, directory: str, expected: str | None) -> tuple[Manifest, bytes]:

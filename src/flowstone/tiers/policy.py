@@ -37,6 +37,8 @@ class Tier:
                  event FlushDropped says so. Nearer tiers keep those that wait, whatever their own `keep` says
     lag_bytes    the same in bytes of their segments; the newest may always wait. None: no limit
     drain_s      how long `close` waits until it has all that it should have
+    prefetch     whether what a load takes from a farther tier is copied here, in the background, until the first save.
+                 A tier that says so is locked and written into by a job that only loads, too
     """
 
     store: StorePlace
@@ -46,6 +48,7 @@ class Tier:
     lag: int = TIER_LAG
     lag_bytes: int | None = None
     drain_s: float = TIER_DRAIN_S
+    prefetch: bool = False
 
     def __post_init__(self) -> None:
         for name in ("every", "bytes_per_s", "lag", "lag_bytes"):
@@ -72,6 +75,8 @@ class Tier:
             )
         if isinstance(self.drain_s, bool) or not isinstance(self.drain_s, int | float) or not self.drain_s >= 0:
             raise ArgumentError(f"Tier(drain_s={self.drain_s!r:.60}) is not a number of seconds", next="give 0 or more")
+        if not isinstance(self.prefetch, bool):
+            raise ArgumentError(f"Tier(prefetch={self.prefetch!r:.60}) is neither True nor False", next="leave it out")
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +122,11 @@ def to_tiers(given: object, keep: Keep | KeepRule | None, engine: EngineOptions)
     tiers = [one if isinstance(one, Tier) else Tier(one) for one in _listed(given)]
     placed = [Placed(tier, _store_at(tier.store, engine)) for tier in tiers]
     _check_first(placed[0].tier, keep)
+    if placed[-1].tier.prefetch:
+        raise ArgumentError(
+            f"prefetch of the last tier, {placed[-1].store.location}: there is none that is farther",
+            next="leave it out, or put that tier further forward",
+        )
     _check_apart(placed)
     if len(placed) > 1 and all(one.is_volatile for one in placed):
         raise ArgumentError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -13,7 +15,7 @@ from flowstone.commit import catalog
 from flowstone.commit.entries import new_rewound_note, step_directory
 from flowstone.commit.manifests import read_manifest, read_marker
 from flowstone.commit.writer import StoreWriter
-from flowstone.config import STEP_MAX, TIER_ANSWER_S, Keep, KeepRule
+from flowstone.config import STEP_MAX, TIER_ANSWER_S, TIER_DRAIN_S, Keep, KeepRule
 from flowstone.errors import FlowstoneError, LockedError, NoCheckpointError, NotAStoreError, StorageError
 from flowstone.format.manifest import MARKER_NAME, Manifest
 from flowstone.log import log
@@ -22,6 +24,7 @@ from flowstone.tier_events import TierEvent, TiersBehind
 from flowstone.tiers import lineage
 from flowstone.tiers.flusher import Around, Flusher, Waiting, align
 from flowstone.tiers.policy import Placed
+from flowstone.tiers.prefetch import Prefetch
 from flowstone.tiers.restore import check_same_run
 
 T = TypeVar("T")
@@ -48,6 +51,8 @@ class TieredWriter(StoreWriter):
         self.on_dropped: Callable[[Flusher, int, str], None] = _nothing
         self.flushers = [self._flusher(placed, number, on_removed, on_left, first) for number in range(1, len(placed))]
         self._are_started = False
+        holder = f"process {os.getpid()} on {socket.gethostname()}, which copies what it has loaded"
+        self.prefetch = Prefetch(placed, emit, holder, first)
 
     def _flusher(
         self, placed: Sequence[Placed], number: int, on_removed: Callable[[str, str, StorageError | None], None],
@@ -87,6 +92,7 @@ class TieredWriter(StoreWriter):
                 LockedError     another job writes into a tier
                 StorageError    the first tier refuses. What another one refuses is an event, and is tried again
         """
+        self.prefetch.call_off()
         self._start()
         self.identity = self._run_identity()
         super().begin(holder)
@@ -212,7 +218,8 @@ class TieredWriter(StoreWriter):
         timeout_s  for all; None: the `drain_s` of each
         """
         if not self._are_started or self.store_id is None:
-            return {}
+            under_way = self.prefetch.wait(TIER_DRAIN_S if timeout_s is None else timeout_s)
+            return {} if under_way is None else {under_way[0]: (under_way[1],)}
         pressed = [(flusher, flusher.press()) for flusher in self.flushers]
         began = monotonic()
         for flusher, tries in pressed:
@@ -223,6 +230,7 @@ class TieredWriter(StoreWriter):
         return {one.store.location: one.waiting for one in self.flushers if one.waiting}
 
     def finish(self) -> None:
+        self.prefetch.call_off()
         for tier, steps in self.drain().items():
             reason = "the tier failed, or its drain_s had passed"
             log.warning("closed while %d checkpoints, up to step %d, still wait for %s", len(steps), steps[-1], tier)
@@ -232,6 +240,7 @@ class TieredWriter(StoreWriter):
                 self.on_dropped(flusher, step, "the Checkpointer was closed; the next start catches up")
 
     def end(self) -> None:
+        self.prefetch.call_off()
         if self._are_started:
             for flusher in self.flushers:
                 flusher.is_ending = True

@@ -61,11 +61,12 @@ def _holder(target: Target) -> str:
 
 def commit(
     store: LocalStore, target: Target, receipts: Sequence[RankReceipt], sections: Mapping[str, object],
-    aliases: Sequence[Alias] = (),
+    aliases: Sequence[Alias] = (), *, identity: str | None = None,
 ) -> Manifest:
     """Publish what the ranks have written: durable on return, in the place of what was there.
 
     sections  everything that is no tensor
+    identity  of the checkpoint, which no other one has; None: a new one
     aliases   further names of what was written
     raises    CoverageError, CollisionError, StorageError, LockedError
     """
@@ -88,17 +89,17 @@ def commit(
         join_objects(encode_sections(sections), {}), io_of([receipt.io for receipt in receipts]),
         writer=f"flowstone {__version__}", ranks=len(receipts),
     )
-    return _publish(store, target, made)
+    return _publish(store, target, made, identity or secrets.token_hex(8))
 
 
-def _publish(store: LocalStore, target: Target, made: publish.Publication) -> Manifest:
+def _publish(store: LocalStore, target: Target, made: publish.Publication, identity: str) -> Manifest:
     """The commit. In a store, its lock is held meanwhile."""
     is_store = store.exists(MARKER_NAME)
     if is_store:
         store.lock(_holder(target))
     try:
         owner = read_marker(store).store if is_store and step_of(target.name) is not None else ""
-        draft = publish.Draft(target.step, secrets.token_hex(8), target.draft_directory)
+        draft = publish.Draft(target.step, identity, target.draft_directory)
         manifest = publish.record(store, draft, owner, made)
         replaced = store.replace(target.draft_directory, target.name, new_superseded_directory(target.step))
         store.sync_directory()

@@ -96,12 +96,13 @@ class Resources:
         finally:
             self.discard_draft()
 
-    def commit(self, metadata: Metadata, receipts: Sequence[RankReceipt], rank: int) -> None:
-        """Publish what all ranks have written."""
+    def commit(self, metadata: Metadata, receipts: Sequence[RankReceipt], rank: int, *, identity: str) -> None:
+        """Publish what all ranks have written, under an identity that no other checkpoint has."""
         objects = {name: node for receipt in receipts for name, node in receipt.objects.items()}
         pickled = [name for receipt in receipts for name in receipt.pickled]
         sections = sections_of(metadata, objects, pickled)
-        publication.commit(self.store, self.target, receipts or [self.write(held_nothing(), rank=rank)], sections)
+        written = receipts or [self.write(held_nothing(), rank=rank)]
+        publication.commit(self.store, self.target, written, sections, identity=identity)
 
     def discard_draft(self) -> None:
         """Remove what a save that was not committed has left."""

@@ -23,7 +23,7 @@ from flowstone.config import NAME_BYTES_MAX
 from flowstone.errors import FlowstoneError, MismatchError
 from flowstone.format.manifest import IoRecord, SegmentRow
 from flowstone.format.objects import unsupported
-from flowstone.plan.write import WritePlan, plan_writes
+from flowstone.plan.write import WritePlan, Writer, plan_writes
 from flowstone.stage.capture import Headers, WriteTarget, start_capture
 from flowstone.state import describe, tensors
 from flowstone.state.names import valid_name
@@ -199,7 +199,7 @@ class SegmentWriter:
         known = self._plan
         if known is None or self._rank != rank or known.pieces != pieces:
             # Whether all ranks together write each element once is found out before the commit.
-            self._plan = known = plan_writes(pieces, rank=rank, alone=False)
+            self._plan = known = plan_writes(pieces, writer=Writer(rank), alone=False)
             self._headers, self._rank = Headers(), rank
         return known
 

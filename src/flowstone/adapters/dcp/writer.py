@@ -110,6 +110,8 @@ class FlowstoneWriter(StorageWriter):
         self._is_coordinator = is_coordinator
         self._rank = rank if rank is not None else dist.get_rank() if dist.is_initialized() else 0
         self._resources.discard_draft()
+        # Of each save anew: `reset` is not called where the writer has the path, and identities have to differ.
+        self.save_id = str(uuid.uuid4())
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         target = target_of(self.path, self._options.step)
@@ -145,4 +147,4 @@ class FlowstoneWriter(StorageWriter):
         metadata.storage_data = {}
         metadata.storage_meta = self.storage_meta()
         with self._resources.committing():
-            self._resources.commit(metadata, receipts, self._rank)
+            self._resources.commit(metadata, receipts, self._rank, identity=self.save_id)

@@ -14,7 +14,7 @@ from flowstone.config import CHUNK_BYTES
 from flowstone.convert.fetch import linear_boxes
 from flowstone.convert.source import Source, SourceFile, check_source, source_file
 from flowstone.convert.sources.stored_chunks import ChunkData
-from flowstone.errors import ArgumentError
+from flowstone.convert.sources.stored_files import StoredFile
 from flowstone.format.index import Index
 from flowstone.format.manifest import MANIFEST_NAME
 from flowstone.table.box import Box
@@ -25,15 +25,9 @@ from flowstone.table.stored import DigestedPiece, DigestedRun, SourceTensor, Sto
 def read_flowstone(checkpoint: Checkpoint) -> Source:
     """What a checkpoint holds; index, objects and the segments' headers are verified.
 
-    raises  DamagedError, StorageError; ArgumentError where it lies in no directory
+    raises  DamagedError, StorageError
     """
     checkpoint.check()
-    directory = Path(checkpoint.path)
-    if not directory.is_dir():
-        raise ArgumentError(
-            f"{checkpoint.path} is no directory, and only such checkpoints can be converted",
-            next="copy the checkpoint into a directory first",
-        )
     index = checkpoint.index
     chunks, held = index.chunks, index.tensors
     if chunks.codecs().any():
@@ -46,8 +40,17 @@ def read_flowstone(checkpoint: Checkpoint) -> Source:
         )
         for row, name in enumerate(held.names)
     )
-    files = tuple(source_file(directory / row.name) for row in checkpoint.manifest.segments)
+    files = tuple(_file(checkpoint, row.name, row.bytes) for row in checkpoint.manifest.segments)
     return _source(checkpoint, files, tensors, chunks.digest)
+
+
+def _file(checkpoint: Checkpoint, name: str, length: int) -> SourceFile:
+    """One of its files; where it lies in no directory, its bytes are asked of its store."""
+    directory = Path(checkpoint.path)
+    if directory.is_dir() and not checkpoint.is_spread:
+        return source_file(directory / name)
+    changed = int.from_bytes(checkpoint.manifest.id.encode())  # files of a checkpoint never change
+    return SourceFile(f"{checkpoint.path}/{name}", length, changed, StoredFile(checkpoint, name), is_shared=False)
 
 
 def _by_chunks(checkpoint: Checkpoint) -> Source:
@@ -60,8 +63,8 @@ def _by_chunks(checkpoint: Checkpoint) -> Source:
         ), _pieces(index, row))
         for row, name in enumerate(held.names)
     )
-    changed_ns = source_file(Path(checkpoint.path) / MANIFEST_NAME).changed_ns
-    file = SourceFile(checkpoint.path, begins[-1], changed_ns, data)
+    like = _file(checkpoint, MANIFEST_NAME, 0)
+    file = SourceFile(checkpoint.path, begins[-1], like.changed_ns, data, like.is_shared)
     return _source(checkpoint, (file,), tensors, index.chunks.identities())
 
 

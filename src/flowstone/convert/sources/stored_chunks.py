@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from flowstone import _native
 from flowstone.checkpoint import Checkpoint
 from flowstone.config import CHUNK_BYTES
+from flowstone.convert.sources.stored_files import Ranges
 from flowstone.errors import DamagedError
 from flowstone.format.codec import CAST, CAST_ELEMENTS, PLANES
 from flowstone.format.derived import halves_of
@@ -30,28 +31,38 @@ class ChunkData:
         self._stored, self._codec = self._chunks.stored_lengths(), self._chunks.codecs()
         self._bytes = self._chunks.logical_bytes(self._piece, number, number + 1)
         self._begin = self.begins[self._piece] + number * CHUNK_BYTES
+        is_near = Path(checkpoint.path).is_dir() and not checkpoint.is_spread  # a disk's answers are not waited for
+        self._ranges = None if is_near else Ranges()
 
     def read(self, begin: int, into: NDArray[np.uint8]) -> None:
         """Fill memory with the bytes from `begin` on. Raises DamagedError, StorageError."""
         end = begin + len(into)
         first = int(np.searchsorted(self._begin, begin, side="right")) - 1
         last = int(np.searchsorted(self._begin, end))
-        for chunk in range(first, last):
+
+        def put(chunk: int) -> None:
             at = int(self._begin[chunk])
             low, high = max(begin, at), min(end, at + int(self._bytes[chunk]))
             if low < high:
                 into[low - begin : high - begin] = np.frombuffer(self._data(chunk), np.uint8)[low - at : high - at]
 
+        for _ in map(put, range(first, last)) if self._ranges is None else self._ranges.each(put, range(first, last)):
+            pass
+
     def _read(self, segment: int, offset: int, length: int, digest: int) -> bytes | None:
         """Stored bytes; None: they are not what was written."""
-        path = self._path(segment)
-        with translated(path.parent, "read", path.name), path.open("rb") as file:
-            file.seek(offset)
-            stored = file.read(length)
+        name = self._checkpoint.manifest.segments[segment].name
+        if self._ranges is not None:
+            stored = self._checkpoint.stored_bytes(name, offset, length)
+        else:  # a process on another machine has no open store, but sees the files
+            path = Path(self._checkpoint.path)
+            with translated(path, "read", name), (path / name).open("rb") as file:
+                file.seek(offset)
+                stored = file.read(length)
         return stored if len(stored) == length and _native.xxh3_64(stored) == digest else None
 
-    def _path(self, segment: int) -> Path:
-        return Path(self._checkpoint.path) / self._checkpoint.manifest.segments[segment].name
+    def _path(self, segment: int) -> str:
+        return f"{self._checkpoint.path}/{self._checkpoint.manifest.segments[segment].name}"
 
     def _with_base(self, chunk: int, stored: bytes) -> bytes | None:
         """The data of a chunk with codec xor; None: it, or its base, is not what was written."""
@@ -92,10 +103,10 @@ class ChunkData:
         parts = [_native.cast_numbers(self._data(at), element) for at in range(source, source + halves)]
         data = b"".join(part for part in parts if part is not None)
         if _native.xxh3_64(data) != int(self._chunks.digest[chunk]):
-            raise self._damage(Path(self._checkpoint.path), chunk, "rounded from another tensor")
+            raise self._damage(self._checkpoint.path, chunk, "rounded from another tensor")
         return data
 
-    def _damage(self, path: Path, chunk: int, place: str) -> DamagedError:
+    def _damage(self, path: str, chunk: int, place: str) -> DamagedError:
         index, piece = self._checkpoint.index, int(self._piece[chunk])
         name = index.tensors.names[int(index.pieces.tensor[piece])]
         number = chunk - int(self._chunks.first[piece])

@@ -110,8 +110,12 @@ def restore(generator: object, state: object) -> None:
 
 
 def cuda_states() -> list[torch.Tensor]:
-    """The state of every GPU's default generator; none before the process has used a GPU."""
-    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
+    """The state of every GPU's default generator; none where GPUs cannot be used.
+
+    Before the process has used a GPU, that initialises CUDA: what seeded the generators by then is queued, and would
+    be lost.
+    """
+    if not torch.cuda.is_available() or torch.cuda._is_in_bad_fork():
         return []
     return torch.cuda.get_rng_state_all()
 

@@ -22,6 +22,7 @@ from flowstone.config import MIB
 from flowstone.errors import ArgumentError, FlowstoneError, FrameworkError, StorageError
 from flowstone.log import log
 from flowstone.store.objects.failures import begins_behind, is_missing, is_taken, may_pass, storage_error
+from flowstone.store.objects.profiles import of_profile
 
 if TYPE_CHECKING:
     from obstore import Bytes, GetOptions, ObjectMeta, PutMode
@@ -53,11 +54,21 @@ class Patience(msgspec.Struct, frozen=True):
         return min(self.delay_s_max, self.first_delay_s * 2.0 ** min(attempt, 30)) * (0.5 + random.random() / 2)
 
 
+def bare(tag: str | None) -> str | None:
+    """A tag without its quotes."""
+    return tag if tag is None else tag.strip('"')
+
+
+def same_tag(one: str | None, other: str | None) -> bool:
+    """Whether two tags are of one object: servers give one tag with quotes here, and without them there."""
+    return bare(one) == bare(other)
+
+
 def open_bucket(url: str, patience: Patience) -> tuple[Bucket, Bucket]:
     """obstore's store for a URL: one that tries once, and one that repeats parts of uploads. Makes no request.
 
-    raises  FrameworkError  obstore is missing
-            ArgumentError   obstore knows no such URL
+    raises  FrameworkError  obstore is missing, or what reads the AWS profile that is named
+            ArgumentError   obstore knows no such URL, or the profile is of no use
     """
     try:
         from obstore.exceptions import BaseError
@@ -77,8 +88,9 @@ def open_bucket(url: str, patience: Patience) -> tuple[Bucket, Bucket]:
     no_repeats: RetryConfig = {"max_retries": 0}
     make = cast("Callable[..., Bucket]", from_url)  # each of its overloads is of one kind of store
     try:
-        once = make(url, client_options=client, retry_config=no_repeats)
-        repeating = make(url, client_options=client, retry_config=repeats)
+        profile = of_profile(url)
+        once = make(url, client_options=client, retry_config=no_repeats, **profile)
+        repeating = make(url, client_options=client, retry_config=repeats, **profile)
     except (BaseError, ValueError) as error:
         raise ArgumentError(
             f"{url} is no URL of an object store: {str(error).partition(chr(10))[0]}",
@@ -97,6 +109,7 @@ class Client:
         self.location, self.once, self.repeating, self.patience = location, once, repeating, patience
         self._has_tokens = type(once).__name__ == "S3Store"
         self.keeps_buffers = type(once).__name__ == "MemoryStore"  # instead of sending what is in them
+        self._tags_are_bare = False  # the server compares tags without their quotes: see `replace`
 
     def try_for(self, operation: str, path: str, act: Callable[[], T]) -> T:
         """The result of a request that may be repeated, whatever became of the attempts before.
@@ -132,6 +145,11 @@ class Client:
             return self.try_for("look for", path, lambda: self.once.head(path))
         except FileNotFoundError:
             return None
+
+    def tag(self, path: str) -> str | None:
+        """What tells an object from every other that has had its name; None: there is none."""
+        found = self.head(path)
+        return None if found is None else found["e_tag"]
 
     def token(self, path: str) -> str:
         """What `put_new` gave the object besides its bytes; "" if nothing."""
@@ -178,8 +196,7 @@ class Client:
             except Exception as error:
                 if is_taken(error):
                     if is_lost and self.is_ours(path, data, token):
-                        found = self.head(path)
-                        return None if found is None else found["e_tag"]
+                        return self.tag(path)
                     raise storage_error(self.location, "write", path, error) from error
                 try:
                     self.pause("write", path, error, began, attempt)
@@ -205,19 +222,28 @@ class Client:
     def replace(self, path: str, data: bytes, tag: str | None) -> str | None:
         """Write an object in the place of the one with that tag. Returns its own; None: another one is there.
 
+        Ceph's gateway up to version 16 takes the quotes of If-Match for a part of the tag, and refuses its own. Once
+        one has done so with the tag that the object has, it is given tags without them.
+
         raises  StorageError
         """
         began, attempt, is_lost = time.monotonic(), 0, False
-        mode = cast("PutMode", {"e_tag": tag})
         while True:
+            given = bare(tag) if self._tags_are_bare else tag
             try:
+                mode = cast("PutMode", {"e_tag": given})
                 return self.once.put(path, data, mode=mode, use_multipart=False)["e_tag"]
             except FileNotFoundError:
                 return None
             except Exception as error:
                 if is_taken(error):
-                    found = self.head(path) if is_lost and self.is_ours(path, data, "") else None
-                    return None if found is None else found["e_tag"]
+                    found = self.head(path)
+                    if found is None or (is_lost and self.is_ours(path, data, "")):
+                        return None if found is None else found["e_tag"]
+                    if given != bare(tag) and same_tag(found["e_tag"], tag):
+                        self._tags_are_bare = True
+                        continue
+                    return None
                 self.pause("write", path, error, began, attempt)
                 is_lost, attempt = True, attempt + 1
 

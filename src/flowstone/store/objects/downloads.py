@@ -10,11 +10,12 @@ from typing import Literal
 
 from flowstone import _native
 from flowstone.config import POLL_S
-from flowstone.errors import FlowstoneError
+from flowstone.errors import FlowstoneError, StorageError
 from flowstone.store.base import ReadReceipt
 from flowstone.store.jobs import JobReading
 from flowstone.store.objects.client import Client
 from flowstone.store.objects.failures import storage_error
+from flowstone.store.os_errors import MORE_THREADS
 
 
 def give_up(
@@ -28,32 +29,28 @@ def give_up(
             engine.complete(number, length)
 
 
-class ObjectReading(JobReading):
-    """A Reading of one job. Its threads carry out the engine's requests until the job has ended.
+class Downloads:
+    """Threads that carry out a job's requests for objects until it has ended.
 
     paths   of the objects; the engine numbers them from `first_file` on
+    refusal the first error
     """
 
     def __init__(
         self, client: Client, engine: _native.Engine, job: _native.ReadJob, paths: Sequence[str], *, first_file: int,
         threads: int,
     ) -> None:
-        super().__init__(Path(client.location), job)
-        self._client, self._engine, self._paths = client, engine, paths
+        self._client, self._engine, self._job, self._paths = client, engine, job, paths
         self._numbers = first_file, first_file + len(paths)
-        self._refusal: FlowstoneError | None = None
+        self.refusal: FlowstoneError | None = None
         self._threads = [threading.Thread(target=self._run, name="flowstone-download") for _ in range(threads)]
         for thread in self._threads:
             thread.start()
 
-    def receipt(self) -> ReadReceipt:
-        receipt = super().receipt()
+    def join(self) -> None:
+        """Once the job has ended: each looks for that."""
         for thread in self._threads:
-            thread.join()  # the job has ended, and each looks for that
-        return receipt
-
-    def _error(self) -> FlowstoneError | None:
-        return self._refusal or super()._error()
+            thread.join()
 
     def _run(self) -> None:
         while not self._job.wait(0):
@@ -67,7 +64,61 @@ class ObjectReading(JobReading):
         try:
             moved = self._client.read_into(path, offset, length, address)
         except FlowstoneError as error:
-            self._refusal, code = self._refusal or error, errno.EIO
+            self.refusal, code = self.refusal or error, errno.EIO
         except BaseException as error:
-            self._refusal, code = self._refusal or storage_error(self._client.location, "read", path, error), errno.EIO
+            self.refusal, code = self.refusal or storage_error(self._client.location, "read", path, error), errno.EIO
         self._engine.complete(number, moved, code)
+
+
+class ObjectReading(JobReading):
+    """A Reading of one job, and what carries out its requests."""
+
+    def __init__(
+        self, client: Client, engine: _native.Engine, job: _native.ReadJob, paths: Sequence[str], *, first_file: int,
+        threads: int,
+    ) -> None:
+        super().__init__(Path(client.location), job)
+        self._downloads = Downloads(client, engine, job, paths, first_file=first_file, threads=threads)
+
+    def receipt(self) -> ReadReceipt:
+        receipt = super().receipt()
+        self._downloads.join()
+        return receipt
+
+    def _error(self) -> FlowstoneError | None:
+        return self._downloads.refusal or super()._error()
+
+
+class ObjectExtents:
+    """Objects that are read by a job of another store's (see Parts)."""
+
+    def __init__(
+        self, client: Client, engine: _native.Engine, paths: Sequence[str], *, first_file: int, threads: int,
+        of_path: int,
+    ) -> None:
+        self._client, self._paths, self.engine = client, paths, engine
+        self._first_file, self._count = first_file, threads
+        self._downloads: Downloads | None = None
+        self.natives = [
+            _native.File(fd=first_file + at, path=f"{client.location}/{path}", alignment=1, of_path=of_path)
+            for at, path in enumerate(paths)
+        ]
+
+    def begin(self, job: _native.ReadJob) -> None:
+        try:
+            self._downloads = Downloads(
+                self._client, self.engine, job, self._paths, first_file=self._first_file, threads=self._count
+            )
+        except RuntimeError as error:
+            give_up(self.engine, job, "read", (self._first_file, self._first_file + len(self._paths)))
+            raise StorageError(
+                f"cannot start the threads that read from {self._client.location}", errno=errno.EAGAIN,
+                reason=str(error), next=MORE_THREADS,
+            ) from error
+
+    def error(self) -> FlowstoneError | None:
+        return None if self._downloads is None else self._downloads.refusal
+
+    def close(self) -> None:
+        if self._downloads is not None:
+            self._downloads.join()

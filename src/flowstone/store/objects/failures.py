@@ -22,12 +22,18 @@ _NO_BUCKET_CODES = frozenset({"NoSuchBucket", "ContainerNotFound"})
 _REDIRECT_CODES = frozenset({
     "PermanentRedirect", "TemporaryRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException",
 })
+_EXPIRED_CODES = frozenset({"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"})
+_UNKNOWN_CODES = frozenset({
+    "InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "InvalidSecurity", "AuthenticationFailed",
+})
+_REGION = re.compile(r"<Region>([a-z0-9-]+)</Region>|expecting '([a-z0-9-]+)'", re.ASCII)
 _BROKEN = ("error performing", "http error", "connection", "timed out", "timeout", "body", "incomplete")
 _REDIRECT = "Received redirect"  # obstore's own words
 _METADATA_HOSTS = ("169.254.169.254", "169.254.170.2", "metadata.google.internal")  # asked where no credentials are set
 _CREDENTIALS = (
     "set credentials as other programs take them: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
-    "GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_ACCOUNT_KEY; or run where an instance role gives them"
+    "GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_ACCOUNT_KEY; or an AWS profile (boto3 has to be installed); or run "
+    "where an instance role gives them"
 )
 
 
@@ -107,7 +113,13 @@ def _meaning(location: str, operation: str, said: Refusal, error: BaseException)
     if is_taken(error):
         return errno.EEXIST, "an object is there; remove it, or choose another path"
     if said.code in _REDIRECT_CODES or said.status in (301, 307) or _REDIRECT in said.text:
-        return errno.EREMOTE, "the bucket is in another region; set AWS_REGION to it, or AWS_ENDPOINT_URL"
+        region = _REGION.search(said.text)
+        named = "it" if region is None else region[1] or region[2]
+        return errno.EREMOTE, f"the bucket is in another region; set AWS_REGION to {named}, or AWS_ENDPOINT_URL"
+    if said.code in _EXPIRED_CODES:
+        return errno.EACCES, "the credentials have expired; renew them, and start the job again from its last step"
+    if said.code in _UNKNOWN_CODES:
+        return errno.EACCES, "the store does not know these credentials; check the keys, and whose endpoint it is"
     if said.status == 401 or any(host in said.text for host in _METADATA_HOSTS):
         return errno.EACCES, _CREDENTIALS
     if said.status == 403 or type(error).__name__ in ("PermissionDeniedError", "UnauthenticatedError"):

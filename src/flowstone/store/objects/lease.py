@@ -18,7 +18,7 @@ import msgspec
 from flowstone.errors import FlowstoneError, LockedError
 from flowstone.log import log
 from flowstone.store.lock import LOCK_NAME
-from flowstone.store.objects.client import Client
+from flowstone.store.objects.client import Client, same_tag
 
 LEASE_S = 30.0  # without a renewal: longer than a busy store keeps one waiting, shorter than a restart
 _RENEWALS = 4  # within that time
@@ -32,7 +32,7 @@ class _Lease(msgspec.Struct, frozen=True):
     token   of one holding
     turn    counts renewals: a store that tags objects by their bytes gives each another tag
     seconds until it counts as given up, if it is not renewed
-    machine, process  where the holder runs: see `_here`
+    machine, process  where the holder runs: see `here`
     """
 
     holder: str
@@ -50,13 +50,21 @@ def _read_text(path: str) -> str:
         return ""  # safe: a lease is then waited for
 
 
-def _here() -> tuple[str, str]:
+def here() -> tuple[str, str]:
     """This machine since it was started, in this namespace of processes; and this process on it."""
     try:
         namespace = os.readlink("/proc/self/ns/pid")
     except OSError:
         namespace = ""
     return f"{_read_text('/proc/sys/kernel/random/boot_id')} {namespace}", f"{os.getpid()} {_started(os.getpid())}"
+
+
+def has_ended(machine: str, process: str) -> bool:
+    """Whether a process, as `here` has told it, is certainly gone: only its own machine can tell."""
+    if here()[0] != machine:
+        return False
+    pid, _, began = process.partition(" ")
+    return not pid.isdecimal() or _started(int(pid)) != began
 
 
 def _started(pid: int) -> str:
@@ -87,7 +95,7 @@ class ObjectLease:
         """
         if self._held is not None:
             return False
-        machine, process = _here()
+        machine, process = here()
         mine = _Lease(holder, secrets.token_hex(8), 0, self._lease_s, machine, process)
         for _ in range(_TRIES):
             found, tag = self._find()
@@ -135,10 +143,8 @@ class ObjectLease:
             return _Lease("", "", 0, 0, "", ""), head["e_tag"]
 
     def _is_given_up(self, found: _Lease, tag: str | None) -> bool:
-        machine, _ = _here()
-        if machine == found.machine:
-            pid, _, began = found.process.partition(" ")
-            return not pid.isdecimal() or _started(int(pid)) != began
+        if here()[0] == found.machine:
+            return has_ended(found.machine, found.process)
         log.warning(
             "%s: %s holds the lock; waiting up to %.0f s to see whether it is alive", self._client.location,
             found.holder, found.seconds,
@@ -147,7 +153,7 @@ class ObjectLease:
         while time.monotonic() < deadline:
             time.sleep(min(1.0, found.seconds / _RENEWALS))
             head = self._client.head(LOCK_NAME)
-            if head is None or head["e_tag"] != tag:
+            if head is None or not same_tag(head["e_tag"], tag):
                 return head is None or self._find()[0] in (None, _Lease("", "", 0, 0, "", ""))
         return True
 

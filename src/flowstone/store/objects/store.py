@@ -13,17 +13,17 @@ from threading import Lock
 from typing import TYPE_CHECKING
 
 from flowstone import _native
-from flowstone.config import Direction, EngineOptions
+from flowstone.config import BLOCK_BYTES, Direction, EngineOptions
 from flowstone.errors import BudgetError, DamagedError, StorageError
 from flowstone.store.base import UNPACED, Capabilities, FilePlan, Pace
 from flowstone.store.forks import forget_in_children
 from flowstone.store.jobs import JobReading
-from flowstone.store.objects.client import Client, Patience, open_bucket
-from flowstone.store.objects.downloads import ObjectReading, give_up
+from flowstone.store.objects.client import Client, Patience, open_bucket, same_tag
+from flowstone.store.objects.downloads import ObjectExtents, ObjectReading, give_up
 from flowstone.store.objects.failures import begins_behind, storage_error
 from flowstone.store.objects.lease import LEASE_S, ObjectLease
 from flowstone.store.objects.orphans import abort_unfinished
-from flowstone.store.objects.uploads import ObjectWriting, Upload, part_bytes
+from flowstone.store.objects.uploads import ObjectPart, ObjectWriting, Upload, part_bytes
 from flowstone.store.os_errors import MORE_THREADS, translated
 from flowstone.store.settings import Settings, resolve
 
@@ -38,7 +38,7 @@ _HEADS_AT_ONCE = 16
 _SEEN_MAX = 10_000
 _CAPABILITIES = Capabilities(
     atomic_rename=False, conditional_put=True, directory_sync=False, durable_on_return=True, range_reads=True,
-    appends=False, direct=False, links=False,
+    appends=False, direct=False, links=False, distant=True, parts=True,
 )
 
 
@@ -52,8 +52,8 @@ class ObjectStore:
     """
 
     def __init__(
-        self, bucket: str | Bucket, options: EngineOptions | None = None, *, location: str | None = None,
-        patience: Patience | None = None, lease_s: float = LEASE_S,
+        self, bucket: str | Bucket, options: EngineOptions | None = None, *,
+        location: str | None = None, patience: Patience | None = None, lease_s: float = LEASE_S,
     ) -> None:
         patience = patience or Patience()
         if isinstance(bucket, str):
@@ -171,7 +171,7 @@ class ObjectStore:
         the job after it has written there.
         """
         known = self._tags.get(path)
-        if known is not None and tag != known:
+        if known is not None and not same_tag(tag, known):
             raise StorageError(
                 f"cannot remove {self.location}/{path}", errno=errno.EPERM, reason="another job has replaced it",
                 next="stop the other job that writes there; the next save takes the lock again",
@@ -236,7 +236,10 @@ class ObjectStore:
         engine, settings = self._engine(arena), self.settings("write")
         tokens = self._numbers(len(files))
         natives = [
-            (_native.File(fd=token, path=f"{self.location}/{plan.path}", alignment=1), plan.bytes)
+            (
+                _native.File(fd=token, path=f"{self.location}/{plan.path}", alignment=1),
+                -(-plan.bytes // BLOCK_BYTES) * BLOCK_BYTES,  # what is behind its end is not sent
+            )
             for token, plan in zip(tokens, files, strict=True)
         ]
         with translated(Path(self.location), "begin to write into", "", remedy=MORE_THREADS):
@@ -253,14 +256,37 @@ class ObjectStore:
             raise self._no_thread("write into", error) from error
         return ObjectWriting(self.location, job, settings, self.options.watch, files, uploads)
 
+    def open_segments(
+        self, files: Sequence[FilePlan], arena: _native.Arena, *, of_path: int, may_move: bool
+    ) -> ObjectPart:
+        self._check_budget(files, arena)
+        claimed: list[str] = []
+        try:
+            for plan in files:
+                self._tags[plan.path] = self._claim(plan.path)
+                claimed.append(plan.path)
+        except StorageError:
+            for path in claimed:
+                self.remove(path)
+            raise
+        tokens = self._numbers(len(files))
+        return ObjectPart(self.client, self._engine(arena), files, tokens, self._tags, of_path=of_path)
+
+    def open_extents(
+        self, paths: Sequence[str], arena: _native.Arena, *, of_path: int, wanted_bytes: int, past_cache: bool
+    ) -> ObjectExtents:
+        self._check_there(paths)
+        tokens, tuning = self._numbers(len(paths)), self.settings("read").tuning
+        request_bytes = min(tuning.request_bytes, arena.block_bytes)
+        threads = max(1, min(tuning.queue_depth, -(-wanted_bytes // request_bytes))) if paths else 0
+        return ObjectExtents(
+            self.client, self._engine(arena), paths, first_file=tokens.start, threads=threads, of_path=of_path
+        )
+
     def _claim(self, path: str) -> str | None:
         """Keep the segment's name, by a small object that the upload replaces. Returns its tag, which no other has."""
         token = secrets.token_hex(8)
-        tag = self.client.put_new(path, token.encode(), token)
-        if tag is None:
-            found = self.client.head(path)
-            tag = None if found is None else found["e_tag"]
-        return tag
+        return self.client.put_new(path, token.encode(), token) or self.client.tag(path)
 
     def _check_budget(self, files: Sequence[FilePlan], arena: _native.Arena) -> None:
         """A part is sent at once: from blocks, or from a copy where these do not come soon."""

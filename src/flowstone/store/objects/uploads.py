@@ -20,12 +20,13 @@ from typing import BinaryIO
 
 from flowstone import _native
 from flowstone.config import MIB, POLL_S, Watch
-from flowstone.errors import FlowstoneError, LockedError
+from flowstone.errors import FlowstoneError, LockedError, StorageError
 from flowstone.store.base import FilePlan, Receipt
 from flowstone.store.jobs import WriteWaits, write_error
-from flowstone.store.objects.client import Client
+from flowstone.store.objects.client import Client, same_tag
+from flowstone.store.objects.downloads import give_up
 from flowstone.store.objects.failures import storage_error
-from flowstone.store.os_errors import explain
+from flowstone.store.os_errors import MORE_THREADS, explain
 from flowstone.store.settings import Settings
 
 PART_BYTES_MIN = 8 * MIB  # S3 refuses parts under 5 MiB but for the last one
@@ -172,20 +173,21 @@ class Upload:
             self._tags[self._plan.path] = tag
             return
         try:
-            self._tags[self._plan.path] = self._client.repeating.put(
+            tag = self._client.repeating.put(
                 self._plan.path, stream, use_multipart=True, chunk_size=length, max_concurrency=_AT_ONCE_MAX
             )["e_tag"]
         except (StoppedError, FlowstoneError):
             raise
         except Exception as error:
             raise storage_error(self._client.location, "upload", self._plan.path, error) from error
+        self._tags[self._plan.path] = tag or self._client.tag(self._plan.path)  # Ceph's gateway gives none here
 
     def _check_claim(self) -> None:
         """Raise LockedError if another job has removed or replaced what keeps the segment's name."""
         with ThreadPoolExecutor(1, thread_name_prefix="flowstone-heads") as executor:
             # Not on this thread: obstore takes no request on one from which it is asking for more of a stream.
             found = executor.submit(self._client.head, self._plan.path).result()
-        if found is None or found["e_tag"] != self._claim:
+        if found is None or not same_tag(found["e_tag"], self._claim):
             self._raise_lost()
 
     def _raise_lost(self) -> None:
@@ -229,6 +231,7 @@ class Upload:
         """The file's bytes in their order; None: the next ones have not come for a while."""
         at = 0
         for begin, end in self._ranges:
+            end = min(end, self._plan.bytes)  # the engine writes whole blocks of 4096 bytes
             yield from self._spool.read(at, begin)  # no window is there: zeros
             if begin in self._early:
                 while begin not in self._spooled:
@@ -239,7 +242,7 @@ class Upload:
                 while begin not in self._arrived:
                     if not self._take():
                         yield None
-                yield self._view(*self._arrived.pop(begin))
+                yield self._view(*self._arrived.pop(begin))[: end - begin]
             at = end
         yield from self._spool.read(at, self._plan.bytes)
 
@@ -309,3 +312,47 @@ class ObjectWriting(WriteWaits):
             "objects", self._settings, alignment=1, request_bytes=tuning.request_bytes, depth=tuning.queue_depth
         )
         return self._receipt(failed or write_error(self._root, self._job), io)
+
+
+class ObjectPart:
+    """Segments of a job of another store's (see Parts). Their names are claimed."""
+
+    def __init__(
+        self, client: Client, engine: _native.Engine, plans: Sequence[FilePlan], tokens: range,
+        tags: dict[str, str | None], *, of_path: int,
+    ) -> None:
+        self._client, self._plans, self._tokens, self._tags, self.engine = client, plans, tokens, tags, engine
+        self._uploads: list[Upload] = []
+        self.natives = [
+            _native.File(fd=token, path=f"{client.location}/{plan.path}", alignment=1, of_path=of_path)
+            for token, plan in zip(tokens, plans, strict=True)
+        ]
+
+    def begin(self, job: _native.WriteJob, numbers: Sequence[int]) -> None:
+        try:
+            for number, token, plan in zip(numbers, self._tokens, self._plans, strict=True):
+                self._uploads.append(
+                    Upload(self._client, self.engine, job, plan, number=number, token=token, tags=self._tags)
+                )
+        except RuntimeError as error:
+            give_up(self.engine, job, "write", (self._tokens.start, self._tokens.stop))
+            raise StorageError(
+                f"cannot start the threads that write into {self._client.location}", errno=errno.EAGAIN,
+                reason=str(error), next=MORE_THREADS,
+            ) from error
+
+    def reserve(self) -> None:
+        """Nothing to do: a bucket reserves no space."""
+
+    def end(self, job: _native.WriteJob, ends: Sequence[int]) -> FlowstoneError | None:  # noqa: ARG002  (uploads know)
+        self.close()
+        return self.error()
+
+    def error(self) -> FlowstoneError | None:
+        """Why an upload has failed, and with it the job."""
+        return next((upload.error for upload in self._uploads if upload.error is not None), None)
+
+    def close(self) -> None:
+        for upload in self._uploads:
+            while not upload.wait(POLL_S):
+                pass

@@ -1,0 +1,1 @@
+"""Everything about Flowstone that needs a GPU, checked and measured in one run: see tools/gpu_session.sh."""

@@ -1,0 +1,172 @@
+"""Stage "ceilings": what copies, pinning, digests and the disk reach by themselves. All else is a share of these."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import torch
+
+from bench import fio
+from bench.gpu.accelerator import MIB, Accelerator, Cuda, opened
+from bench.gpu.options import Options, emit, note, parse
+from bench.meter import cool
+from flowstone import _native
+
+SIZES = (256 << 10, 1 * MIB, 8 * MIB, 32 * MIB, 64 * MIB)
+DISK_THREADS, DISK_REQUEST_BYTES = 16, 8 * MIB
+
+
+def main() -> None:
+    options = parse()
+    emit("XXH3 on one core", _digest_rate(), "GB/s")
+    with opened(options) as device:
+        _copies(device, options)
+        if isinstance(device, Cuda):
+            _completions(device)
+        _pinning(device)
+    for place, where in ((options.scratch, "disk"), (Path("/dev/shm"), "tmpfs")):
+        size = 64 * MIB if options.simulate else 8192 * MIB
+        _file_system(place, where, size, by_fio=where == "disk" and not options.simulate)
+
+
+def _copies(device: Accelerator, options: Options) -> None:
+    """Both ways, by length of a copy, from pinned and from pageable memory, on one stream and on two."""
+    whole = 8 * MIB if options.simulate else 1024 * MIB
+    there = device.tensor(torch.zeros(whole, dtype=torch.uint8))
+    for kind, here in (("pinned", device.pinned(whole)), ("pageable", torch.ones(whole, dtype=torch.uint8))):
+        for size in [size for size in SIZES if size <= whole]:
+            parts = list(zip(here.split(size), there.split(size), strict=True))
+            for streams in (1, 2) if kind == "pinned" else (1,):
+                seconds = [device.copies(parts, streams) for _ in range(4)][1:]
+                emit(f"D2H {kind} {_size(size)} x {streams}", whole / 1e9 / median(seconds), "GB/s")
+                back = [(far, near) for near, far in parts]
+                seconds = [device.copies(back, streams) for _ in range(4)][1:]
+                emit(f"H2D {kind} {_size(size)} x {streams}", whole / 1e9 / median(seconds), "GB/s")
+
+
+def _completions(device: Cuda) -> None:
+    """What it costs a stream of copies to tell after each one: nothing, an event, a call-back of the host's.
+
+    The call-back is a function of libc that does nothing, so that only the driver's part is measured.
+    """
+    size, count = 1 * MIB, 256
+    here, there = device.pinned(size), torch.empty(size, dtype=torch.uint8, device=device.device)
+    driver, libc = ctypes.CDLL("libcuda.so.1"), ctypes.CDLL(None)
+    stream = torch.cuda.Stream(device.device)
+    handle = ctypes.c_void_p(stream.cuda_stream)
+    events = [torch.cuda.Event() for _ in range(count)]
+    ways: dict[str, Callable[[int], object]] = {
+        "none": lambda _: None,
+        "event": lambda at: events[at].record(stream),
+        "callback": lambda _: driver.cuStreamAddCallback(handle, ctypes.cast(libc.getpid, ctypes.c_void_p), None, 0),
+    }
+    for way, tell in ways.items():
+        seconds = []
+        for _ in range(4):
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            with torch.cuda.stream(stream):
+                for at in range(count):
+                    here.copy_(there, non_blocking=True)
+                    tell(at)
+            torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - begin)
+        emit(f"a copy of 1 MiB, completion told by: {way}", 1e6 * median(seconds[1:]) / count, "us")
+
+
+def _pinning(device: Accelerator) -> None:
+    """Of memory that was touched before, by cuMemHostRegister, in slabs as the arena has them."""
+    if not isinstance(device, Cuda):
+        note("pinning is the driver's: the simulated device has none")
+        return
+    runtime = torch.cuda.cudart()
+    for size in (8 * MIB, 256 * MIB, 1024 * MIB):
+        slab = mmap.mmap(-1, size)
+        array = np.frombuffer(slab, np.uint8)
+        array[::4096] = 1
+        begin = time.perf_counter()
+        error = runtime.cudaHostRegister(array.ctypes.data, size, 0)
+        taken = time.perf_counter() - begin
+        if int(error) != 0:
+            emit(f"pinning a slab of {_size(size)}", f"refused: {error}")
+            continue
+        emit(f"pinning a slab of {_size(size)}", taken / (size / 1e9), "s/GB")
+        runtime.cudaHostUnregister(array.ctypes.data)
+
+
+def _digest_rate() -> float:
+    data, count = np.ones(32 * MIB, np.uint8), 8
+    _native.xxh3_64(data)
+    begin = time.perf_counter()
+    for _ in range(count):
+        _native.xxh3_64(data)
+    return count * len(data) / 1e9 / (time.perf_counter() - begin)
+
+
+def _file_system(place: Path, where: str, size: int, *, by_fio: bool) -> None:
+    """By fio where it is installed; else by threads that write and read aligned blocks past the page cache."""
+    folder = place / "flowstone-gpu-ceiling"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    try:
+        if fio.is_installed() and by_fio:
+            samples = fio.choose(folder, size // 4, passes=1, settle=lambda: None, on_done=lambda: None)
+            for way in ("write", "read"):
+                best = fio.best(samples, way)
+                rate = max(s.gb_per_s for s in samples if s.direction == way)
+                emit(f"{where} {way}", rate, "GB/s", by=f"fio, {best}")
+            return
+        emit(f"{where} write", _threaded(folder / "file", size, os.O_WRONLY | os.O_CREAT), "GB/s", by="threads")
+        cool([folder / "file"])
+        emit(f"{where} read", _threaded(folder / "file", size, os.O_RDONLY), "GB/s", by="threads")
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _threaded(path: Path, size: int, flags: int) -> float:
+    """GB/s of all bytes, the sync inside. A file system without O_DIRECT goes through its cache."""
+    try:
+        fd = os.open(path, flags | os.O_DIRECT, 0o600)
+    except OSError:
+        fd = os.open(path, flags, 0o600)
+    blocks = [mmap.mmap(-1, DISK_REQUEST_BYTES) for _ in range(DISK_THREADS)]
+    for block in blocks:
+        block.write(b"x" * DISK_REQUEST_BYTES)
+    if flags & os.O_CREAT:
+        os.posix_fallocate(fd, 0, size)
+    failed: list[BaseException] = []
+
+    def move(number: int) -> None:
+        try:
+            for at in range(number * DISK_REQUEST_BYTES, size, DISK_THREADS * DISK_REQUEST_BYTES):
+                moved = os.pwrite(fd, blocks[number], at) if flags & os.O_CREAT else os.preadv(fd, [blocks[number]], at)
+                if moved != DISK_REQUEST_BYTES:
+                    raise OSError(f"{moved} of {DISK_REQUEST_BYTES} bytes")
+        except OSError as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=move, args=(number,)) for number in range(DISK_THREADS)]
+    begin = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    os.fsync(fd)
+    seconds = time.perf_counter() - begin
+    os.close(fd)
+    if failed:
+        raise failed[0]
+    return size / 1e9 / seconds
+
+
+def _size(count: int) -> str:
+    return f"{count // MIB} MiB" if count >= MIB else f"{count // 1024} KiB"

@@ -1,0 +1,158 @@
+"""Stage "faults": a device that fails, an exit with a save queued, a fork, a full device, a sanitizer.
+
+Each case is a process of its own that has to end by itself; then the session looks at what it has left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TextIO
+
+import flowstone as fs
+from bench.gpu.accelerator import Accelerator, opened
+from bench.gpu.loop import Loop
+from bench.gpu.options import Options, Row, parse
+
+CASE_LIMIT_S = 40.0
+SMALL_BYTES = 12_000_000
+
+
+def main() -> None:
+    """In the process of a case."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--case", choices=tuple(CASES), required=True)
+    case, rest = parser.parse_known_args()
+    options = parse(rest)
+    with opened(options) as device:
+        CASES[case.case].run(device, options)
+
+
+def _store(options: Options) -> Path:
+    return options.scratch / "faults"
+
+
+def _device_fails(device: Accelerator, options: Options) -> None:
+    """The save that is under way fails by name or had been captured; the process ends, and does not hang."""
+    loop = Loop(device, options, SMALL_BYTES)
+    checkpointer = fs.Checkpointer(_store(options), on_error="continue")
+    checkpointer.save(1, loop.state).committed.result()
+    loop.step()
+    device.synchronize()
+    device.break_down()
+    try:
+        error = checkpointer.save(2, loop.state).committed.exception(30)
+    except (fs.FlowstoneError, RuntimeError) as raised:  # what torch raises of a device that has failed
+        error = raised
+    print(f"step 2: {type(error).__name__}: {error}", flush=True)
+    assert error is not None, "a device that fails gives no bytes"
+    try:
+        checkpointer.close()
+    except fs.FlowstoneError as told:
+        print(f"close: {type(told).__name__}", flush=True)
+    os._exit(0)  # torch's own end may raise once more
+
+
+def _exit_with_a_save_queued(device: Accelerator, options: Options) -> None:
+    """What the device still has to do comes first; the end of the process waits for the save."""
+    loop = Loop(device, options, SMALL_BYTES)
+    checkpointer = fs.Checkpointer(_store(options))
+    checkpointer.save(1, loop.state).committed.result()
+    device.work(2.0)
+    checkpointer.save(2, loop.state)
+
+
+def _fork(device: Accelerator, options: Options) -> None:
+    """Children that are forked in the middle of saves, as loaders' workers are, and end: the saves go on."""
+    loop = Loop(device, options, SMALL_BYTES)
+    context = multiprocessing.get_context("fork")
+    with fs.Checkpointer(_store(options)) as checkpointer:
+        for number in (1, 2):
+            loop.step()
+            save = checkpointer.save(number, loop.state)
+            children = [context.Process(target=int) for _ in range(4)]
+            for child in children:
+                child.start()
+            for child in children:
+                child.join(20)
+                assert child.exitcode == 0, f"a forked child ended with {child.exitcode}"
+            save.committed.result(30)
+
+
+def _full_device(device: Accelerator, options: Options) -> None:
+    """A save needs no memory of the device that it has not taken before."""
+    loop = Loop(device, options, SMALL_BYTES)
+    with fs.Checkpointer(_store(options)) as checkpointer:
+        checkpointer.save(1, loop.state).committed.result()
+        held = device.fill_up()
+        checkpointer.save(2, loop.state).committed.result()
+        del held
+
+
+class Case:
+    """What a process is to do, and the newest step that there is to be afterwards."""
+
+    def __init__(self, run: Callable[[Accelerator, Options], None], newest: int) -> None:
+        self.run, self.newest = run, newest
+
+
+CASES: Mapping[str, Case] = {
+    "device fails": Case(_device_fails, 1),
+    "exit with a save queued": Case(_exit_with_a_save_queued, 2),
+    "fork": Case(_fork, 2),
+    "full device": Case(_full_device, 2),
+}
+
+
+def judged(options: Options, log: TextIO) -> Iterator[Row]:
+    """Run every case, and say how it ended."""
+    for name in CASES:
+        yield {"what": f"fault: {name}", "unit": "", **_judge(name, options, log)}
+    yield {"what": "fault: memory sanitizer", "unit": "", **_sanitizer(options, log)}
+
+
+def _command(name: str, options: Options) -> list[str]:
+    command = [sys.executable, "-m", "bench.gpu.stage", "faults", "--case", name, "--scratch", str(options.scratch)]
+    return [*command, "--simulate"] if options.simulate else command
+
+
+def _judge(name: str, options: Options, log: TextIO) -> Row:
+    shutil.rmtree(_store(options), ignore_errors=True)
+    try:
+        done = subprocess.run(
+            _command(name, options), capture_output=True, text=True, check=False, timeout=CASE_LIMIT_S
+        )
+    except subprocess.TimeoutExpired:
+        return {"value": f"stood still for {CASE_LIMIT_S:.0f} s", "passed": False}
+    print(f"== {name}\n{done.stdout}{done.stderr}", file=log, flush=True)
+    if done.returncode != 0:
+        return {"value": f"ended with {done.returncode}: {done.stderr.strip()[-300:]}", "passed": False}
+    try:
+        newest = fs.open(_store(options))
+        newest.verify()
+    except fs.FlowstoneError as error:
+        return {"value": f"{type(error).__name__}: {error}"[:300], "passed": False}
+    passed = newest.step == CASES[name].newest
+    return {"value": f"step {newest.step} is there and whole", "passed": passed, "told": done.stdout.strip()}
+
+
+def _sanitizer(options: Options, log: TextIO) -> Row:
+    """compute-sanitizer's memcheck over saves of a small state."""
+    tool = shutil.which("compute-sanitizer")
+    if options.simulate or tool is None:
+        return {"value": "skipped: " + ("the simulated device" if options.simulate else "not installed")}
+    shutil.rmtree(_store(options), ignore_errors=True)
+    command = [tool, "--tool", "memcheck", "--error-exitcode", "9", *_command("full device", options)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=CASE_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        return {"value": f"skipped: did not end within {CASE_LIMIT_S:.0f} s"}
+    print(f"== sanitizer\n{done.stdout}{done.stderr}", file=log, flush=True)
+    summary = [line for line in done.stdout.splitlines() if "ERROR SUMMARY" in line]
+    return {"value": " ".join(summary) or f"ended with {done.returncode}", "passed": done.returncode == 0}

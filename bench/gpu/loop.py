@@ -1,0 +1,105 @@
+"""A training loop on the device: parameters in many tensors, their AdamW, matrix products in the place of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter
+
+import torch
+
+import flowstone as fs
+from bench.gpu.accelerator import Accelerator
+from bench.gpu.options import Options
+from flowstone import events
+
+
+@dataclass
+class Told:
+    """What a Checkpointer's events have said, by step of the save."""
+
+    seen: list[events.Event] = field(default_factory=list)
+
+    def fences_s(self) -> float:
+        return sum(one.waited_s for one in self.seen if isinstance(one, events.Fenced))
+
+    def captured(self, step: int) -> events.Captured:
+        return next(one for one in self.seen if isinstance(one, events.Captured) and one.step == step)
+
+    def committed(self, step: int) -> events.Committed:
+        return next(one for one in self.seen if isinstance(one, events.Committed) and one.step == step)
+
+
+class Loop:
+    """A state of `options.tensors` tensors and `state_bytes`, made there; each step changes all of it."""
+
+    def __init__(self, device: Accelerator, options: Options, state_bytes: int | None = None) -> None:
+        self.device, self.options = device, options
+        count = options.tensors // 3  # parameters, and two moments of each
+        elements = (state_bytes or options.state_bytes) // (4 * 3 * count)
+        where = torch.device("cpu" if options.simulate else "cuda:0")
+        with where:
+            self.model = torch.nn.ParameterList([torch.full((elements,), 0.5) for _ in range(count)])
+        device.module(self.model)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
+        for parameter in self.model:
+            parameter.grad = torch.full_like(parameter, 1e-3)
+        self.optimizer.step()
+        device.slots(self.optimizer)
+        self.number = 0
+
+    @property
+    def state(self) -> dict[str, object]:
+        return {"model": self.model, "optimizer": self.optimizer, "step": self.number}
+
+    @property
+    def bytes(self) -> int:
+        slots = [slot for slots in self.optimizer.state.values() for slot in slots.values()]
+        return sum(tensor.nbytes for tensor in (*self.model.parameters(), *slots))
+
+    def step(self) -> Callable[[], float]:
+        """One step; the seconds that the optimizer's part has taken on the device, once that has passed it."""
+        self.device.work(self.options.step_s)
+        begin = self.device.mark()
+        self.optimizer.step()
+        end = self.device.mark()
+        return lambda: end() - begin()
+
+
+@dataclass(frozen=True)
+class Trained:
+    """`seconds` of `steps` steps by the clock; what each `save` blocked; the optimizer's seconds behind each save, and
+    in the other steps.
+    """
+
+    seconds: float
+    steps: int
+    blocked_s: list[float]
+    behind_s: list[float]
+    others_s: list[float]
+
+
+def train(loop: Loop, steps: int, *, every: int = 0, checkpointer: fs.Checkpointer | None = None) -> Trained:
+    """So many steps, with a save after each `every` of them."""
+    blocked: list[float] = []
+    optimizer: list[tuple[bool, Callable[[], float]]] = []
+    loop.device.synchronize()
+    begin = perf_counter()
+    for at in range(1, steps + 1):
+        optimizer.append((every > 0 and at % every == 1 and at > 1, loop.step()))
+        if every and at % every == 0 and checkpointer is not None:
+            loop.number += 1
+            started = perf_counter()
+            checkpointer.save(loop.number, loop.state)
+            blocked.append(perf_counter() - started)
+    loop.device.synchronize()
+    seconds = perf_counter() - begin
+    found = [(behind, passed()) for behind, passed in optimizer]
+    behind_s, others_s = ([took for behind, took in found if behind == which] for which in (True, False))
+    return Trained(seconds, steps, blocked, behind_s, others_s)
+
+
+def folder(options: Options, name: str) -> Path:
+    """A place for a store on the disk that is measured."""
+    return options.scratch / name

@@ -1,0 +1,72 @@
+// Engines whose requests the caller carries out, or that have several paths, for Python. For bind.cpp.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "engine.h"
+
+namespace flowstone {
+
+inline Direction direction_of(const std::string& name) {
+    if (name != "read" && name != "write") throw std::invalid_argument("direction must be 'read' or 'write'");
+    return name == "read" ? Direction::read : Direction::write;
+}
+
+/// Number, file, offset, address, length, needed bytes.
+using TakenOp = std::tuple<std::uint64_t, int, std::uint64_t, std::uintptr_t, std::uint64_t, std::uint64_t>;
+
+template <class PyEngine> std::vector<TakenOp> take_ops(const PyEngine& engine, const std::string& direction, const std::tuple<int, int>& files,
+                              std::size_t count, double timeout_s) {
+    const nanobind::gil_scoped_release unlocked;
+    std::vector<TakenOp> ops;
+    for (const CallerBackend::Taken& op : engine.held->caller()->take(direction_of(direction), std::get<0>(files), std::get<1>(files), count, timeout_s))
+        ops.emplace_back(op.number, op.file, op.offset, reinterpret_cast<std::uintptr_t>(op.memory.iov_base), op.memory.iov_len, op.needed_bytes);
+    return ops;
+}
+
+/// Bytes, and seconds in which any of them were under way, for each path.
+template <class PyEngine> std::vector<std::tuple<std::uint64_t, double>> path_traffic(const PyEngine& engine, const std::string& direction) {
+    const std::shared_ptr<PathsBackend> backend = engine.held->paths();
+    std::vector<std::tuple<std::uint64_t, double>> found;
+    for (std::size_t path = 0; path < backend->paths(); ++path) {
+        const PathTraffic traffic = backend->traffic(path, direction_of(direction));
+        found.emplace_back(traffic.bytes, std::chrono::duration<double>(traffic.busy).count());
+    }
+    return found;
+}
+
+template <class PyEngine, class PyFile> void bind_queues(nanobind::class_<PyEngine>& engine) {
+    using namespace nanobind::literals;
+    using Unlocked = nanobind::gil_scoped_release;
+    engine.def("take", &take_ops<PyEngine>, "direction"_a, "files"_a, "count"_a, "timeout_s"_a)
+        .def("complete", [](const PyEngine& engine, std::uint64_t number, std::uint64_t moved_bytes, int error) {
+            const Unlocked unlocked;
+            engine.held->caller()->complete(number, moved_bytes, error);
+        }, "number"_a, "moved_bytes"_a, "error"_a = 0)
+        .def("traffic", &path_traffic<PyEngine>, "direction"_a)
+        .def("failed", [](const PyEngine& engine, const PyFile& file) { return engine.held->paths()->failed(file.held); }, "file"_a)
+        .def("move", [](const PyEngine& engine, const PyFile& file, const PyFile& target) {
+            const Unlocked unlocked;
+            engine.held->paths()->move(file.held, target.held);
+        }, "file"_a, "target"_a)
+        .def("refuse", [](const PyEngine& engine, const PyFile& file) {
+            const Unlocked unlocked;
+            engine.held->paths()->refuse(file.held);
+        }, "file"_a)
+        .def("forget", [](const PyEngine& engine, const PyFile& file) { return engine.held->paths()->forget(file.held); }, "file"_a);
+}
+
+}  // namespace flowstone

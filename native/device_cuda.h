@@ -1,0 +1,65 @@
+// Copies by CUDA's driver.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <string>
+
+#include "device.h"
+
+namespace flowstone {
+
+/// The functions of the driver that are used, as in
+/// https://docs.nvidia.com/cuda/cuda-driver-api/ (cuda.h of version 13.0; all of them exist since 11.4).
+struct CudaDriver {
+    using Result = int;                  // CUresult
+    using Address = unsigned long long;  // CUdeviceptr
+    using Stream = void*;                // CUstream
+    using Event = void*;                 // CUevent
+    using Context = void*;               // CUcontext
+
+    Result (*init)(unsigned flags);
+    Result (*device_get)(int* device, int ordinal);
+    Result (*retain_primary)(Context*, int device);
+    Result (*release_primary)(int device);
+    Result (*push_context)(Context);
+    Result (*pop_context)(Context*);
+    Result (*exchange_capture_mode)(int*);
+    Result (*priority_range)(int* least, int* greatest);
+    Result (*stream_create)(Stream*, unsigned flags, int priority);
+    Result (*stream_destroy)(Stream);
+    Result (*stream_capture_status)(Stream, int*);
+    Result (*stream_synchronize)(Stream);
+    Result (*stream_wait)(Stream, Event, unsigned flags);
+    Result (*event_create)(Event*, unsigned flags);
+    Result (*event_destroy)(Event);
+    Result (*event_record)(Event, Stream);
+    Result (*event_query)(Event);
+    Result (*to_host)(void*, Address, std::size_t, Stream);
+    Result (*from_host)(Address, const void*, std::size_t, Stream);
+    Result (*pin)(void*, std::size_t, unsigned flags);
+    Result (*unpin)(void*);
+    Result (*error_name)(Result, const char**);
+};
+
+// Of cuda.h.
+inline constexpr int cuda_not_ready = 600;                  // CUDA_ERROR_NOT_READY
+inline constexpr int cuda_capture_unsupported = 900;        // CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
+inline constexpr unsigned cuda_non_blocking = 1;            // CU_STREAM_NON_BLOCKING
+inline constexpr unsigned cuda_event_without_timing = 2;    // CU_EVENT_DISABLE_TIMING
+inline constexpr unsigned cuda_pinned_for_all = 1;          // CU_MEMHOSTREGISTER_PORTABLE: for every context
+inline constexpr int cuda_capture_relaxed = 2;              // CU_STREAM_CAPTURE_MODE_RELAXED
+
+/// How many batches are in the stream at once, each with an event behind it: far fewer than the driver takes before a call
+/// blocks, and enough to keep a copy engine busy.
+inline constexpr std::size_t cuda_batches_max = 64;
+
+/// The driver of this machine, loaded at the first call: nothing links to it. Throws std::system_error (ENOSYS).
+const CudaDriver& cuda_driver();
+
+/// Copies on a stream of their own, of GPU number `ordinal`. `driver` outlives it.
+/// Throws std::system_error: ENOSYS if the driver refuses; EAGAIN if there are too many threads.
+/// The destructor waits for all copies.
+std::shared_ptr<Device> make_cuda_device(const CudaDriver& driver, int ordinal, std::string name);
+
+}  // namespace flowstone

@@ -1,0 +1,80 @@
+// The backends of several engines as one: each request goes to the one of its file's path.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "backend.h"
+
+namespace flowstone {
+
+/// What a path has moved in one direction, and for how long at least one of its requests was under way.
+struct PathTraffic {
+    std::uint64_t bytes = 0;
+    std::chrono::nanoseconds busy{};
+};
+
+/// Requests of a file go to the backend number `File::of_path`. Any thread.
+///
+/// A write into a file that `may_move` and that fails is held back, and so are all later ones into it, until the caller says
+/// into which other file they go (`move`), or that they fail (`refuse`). Until then its job does not end.
+class PathsBackend final : public Backend {
+public:
+    using Ranges = std::vector<std::pair<std::uint64_t, std::uint64_t>>;  // begin, end
+
+    explicit PathsBackend(std::vector<std::shared_ptr<Backend>> paths);
+    ~PathsBackend() override;
+
+    void submit(std::unique_ptr<Op> op) override;
+    const char* name() const override { return "paths"; }
+    int register_memory(iovec memory) override;
+    void unregister_memory(int slot) override;
+
+    std::size_t paths() const { return paths_.size(); }
+    PathTraffic traffic(std::size_t path, Direction direction) const;
+
+    /// Whether writes into the file are held back, and the first one's fault.
+    std::optional<Fault> failed(const std::shared_ptr<const File>& file) const;
+    /// Writes into `file`, those held back included, go into `target` from now on, which has at least its size.
+    void move(const std::shared_ptr<const File>& file, std::shared_ptr<const File> target);
+    /// What is held back fails, and no later write is.
+    void refuse(const std::shared_ptr<const File>& file);
+    /// The ranges that were written into its target. Forgets the file: no write into it is under way any more.
+    Ranges forget(const std::shared_ptr<const File>& file);
+
+private:
+    struct Moved {
+        std::shared_ptr<const File> target;  // null: not decided, or refused
+        bool is_refused = false;
+        std::optional<Fault> fault;  // of the first write that was held back
+        std::vector<std::unique_ptr<Op>> held;
+        Ranges written;  // into the target
+    };
+    struct Traffic {
+        PathTraffic moved;
+        std::uint32_t under_way = 0;
+        std::chrono::steady_clock::time_point since;
+    };
+
+    void pass(std::unique_ptr<Op> op, bool may_move);
+    bool hold(const File* file, std::unique_ptr<Op>& op, const Fault& fault) noexcept;
+    bool resubmit(std::unique_ptr<Op>& op, const std::shared_ptr<const File>& target) noexcept;
+    void begin(std::uint32_t path, Direction direction);
+    void end(std::uint32_t path, Direction direction, std::uint64_t bytes);
+    Traffic& traffic_locked(std::size_t path, Direction direction) { return traffic_[2 * path + (direction == Direction::write)]; }
+
+    const std::vector<std::shared_ptr<Backend>> paths_;
+    mutable std::mutex mutex_;
+    std::vector<Traffic> traffic_;
+    std::unordered_map<const File*, Moved> moved_;
+    std::vector<std::vector<int>> slots_;  // of registered memory, for each path; empty: free
+};
+
+}  // namespace flowstone

@@ -1,0 +1,125 @@
+// A GPU made of host memory behind a driver that refuses what CUDA's refuses, for tests on machines without one.
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "device_cuda.h"
+
+namespace flowstone {
+
+/// The driver of all SimulatedGpus of the process. As CUDA's documentation has it (cuda.h, 13.0):
+///
+/// - each call needs a context that is current on its thread (201 without);
+/// - events are over once all before them in their stream is; one that was never recorded is over;
+/// - a copy from the device into memory that is not pinned returns when it is over; one in the other direction takes its
+///   bytes with it;
+/// - a call blocks while its stream has `queue_max` pieces of work;
+/// - while a stream records a graph, calls that could be taken for a part of it are refused on threads that have not
+///   exchanged their capture mode (900), and end that recording; work put into it is not executed, and a stream that waits
+///   for an event of it records too;
+/// - an error of a copy or kernel is the context's from then on: pending work is dropped, and every call returns it.
+const CudaDriver& simulated_driver();
+
+/// Its memory is mapped twice: at `address`, where an access kills the process, as with a pointer of a real device; and
+/// at `inside`, for tests that play kernels. One thread executes what its streams hold. Any thread.
+class SimulatedGpu {
+public:
+    /// `delay`: of each copy. Throws std::system_error.
+    SimulatedGpu(std::uint64_t bytes, std::chrono::microseconds delay);
+    /// Streams and pinned memory have been given back.
+    ~SimulatedGpu();
+    SimulatedGpu(const SimulatedGpu&) = delete;
+    SimulatedGpu& operator=(const SimulatedGpu&) = delete;
+
+    static constexpr std::size_t queue_max = 1024;
+
+    int ordinal() const { return ordinal_; }
+    std::uint64_t address() const { return reinterpret_cast<std::uint64_t>(outside_); }
+    std::byte* inside() const { return inside_; }
+
+    /// Begin no copies, until `hold(false)`.
+    void hold(bool held);
+    /// Make every copy fail from now on, except the next `copies`.
+    void fail_after(std::uint64_t copies);
+    /// Refuse the next copy that is asked for with error 1 (invalid value), which harms nothing else.
+    void refuse_next();
+    std::uint64_t copies() const { return read(copies_); }
+    std::uint64_t pageable_copies() const { return read(pageable_); }
+    std::uint64_t pinned_bytes() const { return read(pinned_bytes_); }
+    /// Events that were recorded and are not over; the most at one time.
+    std::size_t pending_events() const { return read(pending_); }
+    std::size_t pending_events_max() const { return read(pending_max_); }
+
+    /// What a training does: streams of its own, kernels, graphs. Handles as the driver's.
+    std::uintptr_t current() const { return current_; }
+    void make_current(std::uintptr_t stream) { current_ = stream; }
+    std::uintptr_t make_stream();
+    /// While the stream records, the kernel becomes part of its graph instead.
+    void launch(std::uintptr_t stream, std::function<void()> kernel);
+    /// Waits until all that the stream holds now is over, or the GPU has failed.
+    void synchronize(std::uintptr_t stream);
+    /// `mode`: as CUstreamCaptureMode.
+    void begin_capture(std::uintptr_t stream, int mode);
+    /// Whether the recording was not ended by others' calls. Its graph is what `replay` executes.
+    bool end_capture(std::uintptr_t stream);
+    void replay(std::uintptr_t stream);
+
+    /// Of the streams that others than `make_stream` have made: flags and priority.
+    struct StreamFacts {
+        unsigned flags;
+        int priority;
+    };
+    std::vector<StreamFacts> streams() const;
+
+private:
+    friend struct SimulatedCalls;
+    struct Item;
+    struct Stream;
+    struct Event;
+
+    template <class Number> Number read(const Number& number) const {
+        const std::lock_guard lock(mutex_);
+        return number;
+    }
+    void run(const std::stop_token& stop);
+    Stream* next_ready_locked();
+    void finish_locked(Item& item);
+    void drop_all_locked(int error);
+    void push(Stream& stream, Item item);
+    int push_copy(Stream& stream, std::byte* host, std::uint64_t device, std::uint64_t bytes, bool to_host);
+    bool is_pinned_locked(const std::byte* memory, std::uint64_t bytes) const;
+
+    const std::uint64_t bytes_;
+    const std::chrono::microseconds delay_;
+    int ordinal_ = 0;
+    std::byte* inside_ = nullptr;
+    void* outside_ = nullptr;
+    mutable std::mutex mutex_;
+    std::condition_variable_any changed_;
+    std::list<std::unique_ptr<Stream>> streams_;
+    std::list<std::unique_ptr<Event>> events_;
+    std::vector<std::function<void()>> graph_;
+    std::uintptr_t current_ = 0;
+    bool held_ = false;
+    bool refuses_ = false;
+    int error_ = 0;  // sticky
+    std::uint64_t copies_ = 0;
+    std::uint64_t pageable_ = 0;
+    std::uint64_t copies_left_ = UINT64_MAX;
+    std::uint64_t pinned_bytes_ = 0;
+    std::size_t pending_ = 0;
+    std::size_t pending_max_ = 0;
+    std::vector<std::pair<std::byte*, std::uint64_t>> pins_;
+    std::jthread thread_;
+};
+
+}  // namespace flowstone

@@ -1,0 +1,306 @@
+// The engine's calls of CUDA's driver, against one that refuses what CUDA's refuses.
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <system_error>
+#include <thread>
+#include <vector>
+
+#include "aligned.h"
+#include "simulated_gpu.h"
+
+namespace flowstone {
+namespace {
+
+using std::chrono::microseconds;
+
+constexpr std::uint64_t kib = 1024;
+constexpr int failed = 719;
+
+/// What the callbacks of batches have said.
+class Results {
+public:
+    std::unique_ptr<CopyBatch> batch() {
+        return std::make_unique<CopyBatch>(
+            [this] {
+                const std::lock_guard lock(mutex_);
+                ++queued_;
+                changed_.notify_all();
+            },
+            [this](int error) {
+                const std::lock_guard lock(mutex_);
+                errors_.push_back(error);
+                changed_.notify_all();
+            });
+    }
+    std::vector<int> errors(std::size_t count) {
+        std::unique_lock lock(mutex_);
+        changed_.wait(lock, [&] { return errors_.size() >= count; });
+        return errors_;
+    }
+    std::size_t await_queued(std::size_t count) {
+        std::unique_lock lock(mutex_);
+        changed_.wait(lock, [&] { return queued_ >= count; });
+        return queued_;
+    }
+    std::size_t queued() {
+        const std::lock_guard lock(mutex_);
+        return queued_;
+    }
+    std::size_t over() {
+        const std::lock_guard lock(mutex_);
+        return errors_.size();
+    }
+
+private:
+    std::mutex mutex_;
+    std::condition_variable changed_;
+    std::size_t queued_ = 0;
+    std::vector<int> errors_;
+};
+
+/// A GPU, its copies, and host memory that is pinned for it.
+struct Bench {
+    explicit Bench(std::uint64_t bytes = 64 * kib) : gpu(bytes, microseconds(0)), memory(allocate_aligned(bytes)), bytes(bytes) {
+        device = make_cuda_device(simulated_driver(), gpu.ordinal(), "cuda:0");
+        REQUIRE(device->pin(memory.get(), bytes));
+        std::memset(memory.get(), 0, bytes);
+    }
+    ~Bench() {
+        gpu.hold(false);
+        if (device) device->unpin(memory.get());
+    }
+    std::unique_ptr<CopyBatch> batch(std::uint64_t at, std::uint64_t length, bool to_host = true) {
+        std::unique_ptr<CopyBatch> made = results.batch();
+        made->add({memory.get() + at, gpu.address() + at, length, to_host});
+        return made;
+    }
+    SimulatedGpu gpu;
+    AlignedBytes memory;
+    std::uint64_t bytes;
+    Results results;
+    std::shared_ptr<Device> device;  // goes first, when all that was submitted is over
+};
+
+}  // namespace
+
+TEST_CASE("copies have a stream of their own, which does not wait for the null stream and gives way to all others") {
+    Bench bench;
+    REQUIRE(bench.gpu.streams().size() == 1);
+    CHECK(bench.gpu.streams()[0].flags == cuda_non_blocking);
+    CHECK(bench.gpu.streams()[0].priority == 0);  // the range is 0 to -5
+    bench.device->unpin(bench.memory.get());
+    bench.device = nullptr;
+    CHECK(bench.gpu.streams().empty());
+}
+
+TEST_CASE("each batch is told of once, in order, with its bytes there") {
+    Bench bench;
+    std::memset(bench.gpu.inside(), 7, bench.bytes);
+    for (std::uint64_t i = 0; i < 16; ++i) bench.device->submit(bench.batch(i * kib, kib));
+    bench.device->submit(bench.results.batch());  // of nothing
+    CHECK(bench.results.errors(17) == std::vector<int>(17, 0));
+    CHECK(std::memcmp(bench.memory.get(), bench.gpu.inside(), 16 * kib) == 0);
+    std::memset(bench.memory.get(), 9, kib);
+    bench.device->submit(bench.batch(0, kib, false));
+    (void)bench.results.errors(18);
+    CHECK(bench.gpu.inside()[kib - 1] == std::byte{9});
+}
+
+TEST_CASE("copies that go on where the one before ends are one") {
+    Bench bench;
+    std::unique_ptr<CopyBatch> batch = bench.batch(0, kib);
+    for (std::uint64_t i = 1; i < 8; ++i) batch->add({bench.memory.get() + i * kib, bench.gpu.address() + i * kib, kib, true});
+    batch->add({bench.memory.get() + 9 * kib, bench.gpu.address() + 9 * kib, kib, true});
+    batch->add({bench.memory.get() + 10 * kib, bench.gpu.address() + 12 * kib, kib, true});
+    bench.device->submit(std::move(batch));
+    CHECK(bench.results.errors(1) == std::vector<int>{0});
+    CHECK(bench.gpu.copies() == 3);
+}
+
+TEST_CASE("who submits never waits, however long the device's queue is, and no more than 64 events are in it") {
+    Bench bench;
+    bench.gpu.hold(true);
+    constexpr std::size_t batches = 200, copies = 20;  // 4000 copies, where a call blocks from 1024 on
+    for (std::size_t i = 0; i < batches; ++i) {
+        std::unique_ptr<CopyBatch> batch = bench.results.batch();
+        for (std::size_t j = 0; j < copies; ++j) batch->add({bench.memory.get() + (j % 2) * 8 * kib, bench.gpu.address(), kib, true});
+        bench.device->submit(std::move(batch));
+    }
+    CHECK(bench.results.await_queued(40) < batches);
+    CHECK(bench.results.over() == 0);
+    bench.gpu.hold(false);
+    CHECK(bench.results.errors(batches) == std::vector<int>(batches, 0));
+    CHECK(bench.results.queued() == batches);
+    CHECK(bench.gpu.pending_events_max() <= cuda_batches_max);
+}
+
+TEST_CASE("small batches are bounded, too") {
+    Bench bench;
+    bench.gpu.hold(true);
+    for (std::size_t i = 0; i < 300; ++i) bench.device->submit(bench.batch(0, 64));
+    CHECK(bench.results.await_queued(cuda_batches_max) == cuda_batches_max);
+    CHECK(bench.gpu.pending_events() == cuda_batches_max);
+    bench.gpu.hold(false);
+    CHECK(bench.results.errors(300).size() == 300);
+    CHECK(bench.gpu.pending_events_max() == cuda_batches_max);
+}
+
+TEST_CASE("once the GPU has failed, all that is outstanding ends with its error, and all that comes later") {
+    for (const std::uint64_t copies : {0, 1, 5}) {
+        CAPTURE(copies);
+        Bench bench;
+        bench.gpu.hold(true);
+        bench.gpu.fail_after(copies);
+        for (std::uint64_t i = 0; i < 100; ++i) bench.device->submit(bench.batch(0, kib));
+        (void)bench.results.await_queued(cuda_batches_max);
+        bench.gpu.hold(false);
+        const std::vector<int> errors = bench.results.errors(100);
+        REQUIRE(errors.size() == 100);
+        const auto well = std::count(errors.begin(), errors.end(), 0);
+        CHECK(static_cast<std::uint64_t>(well) <= copies);
+        CHECK(std::count(errors.begin(), errors.end(), failed) == 100 - well);
+        bench.device->submit(bench.batch(0, kib));
+        CHECK(bench.results.errors(101).back() == failed);
+        CHECK(bench.device->describe(failed) == "CUDA_ERROR_LAUNCH_FAILED");
+        CHECK(bench.device->describe(12345) == "CUDA error 12345");
+    }
+}
+
+TEST_CASE("a copy that the driver refuses ends its batch, once the copies before it are over, and no other") {
+    Bench bench;
+    bench.gpu.hold(true);
+    bench.device->submit(bench.batch(0, kib));
+    (void)bench.results.await_queued(1);
+    bench.gpu.refuse_next();
+    bench.device->submit(bench.batch(kib, kib));
+    bench.gpu.hold(false);
+    bench.device->submit(bench.batch(2 * kib, kib));
+    std::vector<int> errors = bench.results.errors(3);
+    std::sort(errors.begin(), errors.end());
+    CHECK(errors == std::vector<int>{0, 0, 1});
+}
+
+TEST_CASE("a graph that another thread records stays whole while copies are made, and memory is pinned") {
+    Bench bench;
+    constexpr int global = 0;
+    bench.gpu.begin_capture(bench.gpu.current(), global);
+    for (std::uint64_t i = 0; i < 16; ++i) bench.device->submit(bench.batch(i * kib, kib));
+    CHECK(bench.results.errors(16) == std::vector<int>(16, 0));
+    const AlignedBytes more = allocate_aligned(4096);
+    CHECK(bench.device->pin(more.get(), 4096));
+    bench.device->unpin(more.get());
+    CHECK(bench.gpu.end_capture(bench.gpu.current()));
+    // The simulation is as strict as the driver: a thread that has not exchanged its mode ends the recording.
+    bench.gpu.begin_capture(bench.gpu.current(), global);
+    int found = 0;
+    std::thread([&] {
+        void* context = nullptr;
+        (void)simulated_driver().retain_primary(&context, bench.gpu.ordinal());
+        (void)simulated_driver().push_context(context);
+        void* event = nullptr;
+        found = simulated_driver().event_create(&event, 0);
+    }).join();
+    CHECK(found == cuda_capture_unsupported);
+    CHECK_FALSE(bench.gpu.end_capture(bench.gpu.current()));
+}
+
+TEST_CASE("a stream that records is neither followed nor led, and its graph does not take our copies in") {
+    Bench bench;
+    bench.gpu.hold(true);
+    bench.device->submit(bench.batch(0, kib));
+    (void)bench.results.await_queued(1);
+    const std::uintptr_t stream = bench.gpu.current();
+    CHECK_FALSE(bench.device->is_recording(stream));
+    bench.gpu.begin_capture(stream, 0);
+    CHECK(bench.device->is_recording(stream));
+    CHECK(bench.device->follow(stream) == cuda_capture_unsupported);
+    CHECK(bench.device->lead(stream) == cuda_capture_unsupported);
+    bench.device->submit(bench.batch(kib, kib));
+    bench.gpu.hold(false);
+    CHECK(bench.results.errors(2) == std::vector<int>(2, 0));
+    CHECK(bench.gpu.copies() == 2);
+    CHECK(bench.gpu.end_capture(stream));
+}
+
+TEST_CASE("copies come after what they follow, and before what they lead, on every stream") {
+    Bench bench;
+    const std::uintptr_t one = bench.gpu.current(), other = bench.gpu.make_stream();
+    std::atomic<bool> go{false};
+    const auto kernel = [&](int value) { std::memset(bench.gpu.inside(), value, kib); };
+    bench.gpu.hold(true);
+    bench.gpu.launch(one, [&] {
+        while (!go) std::this_thread::yield();
+        kernel(1);
+    });
+    REQUIRE(bench.device->follow(one) == 0);
+    bench.device->submit(bench.batch(0, kib));
+    (void)bench.results.await_queued(1);
+    REQUIRE(bench.device->lead(one) == 0);
+    REQUIRE(bench.device->lead(other) == 0);
+    bench.gpu.launch(one, [&] { kernel(2); });
+    bench.gpu.launch(other, [&] { kernel(3); });
+    go = true;
+    bench.gpu.hold(false);
+    CHECK(bench.results.errors(1) == std::vector<int>{0});
+    CHECK(bench.memory.get()[kib - 1] == std::byte{1});
+    bench.gpu.synchronize(one);
+    bench.gpu.synchronize(other);
+    REQUIRE(bench.device->lead(one) == 0);  // of nothing
+}
+
+TEST_CASE("what waits for early copies does not wait for the lazy ones behind them") {
+    Bench bench;
+    std::unique_ptr<CopyBatch> early = bench.batch(0, kib);
+    early->early = true;
+    bench.gpu.hold(true);
+    bench.device->submit(std::move(early));
+    (void)bench.results.await_queued(1);
+    const std::uintptr_t stream = bench.gpu.current();
+    REQUIRE(bench.device->lead(stream, Copies::early) == 0);
+    bench.gpu.launch(stream, [&] { std::memset(bench.gpu.inside(), 3, kib); });
+    bench.gpu.hold(false);
+    (void)bench.results.errors(1);
+    CHECK(bench.memory.get()[0] == std::byte{0});  // the kernel came after the copy
+    bench.gpu.synchronize(stream);
+    bench.gpu.hold(true);
+    bench.device->submit(bench.batch(kib, kib));
+    (void)bench.results.await_queued(2);
+    REQUIRE(bench.device->lead(stream, Copies::early) == 0);
+    bench.gpu.launch(stream, [&] { std::memset(bench.gpu.inside(), 4, kib); });
+    bench.gpu.synchronize(stream);  // ends, though the lazy copy is held
+    CHECK(bench.gpu.inside()[0] == std::byte{4});
+}
+
+TEST_CASE("a copy into memory that is not pinned holds up the device's own thread, not the one that submits") {
+    Bench bench;
+    const AlignedBytes pageable = allocate_aligned(4096);
+    std::memset(bench.gpu.inside(), 5, 4096);
+    bench.gpu.hold(true);
+    std::unique_ptr<CopyBatch> batch = bench.results.batch();
+    batch->add({pageable.get(), bench.gpu.address(), 4096, true});
+    bench.device->submit(std::move(batch));
+    CHECK(bench.results.queued() == 0);
+    bench.gpu.hold(false);
+    CHECK(bench.results.errors(1) == std::vector<int>{0});
+    CHECK(bench.gpu.pageable_copies() == 1);
+    CHECK(pageable.get()[4095] == std::byte{5});
+}
+
+TEST_CASE("a GPU that there is none of is refused with the driver's word for it") {
+    try {
+        (void)make_cuda_device(simulated_driver(), 1'000'000, "cuda:1000000");
+        FAIL("it was made");
+    } catch (const std::system_error& error) {
+        CHECK(error.code().value() == ENOSYS);
+        CHECK(std::string(error.what()).find("cuDeviceGet") != std::string::npos);
+    }
+}
+
+}  // namespace flowstone

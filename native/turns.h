@@ -1,0 +1,35 @@
+// The order of windows whose files lie on several paths.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "backend.h"
+
+namespace flowstone {
+
+/// The windows of [begin, end) by turns of their files' paths, each path's in their order, so that of all paths about the same share
+/// has begun at any time. Null files count as path 0.
+template <class Iterator> void take_turns(Iterator begin, Iterator end, const std::vector<std::shared_ptr<const File>>& files) {
+    using Window = typename std::iterator_traits<Iterator>::value_type;
+    const auto path_of = [&](const Window& window) { return files[window.file] == nullptr ? 0U : files[window.file]->of_path; };
+    std::unordered_map<std::uint32_t, std::uint64_t> bytes;
+    for (Iterator at = begin; at != end; ++at) bytes[path_of(*at)] += at->end - at->begin;
+    if (bytes.size() < 2) return;
+    std::unordered_map<std::uint32_t, std::uint64_t> begun;
+    std::vector<std::pair<double, Window>> ordered;
+    ordered.reserve(static_cast<std::size_t>(end - begin));
+    for (Iterator at = begin; at != end; ++at) {
+        std::uint64_t& before = begun[path_of(*at)];
+        ordered.emplace_back(static_cast<double>(before) / static_cast<double>(std::max<std::uint64_t>(bytes[path_of(*at)], 1)), *at);
+        before += at->end - at->begin;
+    }
+    std::stable_sort(ordered.begin(), ordered.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
+    std::transform(ordered.begin(), ordered.end(), begin, [](const auto& one) { return one.second; });
+}
+
+}  // namespace flowstone

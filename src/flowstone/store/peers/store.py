@@ -1,0 +1,227 @@
+"""A store in the memory of a job's several nodes: what one node has lost, others have. docs/PEERS.md.
+
+Each rank writes into the agent of its own node, as a NodeMemory does; a segment counts as written once the nodes that
+keep its copies have it. What is read comes from this node where it is here, else from another one.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Sequence
+from itertools import chain
+from pathlib import Path
+from threading import Lock
+
+import msgspec
+
+from flowstone import _native
+from flowstone.config import AGENT_LINGER_S, GENERATIONS, PEER_SECRET_BYTES, REPLICAS, EngineOptions, whole_number
+from flowstone.errors import ArgumentError, FlowstoneError, PeerError
+from flowstone.store.agent_wire import Request
+from flowstone.store.contents import MemoryFile
+from flowstone.store.forks import forget_in_children
+from flowstone.store.jobs import JobReading
+from flowstone.store.node_memory import NodeMemory
+from flowstone.store.os_errors import MORE_THREADS, translated
+from flowstone.store.peers.copies import copy_to
+from flowstone.store.peers.interfaces import address_of
+from flowstone.store.peers.node import Link, Place
+from flowstone.store.peers.placement import keepers
+from flowstone.store.peers.reading import Located, PeerReading
+from flowstone.store.peers.tree import PeersTree
+from flowstone.store.peers.wire import Ask
+
+SECRET_VARIABLE = "FLOWSTONE_PEERS_SECRET"  # noqa: S105  (its name)
+
+
+class _Introduction(msgspec.Struct, frozen=True):
+    """What a rank tells the others."""
+
+    place: Place
+    run: str
+    replicas: int
+
+
+class PeerMemory(NodeMemory):
+    """The checkpoints of the run `name` in the memory of all nodes of the job. A Store: every rank gives the same to
+    its Checkpointer, which has the nodes find each other by the job's own rendezvous.
+
+    secret       that all nodes of the job know, and no one else: 16 bytes at least; None: FLOWSTONE_PEERS_SECRET
+    replicas     how many nodes keep what a node saves, itself included: groups of so many keep each other's (Gemini,
+                 SOSP 2023). So many less one may be lost at once, and more where they are of different groups
+    interface    the network that joins the nodes: its name, or this node's address in it; None: the one that leads to
+                 MASTER_ADDR. Nothing is served at any other address
+    port         where this node is served; 0: any free one
+    addresses    of all nodes, as "host:port", for a process outside of a job: nothing is exchanged then
+    bytes_per_s  that a rank sends to make copies; None: no limit
+
+    Other options are those of NodeMemory. Needs memory for `replicas` x `generations` of what a node's ranks save.
+
+    raises  ArgumentError
+    """
+
+    def __init__(
+        self, name: str, *, secret: str | bytes | None = None, replicas: int = REPLICAS, interface: str | None = None,
+        port: int = 0, addresses: Sequence[str] = (), bytes_per_s: float | None = None, generations: int = GENERATIONS,
+        linger_s: float = AGENT_LINGER_S, options: EngineOptions | None = None,
+    ) -> None:
+        super().__init__(name, generations=generations, linger_s=linger_s, options=options)
+        self.replicas = whole_number("replicas", replicas)
+        if self.replicas < 1:
+            raise ArgumentError(f"replicas {replicas} is less than 1", next="a node's own is the first one")
+        if bytes_per_s is not None and not bytes_per_s > 0:
+            raise ArgumentError(f"bytes_per_s {bytes_per_s!r:.60} is not above 0", next="leave it out for no limit")
+        self._bytes_per_s, self._addresses = bytes_per_s, [_place(address) for address in addresses]
+        self._secret = _secret(secret)
+        serve = Request("serve", target=address_of(interface), number=port, text=self._secret.hex())
+        self._peers = PeersTree(self.run, self.location, self._secret, serve)
+        self._agent = self._tree = self._peers
+        self.capabilities = msgspec.structs.replace(self.capabilities, links=False)
+        self._guard = Lock()
+        self._caller_engines: dict[int, _native.Engine] = {}
+        self._next_file = 0
+        self._has_met = False
+        self._peers.find = self._find
+        forget_in_children(self)
+
+    # The nodes
+
+    def introduce(self) -> bytes:
+        """What this rank tells the others, so that their nodes find this one. Starts agent and server if need be."""
+        return msgspec.msgpack.encode(_Introduction(self._peers.introduce(self._keep), self.run, self.replicas))
+
+    def meet(self, said: Sequence[bytes], own: bytes) -> None:
+        """Take what all ranks have told for the nodes of the job. Raises ArgumentError where they differ."""
+        introductions = [msgspec.msgpack.decode(one, type=_Introduction) for one in said]
+        mine = msgspec.msgpack.decode(own, type=_Introduction)
+        for rank, one in enumerate(introductions):
+            if (one.run, one.replicas) != (mine.run, mine.replicas):
+                raise ArgumentError(
+                    f"rank {rank} saves to another memory of several nodes",
+                    expected=f"{mine.run}, {mine.replicas} replicas", found=f"{one.run}, {one.replicas} replicas",
+                    next="give every rank the same store",
+                )
+        self._peers.meet(mine.place, tuple({one.place.node: one.place for one in introductions}.values()))
+        self._has_met = True
+
+    def _find(self) -> None:
+        """Outside of a job: this node, and those of `addresses`."""
+        with self._guard:
+            if self._has_met:
+                return
+            own = self._peers.introduce(self._keep)
+            places = [own]
+            for address in self._addresses:
+                link = Link(address, self.run, self._secret)
+                try:
+                    link.ask(Ask("free"))
+                    places.append(msgspec.structs.replace(address, node=link.node))
+                except PeerError as error:
+                    if error.errno != errno.EHOSTUNREACH:
+                        raise
+                    places.append(address)  # it may answer later
+                finally:
+                    link.close()
+            apart = {place.node or place.shown: place for place in places}
+            self._peers.meet(own, sorted(apart.values(), key=lambda place: place.shown))
+            self._has_met = True
+
+    def absent(self) -> str:
+        """Why newer checkpoints, of which some nodes know, cannot be loaded; "" if there are none."""
+        return self._peers.absent() if self._has_met else ""
+
+    def copies(self, step: int) -> dict[str, tuple[str, ...]]:
+        """At which addresses each file of a checkpoint is; empty if that is not whole."""
+        nodes, found = self._peers.nodes, self._peers.view().steps.get(f"step-{step:08d}")
+        files = {} if found is None else found.files
+        return {
+            name: tuple(nodes[source.node].place.shown for source in sources) for name, sources in sorted(files.items())
+        }
+
+    # Bulk bytes
+
+    def secure(self, files: Sequence[tuple[str, MemoryFile]], job: _native.WriteJob) -> FlowstoneError | None:
+        """Make the copies of what was written. The reason why there are none."""
+        nodes = self._peers.nodes
+        links = [self._peers.link_of(at).link for at in keepers(self._peers.own, len(nodes), self.replicas)[1:]]
+        try:
+            copy_to(links, files, self._bytes_per_s, lambda: job.cancelled)
+        except FlowstoneError as error:
+            return error
+        return None
+
+    def read_extents(
+        self, paths: Sequence[str], rows: _native.ReadExtents, arena: _native.Arena, *, wanted_bytes: int,
+        stop_at_bad: bool = True, past_cache: bool = False, ahead: bool = False,
+    ) -> JobReading:
+        wanted = sorted(set(chain.from_iterable(rows.file_groups)))
+        sources, local = {}, {}
+        for number in wanted:
+            path = paths[number]
+            with self._acting("open", path):
+                sources[path] = self._peers.sources(path)
+                if sources[path][0].node == self._peers.own:
+                    local[path] = self._peers.open(path).mapped(writable=False)
+        if len(local) == len(sources):
+            return super().read_extents(
+                paths, rows, arena, wanted_bytes=wanted_bytes, stop_at_bad=stop_at_bad, past_cache=past_cache,
+                ahead=ahead,
+            )
+        tuning = self.settings("read").tuning
+        request_bytes = min(tuning.request_bytes, arena.block_bytes)
+        engine = self._caller_engine(request_bytes)
+        with self._guard:
+            first, self._next_file = self._next_file, self._next_file + len(paths)
+        natives: list[_native.File | None] = [None] * len(paths)
+        for number in wanted:
+            natives[number] = _native.File(fd=first + number, path=f"{self.location}/{paths[number]}", alignment=1)
+        with translated(Path(self.location), "begin to read from", "", remedy=MORE_THREADS):
+            job = engine.read(
+                arena, natives, rows, stop_at_bad=stop_at_bad, in_place=False, request_bytes=request_bytes, ahead=ahead
+            )
+            located = Located(self.location, paths, first, sources, local)
+            return PeerReading(self._peers, engine, job, located, max(1, -(-wanted_bytes // request_bytes)))
+
+    def _caller_engine(self, request_bytes: int) -> _native.Engine:
+        """One whose requests are carried out here."""
+        tuning = self.settings("read").tuning
+        with translated(Path(self.location), "start the engine for", ""), self._guard:
+            if request_bytes not in self._caller_engines:
+                self._caller_engines[request_bytes] = _native.Engine(
+                    backend="caller", queue_depth=tuning.queue_depth, request_bytes=request_bytes,
+                    workers=self._read_workers, background=True,
+                )
+            return self._caller_engines[request_bytes]
+
+    def close(self) -> None:
+        with self._guard:
+            engines, self._caller_engines = tuple(self._caller_engines.values()), {}
+        for engine in engines:
+            engine.close()
+        super().close()
+
+    def forget(self) -> None:
+        """In a forked child: the threads are gone."""
+        self._guard, self._caller_engines = Lock(), {}
+
+
+def _place(address: str) -> Place:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise ArgumentError(
+            f"{address!r:.60} is no address of a node", expected="host:port", next="write 10.0.0.3:7000"
+        )
+    return Place("", host.strip("[]"), int(port))
+
+
+def _secret(given: str | bytes | None) -> bytes:
+    secret = os.environ.get(SECRET_VARIABLE, "") if given is None else given
+    secret = secret.encode() if isinstance(secret, str) else secret
+    least, most = PEER_SECRET_BYTES
+    if not least <= len(secret) <= most:
+        raise ArgumentError(
+            "the nodes of a job need a secret", expected=f"{least} to {most} bytes", found=f"{len(secret)} bytes",
+            next=f"set {SECRET_VARIABLE} to the same random text on all nodes, as `openssl rand -hex 32` prints it",
+        )
+    return secret

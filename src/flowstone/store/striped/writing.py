@@ -1,0 +1,418 @@
+"""Segments of one save on their way to several paths, each through its own queue."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Lock
+
+import msgspec
+
+from flowstone import _native
+from flowstone.config import MIB, POLL_S
+from flowstone.errors import DamagedError, FlowstoneError, StorageError
+from flowstone.format.digest import digest
+from flowstone.log import log
+from flowstone.store.base import FilePlan, Pace, Receipt
+from flowstone.store.jobs import GAP_BYTES, WriteWaits, reach, write_error
+from flowstone.store.os_errors import MORE_THREADS, explain, translated
+from flowstone.store.parts import OpenSegments
+from flowstone.store.striped.path import StripedPath, Striping
+
+_COPIED_AT_ONCE_BYTES = 8 * MIB
+_EVERY_GAP_BYTES = 1 << 40  # of an object every byte is written: gaps are zeros
+
+
+class _Part(msgspec.Struct, eq=False):
+    """Segments that lie on one path: their numbers in the save."""
+
+    path: StripedPath
+    numbers: list[int]
+    opened: OpenSegments
+
+    def native(self, number: int) -> _native.File:
+        return self.opened.natives[self.numbers.index(number)]
+
+
+class StripedWriting(WriteWaits):
+    """Segments of one save. Starts at once; raises if the first path refuses to create its own.
+
+    What another path refuses goes to the first one: segments that cannot be made or get no room, before a byte of them
+    is written; what fails later, from the blocks that have it, and what is there already is read back and compared with
+    the digests. Only where it does not come back does the save fail.
+    """
+
+    def __init__(
+        self, store: Striping, files: Sequence[FilePlan], rows: _native.WriteExtents, arena: _native.Arena,
+        pace: Pace, *, reserved: bool,
+    ) -> None:
+        self._store, self._plans, self._arena = store, files, arena
+        self._root = Path(store.location)
+        self._settings = store.settings("write")
+        self._watch = store.watch
+        self._reserving = Lock()  # held while reserving; guards the next
+        self._reserved = reserved
+        self._refusal: BaseException | None = None  # the exception of `reserve`
+        self._moving = Lock()  # held while segments move; guards the next
+        self._instead: dict[int, OpenSegments] = {}  # on the first path, by the number of a segment that moves
+        self._causes: dict[int, FlowstoneError] = {}  # why they move
+        self._unwritten: set[int] = set()  # segments of which the failed path has no byte
+        self._parts: list[_Part] = []
+        try:
+            self._open(reserved=reserved)
+            self._engine = store.engine([part.opened.engine for part in self._parts], "write", arena)
+            self._before = self._engine.traffic("write")
+            self._job = self._begin(rows, pace, files_ready=reserved)
+        except BaseException:
+            for part in self._parts:
+                part.opened.close()
+            raise
+
+    def _begin(self, rows: _native.WriteExtents, pace: Pace, *, files_ready: bool) -> _native.WriteJob:
+        natives = {number: part.native(number) for part in self._parts for number in part.numbers}
+        is_plain = all(part.path.store.capabilities.directory_sync for part in self._parts)
+        with translated(self._root, "begin to write into", "", remedy=MORE_THREADS):
+            job = self._engine.write(
+                self._arena, [(natives[number], file.bytes) for number, file in enumerate(self._plans)], rows,
+                gap_bytes=GAP_BYTES if is_plain else _EVERY_GAP_BYTES, blocks=pace.blocks,
+                bytes_per_s=pace.bytes_per_s or 0, cap_bytes_per_s=pace.cap or 0, watch=self._watch,
+                files_ready=files_ready,
+            )
+        try:
+            for part in self._parts:
+                part.opened.begin(job, part.numbers)
+        except BaseException:
+            job.cancel()
+            while not job.wait(POLL_S):
+                pass
+            raise
+        return job
+
+    # Where they lie
+
+    def _open(self, *, reserved: bool) -> None:
+        """Create all segments: those of each path there or, if that is refused, on the first one."""
+        by_path: dict[int, list[int]] = {}
+        for number, file in enumerate(self._plans):
+            by_path.setdefault(self._store.place(file.path, is_new=True)[0], []).append(number)
+        refused: list[int] = []
+        for of_path in sorted(by_path, reverse=True):  # the first path last: it gets what others refuse
+            if not of_path:
+                continue
+            path, numbers = self._store.paths()[of_path], by_path[of_path]
+            if not path.is_usable:  # it has failed since the plan was made
+                refused += numbers
+                continue
+            try:
+                part = self._part(path, numbers)
+                self._parts.append(part)
+                if reserved:
+                    part.opened.reserve()
+            except StorageError as error:
+                if error.errno == errno.EEXIST:
+                    raise
+                path.failed(error)
+                if self._parts and self._parts[-1].path is path:
+                    self._parts.pop().opened.close()
+                    self._remove(numbers)
+                refused += numbers
+        self._parts.append(self._part(self._store.paths()[0], sorted([*by_path.get(0, ()), *refused])))
+        if reserved:
+            self._parts[-1].opened.reserve()
+
+    def _part(self, path: StripedPath, numbers: list[int]) -> _Part:
+        opened = path.store.open_segments(
+            [self._planned(number, path.number) for number in numbers], self._arena, of_path=len(self._parts),
+            may_move=path.number != 0 and path.store.capabilities.directory_sync,
+        )
+        for number in numbers:
+            self._store.made(self._plans[number].path, path.number)
+        return _Part(path, numbers, opened)
+
+    def _planned(self, number: int, of_path: int) -> FilePlan:
+        """A segment as its path knows it."""
+        file = self._plans[number]
+        if not of_path:
+            return file
+        return msgspec.structs.replace(file, path=self._store.place(file.path, is_new=True)[1])
+
+    def _remove(self, numbers: Sequence[int]) -> None:
+        """Remove what a path has of segments that are on the first one now; it may refuse."""
+        for number in numbers:
+            of_path, there = self._store.place(self._plans[number].path, is_new=True)
+            try:
+                self._store.paths()[of_path].store.remove(there)
+            except FlowstoneError:
+                continue  # safe: nothing refers to it, and it goes with the checkpoint
+
+    # Room
+
+    def reserve(self) -> None:
+        if self._reserving.acquire(blocking=False):  # else another thread is reserving
+            try:
+                self._reserve_once()
+            finally:
+                self._reserving.release()
+
+    def _reserve_once(self) -> None:
+        """Call with the lock held. A refusal of the first path ends the job, and is in the receipt."""
+        if self._reserved:
+            return
+        self._reserved = True
+        if self._job.cancelled or self._job.fault is not None:
+            return
+        try:
+            for part in self._parts:
+                self._reserve_part(part)
+        except BaseException as error:
+            self._refusal = error
+            self._job.cancel()
+        else:
+            self._job.files_ready()
+
+    def _reserve_part(self, part: _Part) -> None:
+        try:
+            part.opened.reserve()
+        except StorageError as error:
+            if not part.path.number or not part.path.store.capabilities.directory_sync:
+                raise
+            part.path.failed(error)
+            for number in part.numbers:
+                self._unwritten.add(number)
+                self._move(part, number, error)
+
+    # What a path refuses
+
+    def _move(self, part: _Part, number: int, cause: FlowstoneError) -> None:
+        """From now on a segment's bytes go into a file on the first path. Raises StorageError if that has no room."""
+        file = self._plans[number]
+        first = self._store.paths()[0].store
+        opened = first.open_segments([file], self._arena, of_path=len(self._parts) - 1, may_move=False)
+        try:
+            opened.reserve()
+        except BaseException:
+            opened.close()
+            first.remove(file.path)
+            raise
+        self._causes[number], self._instead[number] = cause, opened
+        self._engine.move(part.native(number), opened.natives[0])
+
+    def _look(self) -> None:
+        """Move the segments whose writes have failed, or let them fail where that is impossible too."""
+        if not self._moving.acquire(blocking=False):
+            return  # another thread is looking
+        try:
+            for part in self._parts[:-1]:
+                for number in part.numbers:
+                    fault = self._engine.failed(part.native(number))
+                    if fault is None or number in self._instead:
+                        continue
+                    error = explain(part.path.root, fault.operation, fault.errno, fault.path, reach=reach(fault))
+                    part.path.failed(error)
+                    try:
+                        if self._job.cancelled or self._job.fault is not None:
+                            raise error
+                        self._move(part, number, error)
+                    except BaseException:
+                        self._causes[number] = error
+                        self._engine.refuse(part.native(number))
+                        raise
+        except FlowstoneError as error:
+            log.warning("%s cannot take what another path has refused: %s", self._store.location, error)
+        finally:
+            self._moving.release()
+
+    def _until(self, is_over: Callable[[float], bool]) -> None:
+        while not is_over(POLL_S):
+            self._look()
+
+    def wait_early(self) -> None:
+        self._until(self._job.wait_early)
+
+    def wait_queued(self) -> None:
+        self._until(self._job.wait_queued)
+
+    def wait_captured(self) -> None:
+        self._until(self._job.wait_captured)
+
+    def _wait(self) -> None:
+        self._until(self._job.wait)
+
+    def receipt(self) -> Receipt:
+        with self._reserving:
+            self._reserve_once()  # unless another thread has done it
+        self._wait()
+        begin = time.monotonic()
+        try:
+            error = self._error() or self._make_durable()
+        finally:
+            self._let_go()
+        numbers = [part.path.number for part in self._parts]
+        self._store.measure(self._before, self._engine.traffic("write"), numbers)
+        tuning = self._settings.tuning
+        io = self._io(
+            self._backend(), self._settings, alignment=self._alignment(), request_bytes=tuning.request_bytes,
+            depth=tuning.queue_depth,
+        )
+        return self._receipt(error, io, (begin, time.monotonic()))
+
+    def _backend(self) -> str:
+        found = dict.fromkeys(part.opened.engine.backend for part in self._parts if part.numbers)
+        return "+".join("objects" if one == "caller" else one for one in found)
+
+    def _alignment(self) -> int:
+        return min((native.alignment for part in self._parts for native in part.opened.natives), default=1)
+
+    def _error(self) -> FlowstoneError | None:
+        """Why the job has ended early, if it did; the path that is to blame is left out from the next save on."""
+        for part in self._parts:
+            if (told := part.opened.error()) is not None:
+                part.path.failed(told)
+                return told
+        fault = self._job.fault
+        if fault is not None and fault.operation != "capture":
+            for part in self._parts:
+                if any(native.path == fault.path for native in part.opened.natives):
+                    error = explain(part.path.root, fault.operation, fault.errno, fault.path, reach=reach(fault))
+                    if part.path.number:
+                        part.path.failed(error)
+                    return error
+        if fault is None and self._refusal is not None:
+            if not isinstance(self._refusal, FlowstoneError):
+                raise self._refusal
+            return self._refusal
+        return write_error(self._root, self._job)
+
+    # Durable
+
+    def _make_durable(self) -> FlowstoneError | None:
+        """Sync all paths at once; what one of them cannot make durable is brought to the first one."""
+        ends = self._job.file_ends or [file.bytes for file in self._plans]
+        with ThreadPoolExecutor(len(self._parts), thread_name_prefix="flowstone-path") as threads:
+            found = list(threads.map(lambda part: self._end(part, ends), self._parts))
+        return next((error for error in found if error is not None), None)
+
+    def _end(self, part: _Part, ends: Sequence[int]) -> FlowstoneError | None:
+        """On a thread of its own."""
+        stays = not any(number in self._instead for number in part.numbers)
+        error = part.opened.end(self._job, [ends[number] for number in part.numbers])
+        if error is None and stays:
+            try:
+                self._sync_names(part)
+            except FlowstoneError as refusal:
+                error = refusal
+        if error is None and stays:
+            if part.numbers:
+                part.path.worked()
+            return None
+        if not part.path.number or not part.path.store.capabilities.directory_sync:
+            if part.path.number and error is not None:
+                part.path.failed(error)
+            return error
+        if stays and error is not None:
+            part.path.failed(error)
+        return self._bring_all(part, ends, error)
+
+    def _sync_names(self, part: _Part) -> None:
+        if part.path.number:
+            for directory in {self._plans[number].path.rpartition("/")[0] for number in part.numbers}:
+                self._store.sync_segments(directory, of=part.path.number)
+
+    def _bring_all(self, part: _Part, ends: Sequence[int], cause: FlowstoneError | None) -> FlowstoneError | None:
+        """Bring a failed path's segments to the first one."""
+        first = self._store.paths()[0].store
+        for number in part.numbers:
+            try:
+                if number not in self._instead:
+                    opened = first.open_segments([self._plans[number]], self._arena, of_path=0, may_move=False)
+                    self._instead[number] = opened
+                    opened.reserve()
+                moved = self._engine.forget(part.native(number)) if number in self._causes else []
+                if number not in self._unwritten:
+                    self._bring(part, number, ends[number], moved)
+                error = self._instead[number].end(self._job, [ends[number]])
+                if error is None:
+                    error = self._check(number)
+            except OSError as refusal:
+                error = explain(part.path.root, "read back", refusal.errno or 0, part.native(number).path)
+            except FlowstoneError as refusal:
+                error = refusal
+            if error is not None:
+                log.warning("what is on %s does not come back: %s", part.path.store.location, error)
+                return self._causes.get(number) or cause or error
+        self._remove(part.numbers)
+        for number in part.numbers:
+            self._store.brought(self._plans[number].path, part.path.number)
+        return None
+
+    def _bring(self, part: _Part, number: int, size: int, moved: Sequence[tuple[int, int]]) -> None:
+        """Copy what the failed path has of a segment, but for the ranges that were moved, into its new file.
+
+        raises  OSError
+        """
+        source, target = part.native(number).path, self._instead[number].natives[0].path
+        at, gaps = 0, []
+        for begin, end in [*sorted(moved), (size, size)]:
+            if at < begin:
+                gaps.append((at, min(begin, size)))
+            at = max(at, end)
+        with mmap.mmap(-1, _COPIED_AT_ONCE_BYTES) as room, open(source, "rb", 0) as old, open(target, "r+b", 0) as new:
+            view = memoryview(room)
+            try:
+                for begin, end in gaps:
+                    _copy(old.fileno(), new.fileno(), begin, end, view)
+                os.fsync(new.fileno())
+            finally:
+                view.release()
+
+    def _check(self, number: int) -> FlowstoneError | None:
+        """Whether the file on the first path is what was to be written."""
+        file, path = self._plans[number], self._instead[number].natives[0].path
+        with open(path, "rb", 0) as opened:
+            bad = self._job.first_bad(number, opened.fileno())
+            if bad is None and file.begins is not None and digest(opened.read(file.begins[0])) != file.begins[1]:
+                bad = 0
+        return None if bad is None else DamagedError(
+            f"{path} is not what was written", range=f"from byte {bad} on", next="save again; the path is left out"
+        )
+
+    def _let_go(self) -> None:
+        for part in self._parts[:-1]:
+            for number in part.numbers:
+                self._engine.forget(part.native(number))
+        for opened in (*(part.opened for part in self._parts), *self._instead.values()):
+            opened.close()
+
+    def stop(self) -> None:
+        """Let go of the files once no byte moves any more, without a receipt."""
+        self._wait()
+        self._let_go()
+
+    def cancel(self) -> None:
+        super().cancel()
+        for part in self._parts[:-1]:
+            for number in part.numbers:
+                if self._engine.failed(part.native(number)) is not None:
+                    self._engine.refuse(part.native(number))
+
+    def __del__(self) -> None:
+        """Nothing may wait for a decision that will not come."""
+        if hasattr(self, "_job") and not self._job.wait(0):
+            self.cancel()
+
+
+def _copy(source: int, target: int, begin: int, end: int, room: memoryview) -> None:
+    """Bytes [begin, end) of a file into another one. Raises OSError."""
+    while begin < end:
+        length = os.preadv(source, [room[: min(len(room), end - begin)]], begin)
+        if not length:
+            raise OSError(errno.EIO, "the file ends early")
+        rest = room[:length]
+        while rest:
+            written = os.pwrite(target, rest, begin)
+            begin, rest = begin + written, rest[written:]

@@ -1,0 +1,34 @@
+"""bench.codecs: its states are what it says, and a process of it measures a save and a load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from bench.codec_states import CHUNK, change, mixed_of
+from bench.codecs import one_process
+
+
+def test_a_changed_state_differs_in_each_chunk_and_is_still_of_mixed_precision() -> None:
+    state = mixed_of(14 * CHUNK)
+    before = {name: tensor.clone() for name, tensor in state.items()}
+    change(state)
+    for name, tensor in state.items():
+        kind = torch.int16 if tensor.dtype == torch.bfloat16 else torch.int32
+        same = (tensor.view(kind) == before[name].view(kind)).numpy()
+        width = tensor.element_size()
+        if not name.endswith(".weight"):
+            assert not any(same[at : at + CHUNK // width].all() for at in range(0, len(same), CHUNK // width)), name
+    assert torch.equal(state["0.weight"], state["0.master"].bfloat16())
+
+
+def test_a_process_tells_what_a_save_and_a_cold_load_take_and_what_is_stored(tmp_path: Path) -> None:
+    total = 4_000_000
+    saving, loading, stored, used, step = one_process(tmp_path, "derived", total, 0.0, 3, training=False)
+    assert 0 < saving < 60
+    assert 0 < loading < 60
+    assert 0.85 * total < stored < 0.95 * total, "12 of 14 bytes, an index and padding"
+    assert used > 0
+    assert step == 0
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,131 @@
+"""The session for a machine with a GPU, whole, on the simulated device; and the table that it ends with."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from warm_start import warm_start
+
+from bench.gpu import __main__ as session
+from bench.gpu import table
+from bench.gpu.options import Row
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def row(what: str, value: object, **more: object) -> Row:
+    return {"what": what, "value": value, "unit": "", **more}
+
+
+GOOD: table.Stages = {
+    "ceilings": [
+        row("D2H pinned 8 MiB x 1", 50.0), row("D2H pinned 64 MiB x 2", 54.0), row("D2H pageable 64 MiB x 1", 99.0),
+        row("H2D pinned 64 MiB x 1", 55.0), row("disk write", 3.0), row("disk read", 6.0),
+    ],
+    "correctness": [row("tests, default: failed", 0)],
+    "faults": [row("fault: fork", "step 2 is there and whole", passed=True), row("fault: memory sanitizer", "skipped")],
+    "performance": [
+        row("save, p95", 9.5), row("capture, warm", 50.0), row("durable, later", 2.8), row("load, cold", 5.6),
+        row("step time lost outside of the fence", 0.5), row("what was loaded is what was saved", True),
+    ],
+    "rivals": [row("flowstone: perceived", 980.0), row("torch.save: perceived", 20.0)],
+}
+
+
+def judged(stages: table.Stages) -> list[str]:
+    return [line.asked for line in table.lines(stages) if not line.passed]
+
+
+def test_a_session_in_which_all_is_well_passes_every_line() -> None:
+    assert judged(GOOD) == []
+
+
+@pytest.mark.parametrize(("stage", "changed", "failing"), [
+    ("correctness", row("tests, default: failed", 2), "tests that fail: none"),
+    ("correctness", row("tests, default: failed", "pytest ended with 4"), "tests that fail: none"),
+    ("faults", row("fault: fork", "stood still", passed=False), "faults that end badly: none"),
+    ("performance", row("what was loaded is what was saved", False), "loads of other bits: none"),
+    ("performance", row("save, p95", 10.5), "save, p95, under 10 ms"),
+    ("performance", row("capture, warm", 48.0), "warm capture, of the pinned rate, 0.9 and more"),
+    ("performance", row("durable, later", 2.6), "durable, of the disk's rate, 0.9 and more"),
+    ("performance", row("load, cold", 5.3), "cold load, of the lower of disk and H2D, 0.9 and more"),
+    ("performance", row("step time lost outside of the fence", 1.2), "step time lost outside of the fence, under 1 %"),
+    ("rivals", row("flowstone: perceived", 900.0), "perceived throughput, of torch.save's, 48 and more"),
+], ids=lambda value: value if isinstance(value, str) else "")
+def test_each_line_fails_for_its_own_reason(stage: str, changed: Row, failing: str) -> None:
+    rows = [changed if one["what"] == changed["what"] else one for one in GOOD[stage]]
+    assert judged({**GOOD, stage: rows}) == [failing]
+
+
+@pytest.mark.parametrize("stage", [stage for stage in GOOD if stage != "ceilings"])
+def test_what_was_not_measured_has_not_passed(stage: str) -> None:
+    without = {name: rows for name, rows in GOOD.items() if name != stage}
+    assert judged(without)
+    assert "not measured" in table.text(without, dict.fromkeys(without, "1 s"))
+
+
+def test_a_stage_that_stands_still_is_ended_and_leaves_what_it_has_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(session.LIMITS_S, "facts", 3.0)  # type: ignore[index]
+    talks = "import sys, time; print('{\"what\": \"a\", \"value\": 1, \"unit\": \"\"}', flush=True); time.sleep(600)"
+    own = subprocess.Popen
+    monkeypatch.setattr(session.subprocess, "Popen", lambda command, **how: own([command[0], "-c", talks], **how))
+    with (tmp_path / "log").open("w") as log:
+        rows, ended = session.run("facts", session.Options(True, tmp_path), log)
+    assert rows == [{"what": "a", "value": 1, "unit": ""}]
+    assert ended == ", stopped after 3 s!"
+
+
+def test_a_session_takes_less_than_nine_minutes() -> None:
+    assert sum(session.LIMITS_S.values()) <= 9 * 60
+
+
+def script(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHON": sys.executable, "WHEELS": "there-are-none", **variables}
+    command = ["sh", "tools/gpu_session.sh", *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_the_script_runs_the_flowstone_that_is_there(tmp_path: Path) -> None:
+    done = script("run", str(tmp_path / "out"), "--simulate", "--only", "facts", "--scratch", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert "GPU" in done.stdout
+    assert {at.name for at in (tmp_path / "out").iterdir()} == {"session.json", "table.txt", "facts.log"}
+
+
+def test_without_a_gpu_a_session_says_so_and_fails(tmp_path: Path) -> None:
+    done = script("run", str(tmp_path / "out"), "--only", "facts", "--scratch", str(tmp_path), CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 1
+    assert "torch sees no CUDA device; --simulate plays one" in (tmp_path / "out" / "facts.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"), [((), "pack"), (("run",), "where results are to go"), (("go",), "pack")]
+)
+def test_the_script_says_how_it_is_called(arguments: tuple[str, ...], said: str) -> None:
+    done = script(*arguments)
+    assert done.returncode == 2
+    assert said in done.stderr
+
+
+@pytest.mark.usefixtures("conductor")
+def test_a_whole_session_on_the_simulated_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with warm_start("bench.gpu.stage"):
+        status = session.main(["--simulate", "--out", str(tmp_path / "out"), "--scratch", str(tmp_path)])
+    shown = capsys.readouterr().out
+    assert status == 0, shown
+    found = json.loads((tmp_path / "out" / "session.json").read_text())
+    assert list(found["stages"]) == list(session.STAGES)
+    measured = {line.asked: line.measured for line in table.lines(found["stages"])}
+    assert None not in measured.values(), measured
+    assert {one["passed"] for one in found["stages"]["faults"] if "passed" in one} == {True}
+    (tests,) = found["stages"]["correctness"]
+    assert tests["passed"] > 0
+    assert [at.name for at in tmp_path.iterdir()] == ["out"], "nothing of it is left on the disk that was measured"
+    assert (tmp_path / "out" / "table.txt").read_text() in shown

@@ -1,0 +1,54 @@
+"""Several nodes of one job on this machine: each has a memory agent of its own, by its directory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from unittest import mock
+
+from memory_agent import agent_process, kill, own_agent
+
+from flowstone.store.agent_wire import DIRECTORY_VARIABLE
+from flowstone.store.peers.store import PeerMemory
+
+SECRET = "a secret of 32 characters, or so"
+HERE = "127.0.0.1"
+
+
+@contextmanager
+def at(directory: Path) -> Iterator[None]:
+    """On the node whose agent listens there."""
+    with mock.patch.dict(os.environ, {DIRECTORY_VARIABLE: str(directory)}):
+        yield
+
+
+class Nodes:
+    """Directories of agents."""
+
+    def __init__(self, directories: Sequence[Path]) -> None:
+        self.directories = list(directories)
+
+    def stores(
+        self, run: str, replicas: int = 2, nodes: Sequence[int] | None = None, **options: object
+    ) -> list[PeerMemory]:
+        """A store on each of these nodes, which have met."""
+        made, said = [], []
+        for node in range(len(self.directories)) if nodes is None else nodes:
+            with at(self.directories[node]):
+                made.append(PeerMemory(run, secret=SECRET, interface=HERE, replicas=replicas, **options))  # type: ignore[arg-type]
+                said.append(made[-1].introduce())
+        for store, own in zip(made, said, strict=True):
+            store.meet(said, own)
+        return made
+
+    def lose(self, node: int, how: int = 9) -> None:
+        """The node's memory is gone; another agent that starts there holds nothing."""
+        kill(agent_process(self.directories[node]), how)
+
+
+@contextmanager
+def several_nodes(count: int) -> Iterator[Nodes]:
+    with ExitStack() as stack:
+        yield Nodes([stack.enter_context(own_agent()) for _ in range(count)])

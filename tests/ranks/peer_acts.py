@@ -1,0 +1,89 @@
+"""What ranks do on several nodes: each rank is on a node of its own, by the directory of its memory agent."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+import flowstone as fs
+from flowstone.store.agent_wire import DIRECTORY_VARIABLE
+
+SECRET = "a secret of 32 characters, or so"
+ROWS = 300_001
+
+
+def _store(rank: int, base: str, replicas: int, node: int | None = None) -> fs.PeerMemory:
+    os.environ[DIRECTORY_VARIABLE] = f"{base}/node-{rank if node is None else node}/agent"
+    return fs.PeerMemory("run", secret=SECRET, interface="127.0.0.1", replicas=replicas)
+
+
+def _state(rank: int, size: int, step: int) -> dict[str, object]:
+    """A rank's rows of one tensor, whose values follow from the step and their number; and a number of its own."""
+    begin, end = ROWS * rank // size, ROWS * (rank + 1) // size
+    rows = torch.arange(begin, end, dtype=torch.float64) + step * 1e6
+    return {"w": fs.Shard(rows, (ROWS,), (begin,)), "step": step, "own": fs.PerRank(rank)}
+
+
+def _check(state: dict[str, object], rank: int, size: int) -> int:
+    """The step whose values a loaded state has: all of them."""
+    step = state["step"]
+    assert isinstance(step, int)
+    wanted = _state(rank, size, step)["w"]
+    found = state["w"]
+    assert isinstance(found, fs.Shard)
+    assert isinstance(wanted, fs.Shard)
+    assert torch.equal(found.tensor, wanted.tensor), f"not what step {step} was"
+    return step
+
+
+def save(rank: int, base: str, replicas: int, *steps: int) -> list[str]:
+    """What this node has then."""
+    size = int(os.environ["WORLD_SIZE"])
+    with fs.Checkpointer(_store(rank, base, replicas)) as checkpointer:
+        for step in steps:
+            checkpointer.save(step, _state(rank, size, step)).committed.result(60)
+        store = checkpointer._store
+        newest = f"step-{max(steps):08d}"
+        return list(fs.NodeMemory("run").names(newest)) if store.exists(newest) else []
+
+
+def load(rank: int, base: str, replicas: int, tiers: str = "", nodes: list[int] | None = None) -> list[object]:
+    """The step, the tier and the reason; -1: there is nothing to load. `nodes`: of each rank."""
+    size = int(os.environ["WORLD_SIZE"])
+    store = _store(rank, base, replicas, None if nodes is None else nodes[rank])
+    with fs.Checkpointer([store, Path(tiers)] if tiers else store) as checkpointer:
+        state = _state(rank, size, 0)
+        try:
+            report = checkpointer.load(state)
+        except fs.NoCheckpointError:
+            return [-1, "", ""]
+        assert _check(state, rank, size) == report.step
+        return [report.step, report.tier, report.why]
+
+
+def save_to_both(rank: int, base: str, replicas: int, disk: str, *steps: int) -> None:
+    size = int(os.environ["WORLD_SIZE"])
+    with fs.Checkpointer([_store(rank, base, replicas), Path(disk)]) as checkpointer:
+        for step in steps:
+            checkpointer.save(step, _state(rank, size, step)).committed.result(60)
+        if rank == 0:
+            assert checkpointer.drain(60) == {}
+
+
+def train(rank: int, base: str, replicas: int) -> None:
+    """Go on from what there is, and save every step, until killed."""
+    size = int(os.environ["WORLD_SIZE"])
+    checkpointer = fs.Checkpointer(_store(rank, base, replicas))
+    state = _state(rank, size, 0)
+    step = 0
+    if checkpointer.latest() is not None:
+        checkpointer.load(state)
+        step = _check(state, rank, size)
+    print("loaded", step, flush=True)
+    while True:
+        step += 1
+        print("begun", step, flush=True)
+        checkpointer.save(step, _state(rank, size, step)).committed.result(60)
+        print("committed", step, flush=True)

@@ -1,0 +1,46 @@
+"""Which cases of a scenario are played: in an ordinary run, and in `make soak`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from sim_cases import EACH_WAY, SCENARIOS
+
+Seeds = Callable[[int], Sequence[int]]
+# By mode, the seeds of each change. Power: 0 to 2 are the extremes, and 2, everything written
+# survives, is what a kill checks first. Error: which errno, and how it is learnt of. Freeze: whether the next job
+# goes on, or the same one; and then, whether what was to be changed can be, and after how many changes of others.
+SEEDS: dict[str, Seeds] = {
+    "power": lambda at: (0, 1, 3), "kill": lambda at: (0,), "error": lambda at: (at % 4,),
+    "freeze": lambda at: (at % 3,),
+}
+TRIES_SEEDS = SEEDS | {"freeze": lambda at: (3 + 2 * (at % 7), 4 + 2 * (at % 6))}
+SOME_SEEDS: dict[str, Seeds] = {  # some of the changes each: what they consist of, others play at all
+    "power": lambda at: (0, 3 + at) if at % 3 == 0 else (),
+    "kill": lambda at: (0,) if at % 4 == 1 else (),
+    "error": lambda at: (at // 4 % 4,) if at % 4 == 2 else (),
+    "freeze": lambda at: (at // 4 % 3,) if at % 4 == 3 else (),
+}
+SAMPLED_SEEDS: dict[str, Seeds] = {  # a few of the changes each: the order of writes is that of other saves
+    "power": lambda at: (0, 3 + at) if at % 12 == 0 else (),
+    "kill": lambda at: (0,) if at % 20 == 1 else (),
+    "error": lambda at: (at // 4 % 4,) if at % 20 == 2 else (),
+    "freeze": lambda at: (at // 4 % 3,) if at % 24 == 3 else (),
+}
+LIFE_SEEDS: dict[str, Seeds] = SOME_SEEDS | {"power": lambda at: (0, 3 + at)}
+_SEEDS_OF = {
+    "life": LIFE_SEEDS, "team_life": LIFE_SEEDS, "team_two_tries": TRIES_SEEDS,
+    **dict.fromkeys(("team_overlapping", "deltas_resumed", "team_deltas_resumed", "deltas_compacted"), SOME_SEEDS),
+    **dict.fromkeys(("saves_beside_training", "deltas", "team_deltas"), SOME_SEEDS | {"power": SEEDS["power"]}),
+    **dict.fromkeys(("deltas_rewound", "deltas_fallback", "team_deltas_compacted"), SAMPLED_SEEDS),
+    **{scenario.name: SAMPLED_SEEDS for scenario in SCENARIOS if scenario.coding is not None},
+}
+SOAK_SEEDS: dict[str, Seeds] = {
+    "power": lambda at: (*range(3), *range(EACH_WAY, EACH_WAY + 57)), "kill": lambda at: range(8),
+    "error": lambda at: range(4), "freeze": lambda at: range(15),
+}
+
+
+def seeds_of(scenario: str, mode: str) -> Seeds:
+    """The seeds of each change in an ordinary run."""
+    return _SEEDS_OF.get(scenario, SEEDS)[mode]

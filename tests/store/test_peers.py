@@ -1,0 +1,295 @@
+"""What nodes of a job say to each other, who is refused and how, where copies go, and what is whole together."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from itertools import combinations
+
+import msgspec
+import pytest
+from peer_nodes import HERE, SECRET, Nodes, several_nodes
+
+import flowstone as fs
+from flowstone.config import PEER_STRANGERS_MAX
+from flowstone.errors import ArgumentError, PeerError
+from flowstone.store.peers import wire
+from flowstone.store.peers.interfaces import address_of
+from flowstone.store.peers.node import Link, Place
+from flowstone.store.peers.placement import groups, is_survived, keepers, survival
+from flowstone.store.peers.view import Source, see
+from flowstone.store.peers.wire import Ask, Channel, Greeting, Held, HeldStep, Introduction, Told, greet, welcome
+
+KEY = SECRET.encode()
+
+
+# Placement
+
+
+@pytest.mark.parametrize("nodes", range(1, 13))
+@pytest.mark.parametrize("replicas", [1, 2, 3, 4])
+def test_each_node_is_kept_by_as_many_nodes_of_its_group_and_keeps_as_many(nodes: int, replicas: int) -> None:
+    assert sorted(node for group in groups(nodes, replicas) for node in group) == list(range(nodes))
+    kept = [keepers(node, nodes, replicas) for node in range(nodes)]
+    assert all(one[0] == node and len(set(one)) == min(nodes, replicas) for node, one in enumerate(kept))
+    assert {sum(node in one for one in kept) for node in range(nodes)} == {min(nodes, replicas)}, "no one keeps more"
+
+
+def test_two_replicas_on_sixteen_nodes_survive_as_often_as_the_paper_says() -> None:
+    assert round(survival(16, 2, 2), 3) == 0.933
+    assert round(survival(16, 2, 3), 3) == 0.800
+    assert survival(16, 2, 1) == survival(5, 2, 1) == survival(7, 3, 2) == 1.0
+
+
+@pytest.mark.parametrize("nodes", [4, 6, 8, 12])
+def test_groups_survive_two_lost_nodes_more_often_than_a_ring(nodes: int) -> None:
+    pairs = list(combinations(range(nodes), 2))
+    ring = sum((b - a) % nodes not in (1, nodes - 1) for a, b in pairs) / len(pairs)
+    assert survival(nodes, 2, 2) > ring or nodes == 4
+    assert not is_survived(frozenset({0, 1}), nodes, 2)
+    assert is_survived(frozenset({1, 2}), nodes, 2)
+
+
+# The greeting
+
+
+@contextmanager
+def _pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Both ends of a connection: the client's first."""
+    with socket.socket() as listener:
+        listener.bind((HERE, 0))
+        listener.listen()
+        with socket.create_connection(listener.getsockname()) as client, listener.accept()[0] as server:
+            yield client, server
+
+
+def _greeted(
+    client_says: tuple[str, bytes], server_says: tuple[str, bytes]
+) -> tuple[Channel | Exception, Channel | Exception, Iterator[None]]:
+    """What each side has of the other, given run and secret of each."""
+    pair = _pair()
+    client, server = pair.__enter__()
+    found: list[Channel | Exception] = []
+
+    def serve() -> None:
+        try:
+            found.append(welcome(server, *server_says, "node-1"))
+        except (PeerError, OSError, EOFError) as error:
+            found.append(error)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    mine: Channel | Exception
+    try:
+        mine = greet(client, *client_says, "the other node")
+    except PeerError as error:
+        mine = error
+    thread.join()
+    return mine, found[0], pair  # type: ignore[return-value]
+
+
+def test_nodes_of_one_job_exchange_messages_and_bytes() -> None:
+    client, server, _kept = _greeted(("run", KEY), ("run", KEY))
+    assert isinstance(client, Channel)
+    assert isinstance(server, Channel)
+    assert client.node == "node-1"
+    for number in range(3):
+        client.send(Ask("look", f"file-{number}", payload_bytes=3))
+        client.connection.sendall(b"abc")
+        asked, target = server.receive(Ask), bytearray(3)
+        server.receive_into(memoryview(target))
+        assert (asked.path, target) == (f"file-{number}", b"abc")
+        server.send(Told(number=number))
+        assert client.receive(Told).number == number
+
+
+@pytest.mark.parametrize(("client", "words"), [
+    (("run", b"another secret, as long as the first"), "its secret is another one"),
+    (("other", KEY), "this is memory://run, not memory://other"),
+])
+def test_another_job_is_refused_by_name_on_both_sides(client: tuple[str, bytes], words: str) -> None:
+    mine, other, _kept = _greeted(client, ("run", KEY))
+    assert isinstance(mine, PeerError)
+    assert isinstance(other, PeerError)
+    assert words in mine.message
+    assert words in other.message
+
+
+def test_a_stranger_learns_nothing_of_the_run_without_the_secret() -> None:
+    mine, _, _kept = _greeted(("other", b"another secret, as long as the first"), ("the-run", KEY))
+    assert "the-run" not in str(mine)
+
+
+def _framed(message: msgspec.Struct | Mapping[str, object]) -> bytes:
+    body = msgspec.msgpack.encode(message)
+    return len(body).to_bytes(4, "big") + body
+
+
+def test_a_client_of_another_protocol_is_told_so_and_the_node_tells_its_log() -> None:
+    with _pair() as (client, server):
+        said = Introduction(9, "99.0", "run", b"n" * 16, b"p" * 32)
+        client.sendall(_framed({**msgspec.structs.asdict(said), "new": 1}))
+        with pytest.raises(PeerError, match=r"protocol 9 \(flowstone 99\.0\), not 1"):
+            welcome(server, "run", KEY, "node")
+        assert b"protocol 9" in client.recv(10_000)
+
+
+def test_a_node_of_another_protocol_is_named_with_its_release() -> None:
+    with _pair() as (client, server):
+        server.sendall(b"flowstone peer\n" + _framed(Greeting(9, "99.0", b"n" * 16)))
+        with pytest.raises(PeerError, match="of another release") as caught:
+            greet(client, "run", KEY, "10.0.0.3:7000")
+        assert caught.value.facts["found"] == "protocol 9, flowstone 99.0"
+
+
+@pytest.mark.parametrize("words", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"flowstone peer\n\xff\xff\xff\xff", b""])
+def test_what_is_no_node_is_told_apart(words: bytes) -> None:
+    with _pair() as (client, server):
+        server.sendall(words)
+        server.close()
+        with pytest.raises(PeerError, match="the-place is no node of a flowstone job"):
+            greet(client, "run", KEY, "the-place")
+
+
+def test_what_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "PEER_GREETING_S", 1.0)
+    with _pair() as (client, _), pytest.raises(PeerError, match="said nothing for 1 s"):
+        greet(client, "run", KEY, "the-place")
+
+
+def test_an_impostor_without_the_secret_is_found_out() -> None:
+    with _pair() as (client, server):
+        server.sendall(b"flowstone peer\n" + _framed(Greeting(wire.PEER_PROTOCOL, "1", b"n" * 16)))
+        server.sendall(_framed(wire.Verdict("", wire.PEER_PROTOCOL, "1", "node", b"p" * 32)))
+        with pytest.raises(PeerError, match="does not know this job's secret"):
+            greet(client, "run", KEY, "the-place")
+
+
+@pytest.mark.parametrize("how", ["changed", "repeated", "reflected"])
+def test_a_message_that_is_not_as_it_was_sent_ends_the_connection(how: str) -> None:
+    client, server, _kept = _greeted(("run", KEY), ("run", KEY))
+    assert isinstance(client, Channel)
+    assert isinstance(server, Channel)
+    client.send(Ask("look", "file"))
+    sent = server.connection.recv(10_000)
+    if how == "changed":
+        client.connection.sendall(sent[:-1] + bytes([sent[-1] ^ 1]))
+    elif how == "repeated":
+        client.connection.sendall(sent + sent)
+        server.receive(Ask)
+    else:
+        server.connection.sendall(sent)
+    with pytest.raises(PeerError, match="was changed on its way"):
+        client.receive(Told) if how == "reflected" else server.receive(Ask)
+
+
+# A real server
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Nodes]:
+    with several_nodes(1) as one:
+        yield one
+
+
+def test_strangers_are_refused_and_told_in_the_log_and_the_job_goes_on(nodes: Nodes) -> None:
+    (store,) = nodes.stores("run")
+    place = store._peers.nodes[0].place
+    link = Link(place, "run", KEY)
+    link.ask(Ask("free"))
+    where = (place.address, place.port)
+    with socket.create_connection(where) as stranger:
+        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        with suppress(ConnectionResetError):
+            while stranger.recv(1000):
+                pass  # until it is refused
+    for secret, run, words in ((b"another secret, quite long", "run", "another one"), (KEY, "other", "memory://run")):
+        with pytest.raises(PeerError, match=words):
+            Link(Place("", *where), run, secret).ask(Ask("free"))
+    crowd = [socket.create_connection(where) for _ in range(PEER_STRANGERS_MAX + 5)]
+    assert any(one.recv(1) == b"" for one in crowd[-5:]), "no more than so many may say nothing"
+    for one in crowd:
+        one.close()
+    assert link.ask(Ask("free")).size_bytes > 0
+    link.close()
+    log = (nodes.directories[0] / "agent.log").read_text()
+    assert "its secret is another one" in log
+    assert "is no node of a flowstone job" in log
+    store.close()
+
+
+def test_a_node_is_served_at_the_address_that_was_given_and_at_no_other(nodes: Nodes) -> None:
+    (store,) = nodes.stores("elsewhere")
+    port = store._peers.nodes[0].place.port
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", port), timeout=5)
+    store.close()
+
+
+@pytest.mark.parametrize("secret", ["", "short"])
+def test_a_store_without_a_secret_is_refused_when_it_is_made(secret: str) -> None:
+    with pytest.raises(ArgumentError, match="need a secret"):
+        fs.PeerMemory("run", secret=secret, interface=HERE)
+
+
+@pytest.mark.parametrize("interface", ["0.0.0.0", "::", "nothing0"])
+def test_all_interfaces_at_once_or_none_are_refused(interface: str) -> None:
+    with pytest.raises(ArgumentError, match="interface"):
+        address_of(interface)
+
+
+def test_the_interface_that_leads_to_the_master_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", HERE)
+    assert address_of(None) == address_of("lo") == HERE
+    monkeypatch.delenv("MASTER_ADDR")
+    with pytest.raises(ArgumentError, match="MASTER_ADDR is not set"):
+        address_of(None)
+
+
+# What is whole together
+
+
+def _held(epoch: int, *steps: tuple[str, str, str]) -> Held:
+    """Steps as directory, manifest and segments' letters; each file has a number of its own, and 10 bytes."""
+    found = {
+        name: HeldStep(manifest, {"manifest.json": (1, 5), **{letter: (ord(letter), 10) for letter in letters}})
+        for name, manifest, letters in steps
+    }
+    return Held(epoch, ("flowstone.json", *found), found)
+
+
+def _segments(directory: str, manifest: str, source: Source) -> Mapping[str, int]:
+    assert source.size_bytes == 5, f"the manifest of {directory} is read"
+    return dict.fromkeys("abcd"[: int(manifest[1])], 10)
+
+
+ONE, TWO = "step-00000001", "step-00000002"
+
+
+def test_a_step_is_whole_if_each_segment_is_somewhere() -> None:
+    first, second = (_held(1, (ONE, "m2", letter), (TWO, "m3", letter)) for letter in "ab")
+    found = see({0: first, 1: second}, 1, _segments)
+    assert list(found.steps) == [ONE]
+    assert found.names == ("flowstone.json", ONE)
+    assert found.lacks == {TWO: "c of 3 segments in the memory of no node that answers"}
+    assert [source.node for source in found.steps[ONE].files["manifest.json"]] == [1, 0], "the own node first"
+
+
+def test_files_of_another_checkpoint_of_that_step_do_not_count() -> None:
+    found = see({0: _held(1, (ONE, "m2", "a")), 1: _held(1, (ONE, "n2", "b"))}, 0, _segments)
+    assert not found.steps
+
+
+def test_what_only_a_node_has_that_was_away_is_of_before() -> None:
+    held = {0: _held(2, (ONE, "m1", "a")), 1: _held(1, (ONE, "m1", "a"), (TWO, "m1", "a"))}
+    found = see(held, 0, _segments)
+    assert list(found.steps) == [ONE]
+    assert found.lacks == {TWO: "it is of before the job that saved last"}
+    assert [source.node for source in found.steps[ONE].files["a"]] == [0, 1], "what others know counts"
+
+
+def test_a_new_node_without_anything_takes_nothing_away() -> None:
+    assert list(see({0: _held(2, (ONE, "m1", "a")), 1: _held(0)}, 1, _segments).steps) == [ONE]
+    assert see({}, 0, _segments).steps == {}

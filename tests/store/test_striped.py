@@ -1,0 +1,348 @@
+"""Checkpoints over several paths: what lies where, what becomes of a path that fails, and of one that is not there."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from object_server import Server
+
+import flowstone as fs
+from flowstone.config import MIB, EngineOptions
+from flowstone.errors import ArgumentError, FlowstoneError, NotAStoreError, StorageError
+from flowstone.format.manifest import PATHS
+from flowstone.store.base import Store
+from flowstone.store.local import LocalStore
+from flowstone.store.memory import MemoryStore
+from flowstone.store.objects.client import Patience
+from flowstone.store.objects.store import ObjectStore
+from flowstone.store.striped.path import StripedPath, weights
+from flowstone.store.striped.store import StripedStore
+from flowstone.store.wrap import Faulty
+
+ENGINE = EngineOptions(queue_depth=4, request_bytes=2 * MIB, workers=1)
+
+
+def state(step: int, tensors: int = 8) -> dict[str, Any]:
+    chance = np.random.default_rng(step)
+    return {
+        "weights": {str(at): torch.from_numpy(chance.integers(0, 256, MIB + at, np.uint8)) for at in range(tensors)},
+        "small": torch.arange(100), "step": step,
+    }
+
+
+def loads(store: Store | Path | str, step: int | None = None) -> int:
+    """The step that is loaded, which has to be what was saved."""
+    blank = {"weights": {at: torch.zeros_like(one) for at, one in state(0)["weights"].items()},
+             "small": torch.zeros(100, dtype=torch.int64), "step": 0}
+    with fs.Checkpointer(store, engine=ENGINE) as checkpointer:
+        found = checkpointer.load(blank, step=step).step
+    expected = state(found)
+    assert blank["step"] == found
+    assert all(torch.equal(blank["weights"][at], expected["weights"][at]) for at in expected["weights"])
+    return found
+
+
+class Two:
+    """Two directories; the second one fails by `before`, if that is given."""
+
+    def __init__(self, root: Path) -> None:
+        self.first, self.second = root / "one" / "gpt", root / "two" / "gpt"
+        self.time = 0.0
+
+    def store(self, before: Callable[[str, str], FlowstoneError | None] = lambda verb, path: None) -> StripedStore:
+        second = Faulty(LocalStore(self.second, ENGINE), before)
+        return StripedStore([LocalStore(self.first, ENGINE), second], now=lambda: self.time)
+
+    def segments(self, step: int) -> tuple[list[str], list[str]]:
+        """Names of a step's segments on each path."""
+        there = list(self.second.glob(f"segments-{step:08d}-*"))
+        return (
+            sorted(at.name for at in (self.first / f"step-{step:08d}").glob("*rank-*")),
+            sorted(at.name for directory in there for at in directory.iterdir()),
+        )
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Two:
+    return Two(tmp_path)
+
+
+def saved(store: Store, *steps: int, **options: Any) -> None:
+    with fs.Checkpointer(store, engine=ENGINE, **options) as checkpointer:
+        for step in steps:
+            checkpointer.save(step, state(step)).committed.result()
+
+
+def refusal(code: int) -> StorageError:
+    return StorageError("the disk refuses", errno=code, next="replace it")
+
+
+def test_a_save_is_spread_over_both_paths_and_comes_back(two: Two) -> None:
+    saved(two.store(), 1)
+    assert two.segments(1) == (["rank-00000.safetensors"], ["rank-00000.0001-path1.safetensors"])
+    sizes = [sum(at.stat().st_size for at in root.rglob("*rank-*")) for root in (two.first, two.second)]
+    assert max(sizes) < 1.3 * min(sizes)
+    assert loads(two.store()) == loads(two.first) == 1
+    checkpoint = fs.open(two.first)
+    assert PATHS in checkpoint.manifest.critical
+    assert checkpoint.verify().sound
+    assert fs.open(two.first / "step-00000001").read("small").tolist() == list(range(100))
+
+
+def test_a_store_with_one_path_is_a_plain_one(two: Two) -> None:
+    saved(StripedStore([LocalStore(two.first, ENGINE)]), 1)
+    assert fs.open(two.first).manifest.critical == ()
+    assert not (two.first / "path-1.json").exists()
+    assert loads(LocalStore(two.first)) == 1
+
+
+def test_what_is_removed_goes_from_both(two: Two) -> None:
+    saved(two.store(), 1, 2, 3, keep=fs.Keep(last=2))
+    assert {at.name.split("-")[1] for at in two.second.glob("segments-*")} == {"00000002", "00000003"}
+    with fs.Checkpointer(two.store(), engine=ENGINE) as checkpointer:
+        checkpointer.rewind(2)
+        checkpointer.save(3, state(3)).committed.result()
+    assert len(list(two.second.glob("segments-00000003-*"))) == 2  # one was set aside with its checkpoint
+    assert loads(two.first) == 3
+    assert [one for one in two.first.iterdir() if one.name.startswith(".saving")] == []
+
+
+def test_what_did_not_change_is_linked_on_its_path(two: Two) -> None:
+    still = {"weights": {str(at): torch.full((MIB,), float(at)) for at in range(6)}, "step": torch.zeros(1)}
+    with fs.Checkpointer(two.store(), engine=ENGINE) as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.save(step, still).committed.result()
+    first, second = two.segments(3)
+    assert [name[:5] for name in (first[0], second[0])] == ["from-", "from-"]
+    assert next(two.second.glob(f"*-00000003-*/{second[0]}")).stat().st_nlink == 2
+    blank = {"weights": {at: torch.zeros(MIB) for at in still["weights"]}, "step": torch.ones(1)}
+    with fs.Checkpointer(two.first, engine=ENGINE) as checkpointer:
+        checkpointer.load(blank)
+    assert all(torch.equal(blank["weights"][at], still["weights"][at]) for at in still["weights"])
+    assert fs.open(two.first).verify().sound
+
+
+@pytest.mark.parametrize("compress", ["max", "derived"])
+def test_codecs_work_over_both(two: Two, compress: Any) -> None:
+    engine = EngineOptions(queue_depth=4, request_bytes=2 * MIB, workers=1, compress=compress, kept_bytes=64 * MIB)
+    master = {str(at): torch.randn(400_000) for at in range(6)}
+    store = StripedStore([LocalStore(two.first, engine), LocalStore(two.second, engine)])
+    with fs.Checkpointer(store, engine=engine) as checkpointer:
+        for step in (1, 2, 3):
+            for one in master.values():
+                one += 1e-6
+            held = {"master": master, "half": {at: one.bfloat16() for at, one in master.items()}}
+            checkpointer.save(step, held).committed.result()
+    blank = {"master": {at: torch.zeros(400_000) for at in master},
+             "half": {at: torch.zeros(400_000, dtype=torch.bfloat16) for at in master}}
+    with fs.Checkpointer(two.first) as checkpointer:
+        checkpointer.load(blank)
+    assert all(torch.equal(blank["master"][at], master[at]) for at in master)
+    assert all(torch.equal(blank["half"][at], master[at].bfloat16()) for at in master)
+    assert fs.open(two.first).verify().sound
+
+
+@pytest.mark.parametrize(("verb", "code"), [
+    ("write", errno.EROFS), ("make_directory", errno.EROFS), ("reserve", errno.ENOSPC), ("end", errno.EIO),
+])
+def test_what_a_path_refuses_is_on_the_first_one_within_that_save(
+    two: Two, verb: str, code: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken = {"now": True}
+
+    def before(found: str, path: str) -> FlowstoneError | None:
+        return refusal(code) if found == verb and broken["now"] and "segments-" in path else None
+
+    def before_any(found: str, path: str) -> FlowstoneError | None:  # some verbs are told of no path
+        return refusal(code) if found == verb and broken["now"] and verb in ("reserve", "end") else before(found, path)
+
+    store = two.store(before_any)
+    with fs.Checkpointer(store, engine=ENGINE) as checkpointer, caplog.at_level(logging.WARNING):
+        checkpointer.save(1, state(1)).committed.result()
+        assert two.segments(1) == (["rank-00000.0001-path1.safetensors", "rank-00000.safetensors"], [])
+        assert "path 1" in caplog.text
+        assert "other paths get its part" in caplog.text
+        checkpointer.save(2, state(2)).committed.result()
+        assert two.segments(2) == (["rank-00000.safetensors"], [])  # it is left out
+        broken["now"] = False
+        two.time = 10.0  # longer than the first pause
+        checkpointer.save(3, state(3)).committed.result()
+        assert two.segments(3)[1] == ["rank-00000.0001-path1.safetensors"]
+        assert "works again" in caplog.text
+    for step in (1, 2, 3):
+        assert loads(two.first, step) == step
+        assert fs.open(two.first, step).verify().sound
+
+
+def test_a_path_that_comes_back_too_early_is_left_out_for_longer(two: Two) -> None:
+    path = StripedPath(1, LocalStore(two.second), None, lambda: two.time)
+    pauses = []
+    for _ in range(12):
+        path.failed(refusal(errno.EIO))
+        begin = two.time
+        while not path.is_usable:
+            two.time += 0.5
+        pauses.append(two.time - begin)
+    assert pauses[:4] == [1, 2, 4, 8]
+    assert pauses[-1] == 300
+    path.worked()
+    assert path.is_usable
+
+
+def test_weights_follow_rates_slowly_and_stay_where_little_changes(two: Two) -> None:
+    paths = [StripedPath(number, LocalStore(two.first), None, lambda: 0.0) for number in range(2)]
+    assert weights(paths, {}) == {0: 0.5, 1: 0.5}
+    paths[0].measured(300 * MIB, 1.0)
+    paths[1].measured(100 * MIB, 1.0)
+    found = weights(paths, {0: 0.5, 1: 0.5})
+    assert found == {0: 0.75, 1: 0.25}
+    paths[1].measured(MIB, 1.0)  # too little to say anything
+    paths[1].measured(110 * MIB, 1.0)
+    assert weights(paths, found) is found
+    paths[1].measured(300 * MIB, 1.0)
+    later = weights(paths, found)
+    assert 0.25 < later[1] < 0.45
+    assert weights([paths[0], StripedPath(1, LocalStore(two.second), 3.0, lambda: 0.0)], {}) == {0: 0.25, 1: 0.75}
+    slow = [paths[0], StripedPath(1, LocalStore(two.second), None, lambda: 0.0)]
+    slow[1].measured(64 * MIB, 1000.0)
+    assert weights(slow, {})[1] == pytest.approx(1 / 64)
+
+
+def test_a_path_with_weight_0_gets_nothing_more_and_is_read(two: Two) -> None:
+    saved(two.store(), 1)
+    store = fs.Striped([two.first, two.second], weights=[1, 0], engine=ENGINE)
+    saved(store, 2)
+    assert two.segments(2) == (["rank-00000.safetensors"], [])
+    assert loads(two.first, 1) == 1
+
+
+def test_a_path_that_is_not_there_is_an_error_that_names_its_segments(two: Two) -> None:
+    saved(two.store(), 1)
+    two.second.rename(two.second.with_name("away"))
+    with pytest.raises(FlowstoneError) as caught:
+        loads(two.first)
+    assert "rank-00000.0001-path1.safetensors" in str(caught.value)
+    assert "fs.Striped" in str(caught.value)
+    assert fs.open(two.first).objects["step"] == 1
+    found = fs.open(two.first).inspect()
+    assert [(one.file, one.what) for one in found.findings] == [("rank-00000.0001-path1.safetensors", "is missing")]
+    assert loads(fs.Striped([two.first, two.second.with_name("away")], engine=ENGINE)) == 1  # it says which one it is
+
+
+def test_a_directory_that_was_mounted_and_is_empty_now_gets_nothing(
+    two: Two, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved(two.store(), 1)
+    two.second.rename(two.second.with_name("away"))
+    two.second.mkdir()
+    with caplog.at_level(logging.WARNING):
+        saved(two.store(), 2)
+    assert "mount what was there" in caplog.text
+    assert list(two.second.iterdir()) == []
+    assert loads(two.first, 2) == 2
+
+
+def test_copies_of_one_path_alone_say_what_is_missing(two: Two, tmp_path: Path) -> None:
+    saved(two.store(), 1)
+    copy = tmp_path / "step-00000001"
+    shutil.copytree(two.first / "step-00000001", copy)
+    checkpoint = fs.open(copy)
+    with pytest.raises(FlowstoneError) as caught:
+        [checkpoint.read(f"weights.{at}") for at in range(8)]
+    assert "-path1" in str(caught.value)
+    assert "flowstone pack" in str(caught.value)
+    with pytest.raises(NotAStoreError, match="nothing but segments"):
+        fs.open(two.second)
+    for segment in two.second.rglob("*-path1*"):
+        shutil.copy(segment, copy)
+    assert fs.open(copy).verify().sound
+
+
+def test_pack_makes_it_whole(two: Two, tmp_path: Path) -> None:
+    saved(two.store(), 1)
+    fs.pack(two.first, tmp_path / "packed")
+    shutil.rmtree(two.second)
+    assert fs.open(tmp_path / "packed").manifest.critical == ()
+    found = fs.open(tmp_path / "packed").read("weights.3")
+    assert torch.equal(found, state(1)["weights"]["3"])
+
+
+def test_segments_of_a_draft_that_a_power_loss_took_are_swept(two: Two, caplog: pytest.LogCaptureFixture) -> None:
+    saved(two.store(), 1, 2)
+    lost, moved = two.second / "segments-00000003-aa-1", two.second / "segments-00000001-bb-1"
+    for directory in (lost, moved):
+        directory.mkdir()
+        (directory / "rank-00000.0001-path1.safetensors").write_bytes(b"torn")
+    with caplog.at_level(logging.WARNING):
+        saved(two.store(), 4)
+    assert not lost.exists()
+    assert moved.exists()  # perhaps somebody has moved that step away by hand
+    assert moved.name in caplog.text
+    assert loads(two.first, 2) == 2
+
+
+def test_a_third_path_is_noted_and_the_first_two_stay(two: Two, tmp_path: Path) -> None:
+    saved(two.store(), 1)
+    third = tmp_path / "three" / "gpt"
+    saved(fs.Striped([two.first, third], engine=ENGINE), 2)
+    assert list(third.rglob("*-path2.safetensors"))
+    assert two.segments(2)[1] == []
+    assert loads(two.first, 1) == 1
+    assert loads(two.first, 2) == 2
+    saved(fs.Striped([two.first, third, two.second], engine=ENGINE), 3)
+    assert two.segments(3)[1]
+    assert loads(two.first, 3) == 3
+
+
+@pytest.mark.parametrize(("paths", "weight", "what"), [
+    (["a", "a"], None, "twice"), ([], None, "list"), ("a", None, "list"), (["a", "b"], [1], "1 weights for 2"),
+    (["a", "b"], [0, 0], "no shares"), (["a", "b"], [-1, 1], "no shares"), ([MemoryStore(), "b"], None, "one path of"),
+])
+def test_lists_that_cannot_be(tmp_path: Path, paths: Any, weight: Any, what: str) -> None:
+    given = [one if isinstance(one, MemoryStore) else tmp_path / one for one in paths] if paths != "a" else paths
+    with pytest.raises(ArgumentError, match=what):
+        fs.Striped(given, weights=weight)
+
+
+def test_a_bucket_cannot_be_first(url: str, tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match="renames no directory"):
+        fs.Striped([url, tmp_path])
+
+
+def test_another_stores_path_is_refused(two: Two, tmp_path: Path) -> None:
+    saved(two.store(), 1)
+    with pytest.raises(ArgumentError, match="of another store"):
+        saved(fs.Striped([tmp_path / "new", two.second], engine=ENGINE), 1)
+    saved(LocalStore(tmp_path / "plain"), 1)
+    with pytest.raises(ArgumentError, match="a store of its own"):
+        saved(fs.Striped([two.first, tmp_path / "plain"], engine=ENGINE), 2)
+
+
+def test_a_directory_and_a_bucket(two: Two, url: str) -> None:
+    store = fs.Striped([two.first, url], engine=ENGINE)
+    saved(store, 1, 2, 3, keep=fs.Keep(last=2))
+    bucket = ObjectStore(url)
+    assert [name[:17] for name in bucket.names()] == ["path.json", "segments-00000002", "segments-00000003"]
+    bucket.close()
+    assert loads(two.first) == 3
+    assert fs.open(two.first).verify().sound
+
+
+def test_a_bucket_that_is_down_gets_nothing(
+    two: Two, url: str, server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.fail(share=1, kinds=("slow down",))
+    bucket = ObjectStore(url, patience=Patience(budget_s=0.2, request_s=5, first_delay_s=0.01, delay_s_max=0.05))
+    with caplog.at_level(logging.WARNING):
+        saved(StripedStore([LocalStore(two.first, ENGINE), bucket], now=lambda: two.time), 1)
+    server.fail(share=0)
+    assert f"({url}) failed" in caplog.text
+    assert loads(LocalStore(two.first)) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import signal
 import subprocess
 import sys
@@ -25,7 +26,7 @@ _numbers = itertools.count()
 
 @pytest.fixture(scope="module", params=SERVERS)
 def bucket(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    reason = missing(request.param)
+    reason = missing(request.param) if os.environ.get("FLOWSTONE_INTEGRATIONS") else "make test-integrations starts it"
     if reason:
         pytest.skip(reason)
     with SERVERS[request.param](tmp_path_factory.mktemp(request.param)) as url:

@@ -36,7 +36,8 @@ class AlignedMemory:
     """Memory of its own pages, for requests past the page cache; `array` is its bytes."""
 
     def __init__(self, length: int) -> None:
-        self._map = mmap.mmap(-1, max(BLOCK_BYTES, _round_up(length)))
+        # Private: huge pages of shared memory are a setting of their own, which most systems have off.
+        self._map = mmap.mmap(-1, max(BLOCK_BYTES, _round_up(length)), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with contextlib.suppress(OSError):  # where there are none: requests of small pages cost more
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self.array: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)

@@ -76,6 +76,8 @@ def batches(accelerator: Accelerator, loader: Any, order: torch.Generator, step:
 
 def end_at(told: dict[str, Any], step: int) -> None:
     if step == told.get("full_at"):
+        while step and not list(Path(told["out"]).glob("step-*/manifest.json")):
+            time.sleep(0.01)  # what was saved before has room
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
     if step == told.get("kill_at"):
         while not list(Path(told["out"]).glob("step-*/manifest.json")):

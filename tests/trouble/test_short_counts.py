@@ -124,6 +124,20 @@ def test_a_write_cut_by_the_limit_on_file_sizes_goes_on_to_the_error(
     assert same
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_limit_within_a_block_is_not_taken_for_a_refusal_of_direct_writes(
+    tmp_path: Path, backend: str
+) -> None:
+    """The kernel calls the write unaligned that it has cut itself (EINVAL)."""
+    options(backend, "auto")
+    (code, said), left, same = apart(_limited_segment, tmp_path / "run", backend, "auto", 9 * MIB + 1000)
+    assert code == errno.EFBIG
+    assert "ulimit -f" in said
+    assert "page cache" not in said
+    assert left == ["step-00000001"]
+    assert same
+
+
 def _limited_index(path: Path) -> tuple[list[str], list[str], bool]:
     """The segment is whole, and then the index is cut short, and then the manifest."""
     limits = [resource.RLIM_INFINITY]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import resource
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -158,7 +159,7 @@ def write_error(root: Path, job: _native.WriteJob) -> FlowstoneError | None:
     if fault is not None and fault.operation == "capture":
         return capture_error(root, fault)
     if fault is not None:
-        return explain(root, fault.operation, fault.errno, fault.path, reach=reach(fault))
+        return explain(root, fault.operation, code_of(fault), fault.path, reach=reach(fault))
     return CancelledError("the save was cancelled", next="save again") if job.cancelled else None
 
 
@@ -172,6 +173,19 @@ def read_error(root: Path, fault: _native.Fault | None, *, cancelled: bool) -> F
     if fault is not None:
         return explain(root, fault.operation, fault.errno, fault.path, reach=reach(fault))
     return CancelledError("the load was cancelled", next="load again before saving") if cancelled else None
+
+
+def code_of(fault: _native.Fault) -> int:
+    """The errno of a fault.
+
+    The limit on the size of files cuts a write that crosses it. Where that is at no block's end, the kernel refuses the
+    rest of a direct write as unaligned: that is EFBIG too.
+    """
+    if fault.errno != errno.EINVAL or fault.operation != "write":
+        return fault.errno
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    crosses = limit != resource.RLIM_INFINITY and limit < fault.offset + fault.length
+    return errno.EFBIG if crosses else fault.errno
 
 
 def reach(fault: _native.Fault) -> str:

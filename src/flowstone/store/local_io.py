@@ -18,7 +18,7 @@ from flowstone.errors import FlowstoneError, StorageError
 from flowstone.format.segment import path_of
 from flowstone.store.base import FilePlan, Pace, ReadReceipt, Receipt
 from flowstone.store.engines import EngineChoice
-from flowstone.store.jobs import GAP_BYTES, WriteWaits, reach, read_error, write_error
+from flowstone.store.jobs import GAP_BYTES, WriteWaits, code_of, reach, read_error, write_error
 from flowstone.store.open_files import OpenFiles
 from flowstone.store.os_errors import MORE_THREADS, explain, translated
 from flowstone.store.system import System
@@ -119,9 +119,12 @@ class LocalWriting(WriteWaits):
     def _error(self) -> FlowstoneError | None:
         fault = self._job.fault
         if fault is not None and fault.operation != "capture":
-            instead = self._engines.give_up(self._running, fault, direct=self._segments.alignment > 1)
+            code = code_of(fault)
+            instead = None
+            if code == fault.errno:
+                instead = self._engines.give_up(self._running, fault, direct=self._segments.alignment > 1)
             return explain(
-                self._root, fault.operation, fault.errno, fault.path, reach=reach(fault),
+                self._root, fault.operation, code, fault.path, reach=reach(fault),
                 needed_bytes=self._segments.bytes, remedy=None if instead is None else f"save again: {instead}",
             )
         if fault is None and self._refusal is not None:

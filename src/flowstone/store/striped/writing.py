@@ -19,7 +19,7 @@ from flowstone.errors import DamagedError, FlowstoneError, StorageError
 from flowstone.format.digest import digest
 from flowstone.log import log
 from flowstone.store.base import FilePlan, Pace, Receipt
-from flowstone.store.jobs import GAP_BYTES, WriteWaits, reach, write_error
+from flowstone.store.jobs import GAP_BYTES, WriteWaits, code_of, reach, write_error
 from flowstone.store.os_errors import MORE_THREADS, explain, translated
 from flowstone.store.parts import OpenSegments
 from flowstone.store.striped.path import StripedPath, Striping
@@ -212,7 +212,7 @@ class StripedWriting(WriteWaits):
                     fault = self._engine.failed(part.native(number))
                     if fault is None or number in self._instead:
                         continue
-                    error = explain(part.path.root, fault.operation, fault.errno, fault.path, reach=reach(fault))
+                    error = explain(part.path.root, fault.operation, code_of(fault), fault.path, reach=reach(fault))
                     part.path.failed(error)
                     try:
                         if self._job.cancelled or self._job.fault is not None:
@@ -278,7 +278,7 @@ class StripedWriting(WriteWaits):
         if fault is not None and fault.operation != "capture":
             for part in self._parts:
                 if any(native.path == fault.path for native in part.opened.natives):
-                    error = explain(part.path.root, fault.operation, fault.errno, fault.path, reach=reach(fault))
+                    error = explain(part.path.root, fault.operation, code_of(fault), fault.path, reach=reach(fault))
                     if part.path.number:
                         part.path.failed(error)
                     return error

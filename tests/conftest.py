@@ -23,8 +23,10 @@ from flowstone.state import describe
 def pytest_configure() -> None:
     """No example has to end in time: machines are busy. And what tests start can be interrupted by Ctrl-C.
 
-    Shells start what runs in the background with Ctrl-C ignored, which is inherited.
+    Shells start what runs in the background with Ctrl-C ignored, which is inherited. torch looks up the name of every
+    address that its stores connect to, for its log: where an answer is lost, that takes a second, and not five.
     """
+    os.environ.setdefault("RES_OPTIONS", "timeout:1")
     settings.register_profile("untimed", deadline=None)
     settings.load_profile("untimed")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -7,10 +7,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from unittest import mock
 
 import pytest
-from threads import Job
+from threads import Clock, Job
 
 from flowstone.errors import RankError
 from flowstone.ranks import Agreement, Decision, Timeouts, wire
@@ -197,43 +198,34 @@ def test_who_comes_late_to_what_others_gave_up_out_of_step_learns_that_of_its_ow
 
 def test_two_stores_are_told_apart_whoever_comes_first() -> None:
     job = Job(SIZE)
-    turn = [threading.Barrier(SIZE) for _ in range(2)]
+    begun = [threading.Event() for _ in range(SIZE)]
     with opened(job, "runs/a") as first, opened(job, "runs/b") as second:
-        def both(one: Agreement) -> list[bytes]:
-            stores = [(b"a", first), (b"b", second)][:: -1 if one.rank == 1 else 1]
-            found: dict[bytes, bytes] = {}
+        def come(rank: int, number: int) -> bytes:
+            made = (first, second)[number ^ (rank == 1)]
+            if number == 0:
+                begun[rank].set()
+            else:  # the others come to their first meanwhile
+                assert all(one.wait(60) for one in begun)
+            return made.sides[rank].agree("the plan of step 1", b"a" if made is first else b"b", everybody).common
 
-            def come(name: bytes, made: Checkpointers) -> None:
-                found[name] = made.sides[one.rank].agree("the plan of step 1", name, everybody).common
-
-            threads = [threading.Thread(target=come, args=store) for store in stores]
-            for thread, barrier in zip(threads, turn, strict=True):
-                thread.start()
-                barrier.wait(30)  # the others come to their first meanwhile
-            for thread in threads:
-                thread.join()
-            return [found[b"a"], found[b"b"]]
-
-        assert job.run(both) == [[b"a,a,a", b"b,b,b"]] * SIZE
+        acts = [partial(come, rank, number) for rank in range(SIZE) for number in range(2)]
+        assert job.run_all(acts) == [b"a,a,a", b"b,b,b", b"b,b,b", b"a,a,a", b"a,a,a", b"b,b,b"]
 
 
 def test_two_checkpointers_of_one_store_meet_one_after_the_other() -> None:
     """As where the first save of one is planned beside training, and another one loads meanwhile."""
     job = Job(SIZE)
     with opened(job) as first, opened(job) as second:
-        def both(one: Agreement) -> list[Agreed]:
-            found: list[Agreed] = []
-            thread = threading.Thread(
-                target=lambda: found.append(first.sides[one.rank].agree("the plan of step 1", b"x", everybody))
-            )
-            thread.start()
+        def plan(rank: int) -> Agreed:
+            return first.sides[rank].agree("the plan of step 1", b"x", everybody)
+
+        def load(rank: int) -> Agreed:
             while job.server.num_keys() < 2 * SIZE + 3:  # the others are on their way
                 time.sleep(0.001)
-            thread.join()
-            found.append(second.sides[one.rank].agree("which step to load", b"y", everybody))
-            return found
+            return second.sides[rank].agree("which step to load", b"y", everybody)
 
-        assert job.run(both) == [[Agreed(b"x,x,x", b""), Agreed(b"y,y,y", b"")]] * SIZE
+        acts = [partial(act, rank) for act in (plan, load) for rank in range(SIZE)]
+        assert job.run_all(acts) == [Agreed(b"x,x,x", b"")] * SIZE + [Agreed(b"y,y,y", b"")] * SIZE
 
 
 def failure(told: Sequence[Agreed | RankError]) -> RankError:
@@ -280,14 +272,14 @@ def warned(caplog: pytest.LogCaptureFixture, act: Callable[[], object], *words: 
 
 @pytest.mark.parametrize("met", [False, True])
 def test_a_rank_that_lives_and_does_not_call_is_told_of_in_seconds(
-    met: bool, caplog: pytest.LogCaptureFixture
+    impatient: Clock, met: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     job = Job(SIZE)
     with mock.patch.object(wire, "NOTICE_S", 0.1), opened(job, deadline_s=0.5) as made:
         if met:
             agree(job, made, "which step to load")
             made.activity = dict.fromkeys(range(SIZE), Activity(1, "load"))
-            time.sleep(0.1)
+            impatient.passes(0.1)
         told: list[Agreed | RankError] = []
         words = "rank 1 is alive, but has not made this call" + (", after load()" if met else "") + "; it is at "
         warned(caplog, lambda: told.extend(agree(job, made, "the plan of step 1", [0, 2])), "waiting for rank 1", words)
@@ -306,19 +298,20 @@ def test_a_rank_that_has_constructed_none_is_told_of(caplog: pytest.LogCaptureFi
     assert "rank 1 has constructed no other Checkpointer of runs/gpt; it is at " in str(error)
 
 
-def test_who_is_held_up_does_not_wait_long_for_those_that_do_not_call() -> None:
+def test_who_is_held_up_does_not_wait_long_for_those_that_do_not_call(impatient: Clock) -> None:
     """And who has been found not to call is not waited for again, until it calls something."""
     job = Job(SIZE)
     with mock.patch.object(wire, "UNANSWERED_S", 0.2), opened(job, deadline_s=600) as made:
         agree(job, made, "which step to load")
-        started = time.monotonic()
         with made.sides[0].pressing():
             failure(agree(job, made, "the plan of step 1", [0, 2]))
         failure(agree(job, made, "the plan of step 2", [0, 2]))
-        assert time.monotonic() - started < 20
+        assert impatient.monotonic() < 2
         made.activity[1] = Activity(2, "save", step=3)
-        time.sleep(0.2)
-        late = threading.Timer(1.0, lambda: agree(job, made, "the plan of step 3", [1]))
-        late.start()
-        assert isinstance(agree(job, made, "the plan of step 3", [0, 2])[0], Agreed), "it has called, so it will come"
-        late.join()
+        impatient.passes(0.2)
+
+        def last_after_a_second(one: Agreement) -> Agreed:
+            impatient.sleep(1.0 if one.rank == 1 else 0)
+            return made.sides[one.rank].agree("the plan of step 3", b"", everybody)
+
+        assert isinstance(job.run(last_after_a_second)[0], Agreed), "it has called, so it will come"

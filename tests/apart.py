@@ -18,7 +18,7 @@ PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["flowstone", "torch"])
 
 
-def apart(act: Callable[..., Any], *arguments: object, timeout_s: float = 30.0) -> Any:
+def apart(act: Callable[..., Any], *arguments: object, timeout_s: float = 120.0) -> Any:
     """What `act` (a module's function) returns there. It raises, is killed, or does not end: the test fails."""
     told, out = PROCESSES.Pipe(duplex=False)
     process = PROCESSES.Process(target=_run, args=(out, act, arguments), daemon=True)

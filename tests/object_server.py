@@ -46,14 +46,17 @@ class Faults:
 
     def __init__(self, inner: Callable[..., Iterable[bytes]]) -> None:
         self._inner, self._conditional, self._guard = inner, threading.Lock(), threading.Lock()
+        self._changed = threading.Event()
         self._set({"seed": 0, "share": 0.0, "kinds": list(KINDS), "method": "", "only": ""})
         self._lists: dict[str, list[bytes]] = {}
         self._log: list[str] = []
         self._keys: list[str] = []
 
     def _set(self, asked: dict[str, Any]) -> None:
+        self._changed.set()
+        self._changed = threading.Event()
         self._random, self._share, self._kinds = random.Random(asked["seed"]), asked["share"], asked["kinds"]
-        self._method, self._counts = asked["method"], dict.fromkeys((*KINDS, *_ANSWERS), 0)
+        self._method, self._counts = asked["method"], dict.fromkeys((*KINDS, *_ANSWERS, "held"), 0)
         self._only = asked["only"]
 
     def __call__(self, environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
@@ -74,7 +77,9 @@ class Faults:
             body = f"<Error><Code>{code}</Code><Message>as the test asked</Message></Error>".encode()
             start(status, [("Content-Type", "application/xml"), ("Content-Length", str(len(body)))])
             return [body]
-        if kind == "reset before":
+        if kind == "held":
+            self._changed.wait()
+        if kind in ("reset before", "held"):
             return _reset(environ)
         if kind == "delayed":
             time.sleep(0.05)
@@ -141,7 +146,9 @@ def _is_list(environ: dict[str, Any]) -> bool:
 
 
 def _is_one_of(environ: dict[str, Any], kind: str) -> bool:
-    """Whether a request is of that kind: "": any, "list", "conditional", or "part" (of an upload)."""
+    """Whether a request is of that kind: "": any, "list", "conditional", "part" or "end" (of an upload)."""
+    if kind == "end":
+        return environ["REQUEST_METHOD"] == "POST" and "uploadId=" in environ["QUERY_STRING"]
     if kind == "conditional":
         return "HTTP_IF_MATCH" in environ or "HTTP_IF_NONE_MATCH" in environ
     return not kind or (_is_list(environ) if kind == "list" else "partNumber=" in environ["QUERY_STRING"])
@@ -204,8 +211,8 @@ class Server:
     def fail(
         self, *, share: float, seed: int = 0, kinds: tuple[str, ...] = KINDS, method: str = "", only: str = ""
     ) -> None:
-        """From now on that share of the requests (of that HTTP method, and "list", "conditional" or "part"; "": of any)
-        fails."""
+        """From now on that share of the requests (of that HTTP method, and "list", "conditional", "part" or "end"; "":
+        of any) fails. What is "held" fails when this is called again."""
         asked = {"seed": seed, "share": share, "kinds": list(kinds), "method": method, "only": only}
         self._opener.open(f"{self.url}{CONTROL}", json.dumps(asked).encode()).read()
 

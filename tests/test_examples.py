@@ -18,7 +18,7 @@ _WITHOUT_TORCH = "import runpy, sys; sys.modules['torch'] = None; runpy.run_path
 def run(*arguments: object) -> str:
     with warm_start(str(EXAMPLES / "train.py")):
         done = subprocess.run(
-            [sys.executable, *map(str, arguments)], capture_output=True, text=True, check=False, timeout=120,
+            [sys.executable, *map(str, arguments)], capture_output=True, text=True, check=False, timeout=300,
         )
     assert done.returncode == 0, done.stderr
     return done.stdout

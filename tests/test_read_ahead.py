@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from unittest import mock
 
@@ -83,22 +83,21 @@ def _segment(watched: Watched) -> Path:
 
 def _left_over(watched: Watched) -> list[str]:
     """Threads of reads, and open segments. The kernel lists a thread for an instant after it was joined."""
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + WAIT_S
     while (left := _there(watched)) and time.monotonic() < deadline:
         time.sleep(0.01)
     return left
 
 
 def _there(watched: Watched) -> list[str]:
-    threads = [Path(f"/proc/self/task/{one}/comm").read_text().strip() for one in os.listdir("/proc/self/task")]
-    files = [os.readlink(f"/proc/self/fd/{one}") for one in os.listdir("/proc/self/fd") if _is_open(one)]
-    return [name for name in threads if name in ("fs-read", "fs-touch")] + [
-        name for name in files if name == str(_segment(watched))
-    ]
-
-
-def _is_open(descriptor: str) -> bool:
-    return os.path.lexists(f"/proc/self/fd/{descriptor}")
+    found: list[str] = []
+    for thread in os.listdir("/proc/self/task"):
+        with suppress(OSError):  # it has just ended
+            found.append(Path(f"/proc/self/task/{thread}/comm").read_text().strip())
+    for descriptor in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # that of this list
+            found.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+    return [name for name in found if name in ("fs-read", "fs-touch", str(_segment(watched)))]
 
 
 def test_bytes_are_on_their_way_before_the_walk_and_come_only_once(watched: Watched) -> None:

@@ -22,7 +22,7 @@ from flowstone.store.local import LocalStore
 from flowstone.store.local_io import LocalWriting
 from flowstone.store.system import System
 
-PATIENCE_S = 5  # for a reservation that is never released: then the test fails instead of hanging
+PATIENCE_S = 60  # for a reservation that is never released: then the test fails instead of hanging
 
 
 class Slow(System):

@@ -23,6 +23,7 @@ from flowstone.store.base import Pace
 from flowstone.store.directories import directory
 
 MIB = 1 << 20
+PATIENCE_S = 60.0  # for what is to happen at once
 
 
 def nothing() -> None: ...
@@ -49,12 +50,12 @@ def test_acts_of_one_owner_happen_on_one_thread_which_ends_with_it_and_holds_not
     del held
     assert seen() is None
     acts.do(acts.end, first=nothing)
-    first.join(10)
+    first.join(PATIENCE_S)
     assert not first.is_alive()
     second = acts.do(threading.current_thread, first=nothing)
     assert second is not first
     del acts
-    second.join(10)
+    second.join(PATIENCE_S)
     assert not second.is_alive()
 
 
@@ -71,13 +72,13 @@ def test_what_came_of_an_act_whose_caller_was_interrupted_is_held_by_nobody() ->
 
         def wait(self, timeout_s: float | None = None) -> bool:
             if not self.is_struck:
-                self.is_struck = begun.wait(10)
+                self.is_struck = begun.wait(PATIENCE_S)
                 raise Struck
             return super().wait(timeout_s)
 
         def open(self) -> None:
             super().open()
-            may_go_on.wait(10)
+            may_go_on.wait(PATIENCE_S)
 
     def act() -> Held:
         held = Held()
@@ -97,7 +98,7 @@ def test_an_act_that_was_handed_to_a_thread_which_has_ended_is_done_all_the_same
     acts = Acts()
     thread = acts.do(threading.current_thread, first=nothing)
     acts.end()
-    thread.join(10)
+    thread.join(PATIENCE_S)
     with mock.patch.object(acts, "_started", return_value=thread):
         assert acts.do(lambda: 7, first=nothing) == 7
 
@@ -129,7 +130,7 @@ def test_a_checkpointer_has_one_thread_for_acts_until_it_is_closed_or_nobody_hol
             checkpointer.wait()
         del checkpointer
         gc.collect()
-        thread.join(10)
+        thread.join(PATIENCE_S)
         assert not thread.is_alive()
 
 
@@ -139,7 +140,7 @@ def test_on_any_other_thread_an_act_is_a_plain_call() -> None:
         target=lambda: found.append(Acts().do(lambda: threading.current_thread().name, first=nothing)), name="own"
     )
     thread.start()
-    thread.join(10)
+    thread.join(PATIENCE_S)
     assert found == ["own"]
 
 
@@ -156,7 +157,7 @@ def test_whoever_is_interrupted_goes_on_when_the_act_is_over_or_before_it_has_be
 
         def act(steps: list[str] = steps, go_on: threading.Event = go_on) -> None:
             steps.append("begun")
-            go_on.wait(10)
+            go_on.wait(PATIENCE_S)
             steps.append("over")
 
         try:
@@ -164,7 +165,7 @@ def test_whoever_is_interrupted_goes_on_when_the_act_is_over_or_before_it_has_be
         except Struck:
             seen = tuple(steps)
             assert seen in ((), ("begun", "over"))
-            go_on.wait(10)
+            go_on.wait(PATIENCE_S)
             assert seen == tuple(steps)
             went["whole" if seen else "not at all"] += 1
     assert min(went.values()) > 2, went
@@ -183,7 +184,7 @@ def test_a_latch_is_open_for_all_whoever_is_interrupted_at_it() -> None:
     for other in others:
         other.start()
     for other in others:
-        other.join(10)
+        other.join(PATIENCE_S)
         assert not other.is_alive()
     assert latch.wait()
 
@@ -261,7 +262,7 @@ class Training:
         """Once it is closed: neither drafts, nor descriptors, nor threads; and what was committed is right."""
         assert not list(self.path.glob(".saving-*"))
         for thread in set(threading.enumerate()) - self.threads:
-            thread.join(10)  # it may be about to end
+            thread.join(PATIENCE_S)  # it may be about to end
             assert not thread.is_alive(), thread
         assert descriptors() <= self.opened
         for at in self.path.glob("step-*"):

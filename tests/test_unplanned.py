@@ -85,7 +85,7 @@ def test_a_plan_that_comes_while_a_step_copies_ends_that_and_nothing_may_change_
         if len(calls) == piece + 1:
             thread = threading.Thread(target=lambda: taken.append(one.take()))  # the writer's: it does not wait
             thread.start()
-            thread.join(10)
+            thread.join(60)
             assert taken, "beginning the save waits for no copy"
         return snapshot_one(memory, is_off)  # type: ignore[arg-type]
 

@@ -86,7 +86,7 @@ TEST_CASE("early rows ignore the pace, though no memory is touched yet") {
         sample.rows.rows.push_back({half, half, shifted.address() + half, chunk_count(half), contiguous, 0, true});
         Bed bed(setup, sample.file_bytes);  // its arena is touched only once the job asks
         const auto job = start(bed, sample.rows, {.blocks = 1, .bytes_per_s = crawl});
-        REQUIRE(job->wait_early(10));
+        REQUIRE(job->wait_early(forever_s));
         CHECK_FALSE(job->wait_captured(0));
         job->expedite();
         REQUIRE(job->wait(forever_s));
@@ -226,7 +226,7 @@ TEST_CASE("a source that changes while files are not ready fails the job at once
         const auto job = start(bed, all_lazy(sample.rows), {.bytes_per_s = crawl, .files_ready = false});
         std::memset(sample.memory[0].start() + mib + 4 * kib, 0, mib);  // of the second window, for which there is a block
         job->expedite();
-        REQUIRE(job->wait(60));
+        REQUIRE(job->wait(forever_s));
         REQUIRE(job->fault());
         CHECK(job->fault()->operation == "capture");
         CHECK(job->requests() == 0);

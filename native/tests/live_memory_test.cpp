@@ -134,7 +134,7 @@ TEST_CASE("a source that goes away before it is captured fails the job with its 
         const auto job = start(bed, rows);
         pages.take(5 * mib, 6 * mib);
         job->expedite();
-        REQUIRE(job->wait(10));
+        REQUIRE(job->wait(forever_s));
         REQUIRE(job->fault());
         CHECK(job->fault()->operation == "capture");
         CHECK(job->fault()->error == EFAULT);
@@ -143,7 +143,7 @@ TEST_CASE("a source that goes away before it is captured fails the job with its 
         pages.give(5 * mib, 6 * mib);
         const auto next = start(bed, rows);
         next->expedite();
-        REQUIRE(next->wait(10));
+        REQUIRE(next->wait(forever_s));
         REQUIRE_FALSE(next->fault());
         const std::vector<std::byte> found = bed.scratch.contents();
         CHECK(std::memcmp(found.data(), pages.start(), 12 * mib) == 0);
@@ -168,7 +168,7 @@ TEST_CASE("a source that is gone when the job starts is told, whether it is earl
             rows.rows[1].lazy = kind == 1;
             const auto job = start(bed, rows);
             job->expedite();
-            REQUIRE(job->wait(10));
+            REQUIRE(job->wait(forever_s));
             REQUIRE(job->fault());
             CHECK(job->fault()->operation == "capture");
             CHECK(job->fault()->error == EFAULT);
@@ -198,7 +198,7 @@ TEST_CASE("sources that go away and come back at any instant never end the proce
         for (int round = 0; round < 5; ++round) {
             const auto job = start(bed, rows);
             job->expedite();
-            REQUIRE(job->wait(10));
+            REQUIRE(job->wait(forever_s));
             if (job->fault()) CHECK(job->fault()->operation == "capture");
         }
         done = true;

@@ -132,7 +132,7 @@ template <class Begin> void starve(Begin begin) {
         ended = true;
         try {
             job = begin();
-            ended = job->wait(30);
+            ended = job->wait(300);
         } catch (const std::bad_alloc&) {
         }
     };
@@ -171,7 +171,7 @@ TEST_CASE("no memory for any one allocation of a write fails that job alone, or 
             };
             starve(begin);
             const auto job = begin();
-            REQUIRE(job->wait(30));
+            REQUIRE(job->wait(forever_s));
             REQUIRE_FALSE(job->fault());
             CHECK(same(bed.scratch.contents(), mixed.sample.expected));
             bed.arena->close();
@@ -201,7 +201,7 @@ TEST_CASE("no memory for any one allocation of a read fails that job alone, or n
             const auto begin = [&] { return bed.engine.read(bed.arena, {bed.scratch.file()}, rows, {}); };
             starve(begin);
             const auto job = begin();
-            REQUIRE(job->wait(30));
+            REQUIRE(job->wait(forever_s));
             REQUIRE_FALSE(job->fault());
             CHECK(job->bad_chunks().empty());
             bed.arena->close();

@@ -6,7 +6,6 @@ import ctypes
 import mmap
 import pickle
 import threading
-import time
 from collections import OrderedDict
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -186,9 +185,8 @@ def test_staging_waits_for_memory_that_an_earlier_save_uses() -> None:
     stager, state = FlowstoneStager(), {"x": torch.ones(10)}
     held = [stager.stage(state), stager.stage(state)]
     threading.Timer(0.2, held.clear).start()
-    begin = time.monotonic()
     stager.stage(state)
-    assert time.monotonic() - begin > 0.1
+    assert not held, "it has let go of what it held"
 
 
 def test_a_kind_of_tensor_that_cannot_be_staged_is_named() -> None:

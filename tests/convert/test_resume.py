@@ -213,4 +213,4 @@ def test_a_save_sweeps_what_a_dead_import_has_left(model: Path, tmp_path: Path) 
 def test_no_thread_outlives_a_conversion(model: Path, tmp_path: Path) -> None:
     before = {thread.name for thread in threading.enumerate()}
     fs.export(model / "run", tmp_path / "hf")
-    assert {thread.name for thread in threading.enumerate()} == before
+    assert {thread.name for thread in threading.enumerate()} <= before

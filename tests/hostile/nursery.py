@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Any
 
 BATCH = 25  # seeds that one process plays: few enough to be forked anew after
-HANGS_S = 30.0
+HANGS_S = 90.0
 Line = dict[str, Any]
 
 

@@ -35,8 +35,8 @@ from hostile.oracle import Contents, contents_of, contents_on_disk, differences
 from hostile.states import OPTIMIZERS, Job, make_job
 
 _Result = TypeVar("_Result")
-LETS_GO_S = 5.0  # for threads that have ended a save to let go of what they hold
-ENDS_S = 20.0  # for a save to come to its end, once a thread waits
+LETS_GO_S = 20.0  # for threads that have ended a save to let go of what they hold
+ENDS_S = 60.0  # for a save to come to its end, once a thread waits
 
 
 @dataclass(slots=True, eq=False)

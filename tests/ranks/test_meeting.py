@@ -168,7 +168,7 @@ def test_who_comes_as_it_is_being_given_up_is_met_in_the_next_call() -> None:
         return claim(one)
 
     def late(told: list[Agreed | RankError]) -> None:
-        assert come.wait(30)
+        assert come.wait(60)
         told.extend(saved(job, made, 6, [2]))
 
     with opened(job, deadline_s=0.3) as made:

@@ -122,7 +122,7 @@ def test_a_step_is_saved_again_where_nobody_knows_what_became_of_it(tmp_path: Pa
         for point, how in tries
     }
     waiting = dict(jobs)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while waiting and time.monotonic() < deadline:
         for (point, how), job in list(waiting.items()):
             path = tmp_path / f"{point}-{how}"

@@ -80,7 +80,7 @@ def _read_with_few_files(path: Path) -> tuple[int, int, int, int]:
 
 
 def test_more_segments_than_open_files_are_read_some_at_a_time(tmp_path: Path) -> None:
-    one, verified, loaded, most = apart(_read_with_few_files, _saved(tmp_path / "run"), timeout_s=60)
+    one, verified, loaded, most = apart(_read_with_few_files, _saved(tmp_path / "run"))
     assert one == 1
     assert verified == loaded == TENSORS
     assert most < FILES_MAX // 2
@@ -104,7 +104,7 @@ def _descriptors_taken(path: Path) -> bool:
 
 
 def test_descriptors_that_others_have_taken_make_lots_smaller(tmp_path: Path) -> None:
-    assert apart(_descriptors_taken, _saved(tmp_path / "run"), timeout_s=60)
+    assert apart(_descriptors_taken, _saved(tmp_path / "run"))
 
 
 def _damaged(path: Path) -> tuple[list[str], list[str], str]:
@@ -125,7 +125,7 @@ def _damaged(path: Path) -> tuple[list[str], list[str], str]:
 
 
 def test_verify_names_the_damage_in_every_lot_and_a_load_stops_at_the_first(tmp_path: Path) -> None:
-    damaged, found, said = apart(_damaged, _saved(tmp_path / "run"), timeout_s=60)
+    damaged, found, said = apart(_damaged, _saved(tmp_path / "run"))
     assert found == damaged
     assert damaged[0] in said
     assert damaged[1] not in said

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -16,11 +16,13 @@ import flowstone as fs
 from flowstone import _native
 from flowstone.errors import LockedError, StorageError
 from flowstone.store.base import FilePlan, Pace
+from flowstone.store.objects import lease
 from flowstone.store.objects.client import Client, Patience
 from flowstone.store.objects.lease import ObjectLease
 from flowstone.store.objects.store import ObjectStore
 
 QUICK = Patience(budget_s=60, request_s=20, first_delay_s=0.01, delay_s_max=0.05)
+LEASE_S = 300.0  # no thread of a test renews it
 BRIEF = Patience(budget_s=0.3, request_s=5, first_delay_s=0.01, delay_s_max=0.05)
 
 
@@ -223,10 +225,25 @@ def test_a_writer_that_stood_still_neither_replaces_nor_removes_what_the_next_on
 def leases() -> Iterator[tuple[ObjectLease, ObjectLease]]:
     """Two of one store, as on two machines."""
     bucket = MemoryStore()
-    pair = [ObjectLease(Client("a bucket", bucket, bucket, BRIEF), lease_s=0.8) for _ in range(2)]
+    pair = [ObjectLease(Client("a bucket", bucket, bucket, BRIEF), lease_s=LEASE_S) for _ in range(2)]
     yield pair[0], pair[1]
     for one in pair:
         one.release()
+
+
+class Waits:
+    """Stands for the clock of who waits for a lease: what happens meanwhile happens once for each sleep."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[], object]) -> None:
+        self.now, self._meanwhile = 0.0, meanwhile
+        monkeypatch.setattr(lease, "time", self)
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        self._meanwhile()
 
 
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,9 +257,23 @@ def test_a_lease_that_is_renewed_elsewhere_is_not_taken(
     first, second = leases
     first.take("the first")
     elsewhere(monkeypatch)
+    waits = Waits(monkeypatch, lambda: first._renew(first._ended))
     with pytest.raises(LockedError, match="the first"):
         second.take("the second")
+    assert waits.now < LEASE_S
     first.check()
+
+
+def test_a_lease_that_is_held_is_renewed_again_and_again() -> None:
+    bucket = MemoryStore()
+    one = ObjectLease(Client("a bucket", bucket, bucket, BRIEF), lease_s=0.04)
+    one.take("a job")
+    deadline = time.monotonic() + 60
+    while (found := one._find()[0]) is not None and found.turn < 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    one.check()
+    one.release()
 
 
 def test_a_lease_that_nobody_renews_is_taken_after_its_time_and_the_first_one_is_told(
@@ -252,9 +283,9 @@ def test_a_lease_that_nobody_renews_is_taken_after_its_time_and_the_first_one_is
     first.take("the first")
     first._ended.set()  # it stands still
     elsewhere(monkeypatch)
-    began = time.monotonic()
+    waits = Waits(monkeypatch, lambda: None)
     second.take("the second")
-    assert time.monotonic() - began >= 0.8
+    assert waits.now >= LEASE_S
     second.check()
     with pytest.raises(LockedError, match="the second has taken it since"):
         first.check()
@@ -264,13 +295,13 @@ def test_the_lease_of_a_process_of_this_machine_that_is_gone_is_taken_at_once(
     leases: tuple[ObjectLease, ObjectLease], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = leases
-    here = __import__("flowstone.store.objects.lease", fromlist=["here"]).here()
+    here = lease.here()
     monkeypatch.setattr("flowstone.store.objects.lease.here", lambda: (here[0], f"{2**22 - 1} 1"))
     first.take("the first")
     first._ended.set()
-    began = time.monotonic()
+    waits = Waits(monkeypatch, lambda: None)
     second.take("the second")
-    assert time.monotonic() - began < 0.5
+    assert waits.now == 0
 
 
 def test_an_object_in_the_place_of_the_lease_is_taken_over(leases: tuple[ObjectLease, ObjectLease]) -> None:
@@ -313,10 +344,10 @@ def test_a_gateway_that_quotes_tags_here_and_not_there_is_a_store_like_any_other
     assert fs.open(store).verify().sound
     first, second = ObjectLease(make().client), ObjectLease(make().client)
     bucket.inner.delete("flowstone.lock")
-    for lease in (first, second):
-        lease.take("a job")
-        lease.check()
-        lease.release()
+    for one in (first, second):
+        one.take("a job")
+        one.check()
+        one.release()
     client = make().client
     tag = client.tag("flowstone.lock")
     assert client.replace("flowstone.lock", b"mine", '"another"') is None

@@ -200,12 +200,14 @@ EXPORT = "import sys, flowstone as fs; fs.export(sys.argv[1], sys.argv[2], budge
 
 
 def killed_in_mid_upload(program: str, source: object, target: str, server: Server) -> None:
-    """Run a program until an upload of its own has begun; then kill it."""
+    """Run a program until an upload of its own has begun, which does not end; then kill it."""
+    server.fail(share=1, kinds=("held",), only="end")
     job = subprocess.Popen([sys.executable, "-c", program, str(source), target])
     while not server.uploads(target):
         assert job.poll() is None, "it has ended before it was killed"
     job.send_signal(signal.SIGKILL)
     job.wait()
+    server.fail(share=0)
     assert server.uploads(target)
 
 
@@ -213,7 +215,6 @@ def test_an_import_that_was_killed_leaves_no_checkpoint_and_the_next_one_sweeps(
     url: str, server: Server, tmp_path: Path
 ) -> None:
     save_file({"a": np.random.default_rng(1).random(5_000_000)}, tmp_path / "model.safetensors")
-    server.fail(share=1, kinds=("delayed",))
     killed_in_mid_upload(IMPORT, tmp_path / "model.safetensors", url, server)
     with pytest.raises(fs.NoCheckpointError):
         fs.open(url)
@@ -226,7 +227,6 @@ def test_an_import_that_was_killed_leaves_no_checkpoint_and_the_next_one_sweeps(
 def test_an_export_that_was_killed_is_begun_anew_where_it_was(url: str, server: Server, tmp_path: Path) -> None:
     state = {"model": {"a": np.random.default_rng(1).random(5_000_000)}}
     saved(tmp_path / "run", state)
-    server.fail(share=1, kinds=("delayed",))
     killed_in_mid_upload(EXPORT, tmp_path / "run", f"{url}/hf", server)
     store = ObjectStore(f"{url}/hf")
     assert ".flowstone-export" in store.names()

@@ -109,7 +109,7 @@ def _with_few_threads(path: Path) -> list[str]:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
 def test_too_few_threads_are_an_error_with_the_remedy_and_no_wait(tmp_path: Path) -> None:
-    said = apart(_with_few_threads, tmp_path / "run", timeout_s=60)
+    said = apart(_with_few_threads, tmp_path / "run")
     assert len(said) > 2
     for text in said:
         assert "ulimit -u" in text or "-u, pids.max" in text or "uses POSIX threads instead" in text, text
@@ -125,7 +125,7 @@ def _with_few_files(path: Path) -> list[str]:
 
 
 def test_too_few_open_files_are_an_error_with_the_remedy(tmp_path: Path) -> None:
-    said = apart(_with_few_files, tmp_path / "run", timeout_s=30)
+    said = apart(_with_few_files, tmp_path / "run")
     assert said
     for text in said:
         assert "ulimit -n" in text, text

@@ -211,7 +211,7 @@ def test_a_closed_store_stops_every_engine_it_started(tmp_path: Path) -> None:
     started = _tasks() - before
     assert started
     store.close()
-    for _ in range(1000):  # a thread that has been joined is listed for a moment yet
+    for _ in range(12_000):  # a thread that has been joined is listed for a moment yet
         if not started & _tasks():
             break
         time.sleep(0.01)

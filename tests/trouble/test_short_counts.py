@@ -69,7 +69,7 @@ def test_writes_that_move_nothing_at_all_are_an_error(disk: FaultyDisk, backend:
         checkpointer.save(1, state(1, 1)).committed.result()
         for name in ("rank-", "index", "manifest"):
             disk.befall(Trouble("write", bytes_max=0, name=name))
-            error = checkpointer.save(2, state(2, 1)).committed.exception(timeout=30)
+            error = checkpointer.save(2, state(2, 1)).committed.exception(timeout=120)
             assert isinstance(error, fs.StorageError), name
             assert error.errno in (errno.EIO, errno.EAGAIN)  # the second is io_uring's own word for it
             disk.befall()

@@ -210,7 +210,7 @@ def test_what_is_no_plain_file_is_refused_and_waited_for_by_nobody(
             os.mknod(path, 0o20666, os.makedev(1, 5))  # /dev/zero, which never ends
         except PermissionError:
             pytest.skip("device files need root")
-    loading, verifying, reading = apart(_read_all, checkpoint.parent, timeout_s=10)
+    loading, verifying, reading = apart(_read_all, checkpoint.parent)
     assert str(path) in loading or name in loading
     assert name in verifying
     assert name == "objects.json" or name in reading

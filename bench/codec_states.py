@@ -65,10 +65,12 @@ def mixed_of(total_bytes: int) -> dict[str, torch.Tensor]:
 
 
 def change(tensors: dict[str, torch.Tensor]) -> None:
-    """Change something in each chunk of a `mixed_of`; the working weights are the master copy's again."""
+    """Change something in each chunk of a `mixed_of`; the working weights are the master copy's again, of which
+    enough changes to be seen in them.
+    """
     for name, tensor in tensors.items():
         if not name.endswith(".weight"):
-            tensor.view(torch.int16)[::4096] ^= 1
+            tensor.view(torch.int32)[::2048] ^= 1 << 16
     for name, tensor in tensors.items():
         if name.endswith(".weight"):
             tensor.copy_(tensors[name.replace(".weight", ".master")])

@@ -44,6 +44,7 @@ from bench.script import folder_in
 from bench.throttle import held_to
 from flowstone import _native
 from flowstone.config import Compress
+from flowstone.format.codec import PLANES
 from flowstone_demo.train import Training
 
 Codec = tuple[Callable[[np.ndarray, int], bytes | None], Callable[[bytes, int], object]]
@@ -51,7 +52,7 @@ Codec = tuple[Callable[[np.ndarray, int], bytes | None], Callable[[bytes, int], 
 
 def codecs() -> Iterator[tuple[str, Codec]]:
     """This codec, and those of others that are installed."""
-    yield "flowstone planes", (_native.encode_planes, lambda stored, _: _native.decode_planes(stored, CHUNK))
+    yield "flowstone planes", (_native.encode_planes, lambda stored, _: _native.decode_chunk(PLANES.id, stored, CHUNK))
     for name, rival in (("blosc2, shuffle and zstd 1", _blosc2), ("ZipNN", _zipnn)):
         try:
             yield name, rival()

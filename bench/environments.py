@@ -63,7 +63,8 @@ def make(directory: Path, pins: Path) -> None:
     python = directory / "bin" / "python"
     own = Path(_call([str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]).strip())
     below = dict.fromkeys(sysconfig.get_path(kind) for kind in ("purelib", "platlib"))
-    (own / "below.pth").write_text("".join(f"{path}\n" for path in below))
+    lines = (f"import site; site.addsitedir({path!r})\n" for path in below)  # the .pth files there count as well
+    (own / "below.pth").write_text("".join(lines))
     pip = [sys.executable, "-m", "pip", "--python", str(python), "--disable-pip-version-check"]
     _call([*pip, "install", "--quiet", "--no-deps", "--requirement", str(pins)])
 

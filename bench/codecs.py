@@ -113,7 +113,7 @@ def _best(rounds: int, work: Callable[[], object]) -> float:
 
 
 def one_process(
-    directory: Path, compress: Compress, total: int, rate: float, saves: int, training: bool
+    directory: Path, compress: Compress, total: int, rate: float, saves: int, training: bool, workers: int | None = None
 ) -> tuple[float, float, int, float, float]:
     """Medians of all saves but the first two: seconds, and processor seconds. Seconds of a cold load, bytes on disk,
     and seconds that a step of the training beside took, 0 without one.
@@ -121,23 +121,32 @@ def one_process(
     state, found, steps = mixed_of(total), [], list[float]()
     run = after(2) if training else None
     with folder_in(directory) as folder, held_to(rate, directory):
-        with fs.Checkpointer(folder, engine=fs.EngineOptions(compress=compress), keep=1) as checkpointer:
+        engine = fs.EngineOptions(compress=compress, workers=workers)
+        with fs.Checkpointer(folder, engine=engine, keep=1) as checkpointer:
             for step in range(saves):
                 change(state)
                 if run is not None:
                     run.learn()
                 found.append(_save(checkpointer, step, state, run, steps))
-                checkpointer.wait()
+                settle(folder, kept=1)
         stored = sum(path.stat().st_size for path in files_below(folder))
         cool(files_below(folder))
         into = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
-        with fs.Checkpointer(folder) as checkpointer:
+        with fs.Checkpointer(folder, engine=fs.EngineOptions(workers=workers)) as checkpointer:
             begin = time.perf_counter()
             checkpointer.load(into)
             loading = time.perf_counter() - begin
         assert all(torch.equal(into[name], tensor) for name, tensor in state.items())
     saving, used = map(statistics.median, zip(*found[2:], strict=True))
     return saving, loading, stored, used, statistics.median(steps) if steps else 0.0
+
+
+def settle(folder: Path, *, kept: int) -> None:
+    """Wait until retention has removed all but so many checkpoints: 1 GB takes the file system 0.1 s, in which it makes
+    no room for the next one. Between the saves of a training there is time for that.
+    """
+    while sum(path.name.startswith(("step-", ".deleting-")) for path in folder.iterdir()) > kept:
+        time.sleep(0.001)
 
 
 def _save(
@@ -166,7 +175,7 @@ def saves(options: argparse.Namespace) -> None:
         found: dict[str, list[tuple[float, ...]]] = {mode: [] for mode in modes}
         for round_ in range(options.rounds):
             for mode in modes if round_ % 2 else reversed(modes):
-                work = options.directory, mode, total, rate * 1e9, options.saves, options.training
+                work = options.directory, mode, total, rate * 1e9, options.saves, options.training, options.workers
                 with context.Pool(1) as pool:
                     found[mode].append(pool.apply(one_process, work))
         for mode, rows in found.items():
@@ -200,6 +209,7 @@ def near_saves(directory: Path, compress: Compress, kept_bytes: int, states: str
                 begin, cpu = time.perf_counter(), time.process_time()
                 saved = checkpointer.save(step, state).committed.result()
                 spent = time.perf_counter() - begin, time.process_time() - cpu
+                settle(folder, kept=2)
                 written = sum(row.bytes for row in saved.manifest.segments if row.home is None)
                 found.append((spent[0], written, spent[1]))
                 into = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
@@ -257,6 +267,7 @@ def main() -> None:
     other = verbs.add_parser("saves")
     other.add_argument("directory", type=Path)
     other.add_argument("--bytes", type=float, default=4e8)
+    other.add_argument("--workers", type=int, help="of the engine; by default as many as it takes by itself")
     other.add_argument("--rates", type=float, nargs="*", default=[0, 0.5, 0.2, 0.05])
     other.add_argument("--compress", nargs="*", default=["max", "auto"])
     other.add_argument("--saves", type=int, default=4, help="of a process; the first two are not measured")

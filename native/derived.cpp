@@ -41,15 +41,13 @@ void DerivedChunks::link(const WriteExtent& row, const WriteExtent& source) {
     const bool is_copy = row.derivation == Derivation::copy;
     if (source.derivation != Derivation::none || source.length != row.length * (is_copy ? 1 : 2) || (source.lazy && !row.lazy))
         throw std::invalid_argument("a derived row follows from one of its length, or twice that, which is captured no later and not derived");
-    for (std::uint64_t chunk = 0; chunk < chunk_count(row.length); ++chunk)
-        links_[row.chunk + chunk] = {row.derivation, source.chunk + chunk * (is_copy ? 1 : 2)};
+    for (std::uint64_t chunk = 0; chunk < chunk_count(row.length); ++chunk) {
+        const std::uint64_t bytes = std::min(chunk_bytes, row.length - chunk * chunk_bytes);
+        links_[row.chunk + chunk] = {row.derivation, source.chunk + chunk * (is_copy ? 1 : 2), is_copy ? 1 : cast::half_count(bytes)};
+    }
     for (std::uint64_t chunk = source.chunk; chunk < source.chunk + chunk_count(source.length); ++chunk) {
         std::unique_ptr<Source>& one = sources_[chunk];
-        if (one == nullptr) {
-            one = std::make_unique<Source>();
-            one->lazy = source.lazy;
-            ++(source.lazy ? late_left_ : early_left_);
-        }
+        if (one == nullptr) one = std::make_unique<Source>();
         one->wanted[at(row.derivation)] = true;
     }
 }
@@ -66,7 +64,21 @@ void DerivedChunks::note(std::uint64_t chunk, std::span<const std::byte> first, 
         source.good[at(derivation)] = round_parts(first, rest, derivation, room);
         source.digest[at(derivation)] = xxh3_64(room, (first.size() + rest.size()) / 2);
     }
-    if (!source.noted.exchange(true)) --(source.lazy ? late_left_ : early_left_);
+    source.noted = true;
+}
+
+std::vector<std::uint64_t> DerivedChunks::sources_of(std::span<const std::uint64_t> chunks) const {
+    std::vector<std::uint64_t> sources;
+    for (const std::uint64_t chunk : chunks) {
+        const auto found = links_.find(chunk);
+        if (found == links_.end()) continue;
+        for (std::uint64_t at = 0; at < found->second.sources; ++at) sources.push_back(found->second.source + at);
+    }
+    return sources;
+}
+
+bool DerivedChunks::are_noted(std::span<const std::uint64_t> sources) const {
+    return std::all_of(sources.begin(), sources.end(), [this](std::uint64_t chunk) { return noted(chunk) != nullptr; });
 }
 
 const DerivedChunks::Source* DerivedChunks::noted(std::uint64_t chunk) const {
@@ -79,7 +91,7 @@ std::optional<std::uint8_t> DerivedChunks::codec_of(const CapturedChunk& chunk) 
     if (found == links_.end()) return std::nullopt;
     const Link& link = found->second;
     const bool is_copy = link.derivation == Derivation::copy;
-    for (std::uint64_t half = 0; half < (is_copy ? 1 : cast::half_count(chunk.length)); ++half) {
+    for (std::uint64_t half = 0; half < link.sources; ++half) {
         const Source* const source = noted(link.source + half);
         if (source == nullptr || !source->good[at(link.derivation)]) return std::nullopt;
         const std::uint64_t begin = half * cast::half_bytes;

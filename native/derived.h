@@ -16,7 +16,7 @@ namespace flowstone {
 /// Told of the chunks that others follow from, once these are captured; then says of those whether they do. What is compared
 /// are digests of captured bytes, so that it holds for what the files have. Any thread.
 ///
-/// Windows of derived rows are begun after those of all rows that they follow from: see `is_ready`.
+/// Windows of derived rows are begun once all that they follow from is captured: see `are_noted`.
 class DerivedChunks {
 public:
     /// Throws std::invalid_argument for a row that cannot follow from another one as it says.
@@ -24,8 +24,10 @@ public:
 
     /// A chunk was captured: `first`, then `rest`. `room` has half a chunk, and is changed.
     void note(std::uint64_t chunk, std::span<const std::byte> first, std::span<const std::byte> rest, std::uint64_t digest, std::byte* room);
-    /// Whether all chunks were noted from which chunks of rows follow; without `lazy`, of those that are not lazy.
-    bool is_ready(bool lazy) const { return early_left_ == 0 && (!lazy || late_left_ == 0); }
+    /// The chunks that these follow from.
+    std::vector<std::uint64_t> sources_of(std::span<const std::uint64_t> chunks) const;
+    /// Whether these chunks, which others follow from, were noted.
+    bool are_noted(std::span<const std::uint64_t> sources) const;
     /// How a chunk follows from others, with its codec; nullopt: it does not, and is to be stored.
     std::optional<std::uint8_t> codec_of(const CapturedChunk& chunk) const;
 
@@ -35,12 +37,12 @@ private:
         bool wanted[4] = {};
         bool good[4] = {};
         std::uint64_t digest[4] = {};
-        bool lazy = false;
         std::atomic<bool> noted{false};
     };
     struct Link {
         Derivation derivation = Derivation::none;
         std::uint64_t source = 0;  // the first chunk that it follows from
+        std::uint64_t sources = 0;
     };
 
     void link(const WriteExtent& row, const WriteExtent& source);
@@ -48,8 +50,6 @@ private:
 
     std::unordered_map<std::uint64_t, std::unique_ptr<Source>> sources_;
     std::unordered_map<std::uint64_t, Link> links_;
-    std::atomic<std::size_t> early_left_{0};
-    std::atomic<std::size_t> late_left_{0};
 };
 
 }  // namespace flowstone

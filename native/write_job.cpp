@@ -14,7 +14,7 @@
 
 #include "bounds.h"
 #include "thread_name.h"
-#include "turns.h"
+#include "window_order.h"
 #include "xxh3.h"
 
 namespace flowstone {
@@ -23,16 +23,6 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr std::size_t spans_per_window = 3;  // capture, encode, write
-
-/// In the order in which they begin: early ones first, of each kind those that are derived last, else in the order of the files.
-std::vector<WriteWindow> ordered_windows(const WriteExtents& rows, std::uint64_t window_bytes, std::uint64_t gap_bytes) {
-    std::vector<WriteWindow> windows = plan_windows(rows, window_bytes);
-    const std::vector<WriteWindow> encoded = plan_chunk_windows(rows, window_bytes, gap_bytes);
-    windows.insert(windows.end(), encoded.begin(), encoded.end());
-    const auto is_before = [](const WriteWindow& a, const WriteWindow& b) { return std::tie(a.lazy, a.derived) < std::tie(b.lazy, b.derived); };
-    std::stable_sort(windows.begin(), windows.end(), is_before);
-    return windows;
-}
 
 }  // namespace
 
@@ -103,14 +93,7 @@ WriteJob::WriteJob(Machine machine, std::shared_ptr<Arena> arena, std::vector<st
 }
 
 std::vector<WriteWindow> WriteJob::windows() const {
-    std::vector<WriteWindow> windows = ordered_windows(*rows_, window_bytes(), options_.gap_bytes);
-    if (rows_->feed) return windows;  // their bytes come in this order
-    for (auto begin = windows.begin(); begin != windows.end();) {
-        const auto end = std::find_if(begin, windows.end(), [&](const WriteWindow& window) { return window.lazy != begin->lazy || window.derived != begin->derived; });
-        take_turns(begin, end, files_);
-        begin = end;
-    }
-    return windows;
+    return ordered_windows(*rows_, {window_bytes(), options_.gap_bytes}, files_, derived_ ? &*derived_ : nullptr);
 }
 
 std::optional<std::uint64_t> WriteJob::first_bad(std::uint32_t file, int fd) const {
@@ -189,7 +172,8 @@ void WriteJob::begin_all(const std::vector<WriteWindow>& windows) {
 
 /// All that the window's rows follow from has a block already, or had one: so this waits for no memory.
 void WriteJob::await_sources(const WriteWindow& window) {
-    const auto is_ready = [&] { return derived_->is_ready(window.lazy) || stopping(); };
+    const std::vector<std::uint64_t> sources = derived_->sources_of(chunks_beginning_in(*rows_, window));
+    const auto is_ready = [&] { return derived_->are_noted(sources) || stopping(); };
     while (!is_ready()) arena_->wait(Clock::now() + std::chrono::hours(1), is_ready);
 }
 

@@ -41,8 +41,7 @@ struct WriteOptions {
 /// A window is captured into a block, encoded, digested and submitted. With an encoder other than identity, it holds
 /// whole chunks, and gets its place in the file once their lengths are known.
 ///
-/// Windows of derived rows are the last ones of the early windows, and of the others. They begin once all that they follow from
-/// is captured.
+/// Windows of derived rows begin once all that they follow from is captured: a few windows later.
 ///
 /// Capture does not need the files: until they are ready, windows are captured while the arena has room, and their ops
 /// wait.

@@ -1,11 +1,13 @@
 // Plans are pure: which ranges, which windows, which way.
 #include <doctest/doctest.h>
 
+#include <algorithm>
 #include <random>
 #include <set>
 
 #include "bounds.h"
 #include "read_plan.h"
+#include "window_order.h"
 #include "write_plan.h"
 
 namespace flowstone {
@@ -184,6 +186,47 @@ TEST_CASE("rows are checked before a byte moves") {
     CHECK_THROWS_WITH(check_extents(rows, 1), "row 0: chunk is beyond digests");
     rows.rows[0].last = 3;
     CHECK_THROWS_WITH(check_extents(rows, 1), "row 0: first..last are no chunks of the extent");
+}
+
+TEST_CASE("windows of derived rows begin a few windows after what they follow from, early ones before the others") {
+    constexpr std::uint64_t layer = 64 * mib, window_bytes = 4 * mib;
+    WriteExtents rows;
+    rows.encoder = delta_encoder({});
+    rows.encoded_from = 1;
+    const auto add = [&rows](std::uint64_t at, std::uint64_t length, std::uint32_t file, bool lazy) -> WriteExtent& {
+        rows.rows.push_back(write_row(at, length, 0x10000000, file));
+        rows.rows.back().chunk = rows.chunks;
+        rows.rows.back().lazy = lazy;
+        rows.chunks += chunk_count(length);
+        return rows.rows.back();
+    };
+    constexpr std::uint64_t layers = 6;
+    for (std::uint64_t i = 0; i < layers; ++i) add(i * layer, layer, 0, i >= layers / 2);
+    for (std::uint64_t i = 0; i < layers; ++i) {
+        WriteExtent& row = add(i * layer / 2, layer / 2, 1, i >= layers / 2);
+        row.derivation = Derivation::bfloat16;
+        row.follows = i * chunk_count(layer);
+    }
+    const DerivedChunks derived(rows);
+    const std::vector<WriteWindow> windows = ordered_windows(rows, {window_bytes, 64 * kib}, {nullptr, nullptr}, &derived);
+    REQUIRE(windows.size() == layers * (layer + layer / 2) / window_bytes);
+    std::set<std::uint64_t> begun;
+    std::size_t late = 0, begun_late = 0;  // derived windows between others, and how many windows lazy ones have
+    for (std::size_t i = 0; i < windows.size(); ++i) {
+        const std::vector<std::uint64_t> chunks = chunks_beginning_in(rows, windows[i]);
+        REQUIRE(chunks.size() == window_bytes / chunk_bytes);
+        if (windows[i].lazy) ++begun_late;
+        CHECK((begun_late == 0) == !windows[i].lazy);
+        const std::vector<std::uint64_t> sources = derived.sources_of(chunks);
+        CHECK(sources.size() == (windows[i].derived ? 2 * chunks.size() : 0));
+        for (const std::uint64_t source : sources) CHECK(begun.count(source) == 1);
+        begun.insert(chunks.begin(), chunks.end());
+        if (windows[i].derived && i + 1 < windows.size() && !windows[i + 1].derived) ++late;
+    }
+    CHECK(begun.size() == rows.chunks);
+    CHECK(late > layers);
+    const auto is_other = [](const WriteWindow& window) { return !window.derived; };
+    CHECK(std::find_if(windows.rbegin(), windows.rend(), is_other) - windows.rbegin() <= 5);  // half of the lag, and one
 }
 
 }  // namespace flowstone

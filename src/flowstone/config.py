@@ -52,6 +52,8 @@ READ_FILES_MAX = 256  # open at once in one load or check; at most a quarter of 
 READ_REQUEST_BYTES = 8 * MIB + 2 * BLOCK_BYTES  # eight whole chunks, wherever the first begins in its block
 # Threads that copy and digest: one in eight processors. On two a second one takes time from the calling thread.
 WORKERS_DEFAULT = max(1, min(max(2, min(8, len(os.sched_getaffinity(0)) // 8)), len(os.sched_getaffinity(0)) - 1))
+# With `compress` there is more to do, and a save's end waits for it: two, even on two processors.
+CODING_WORKERS = min(2, len(os.sched_getaffinity(0)))
 READ_WORKERS_IN_MEMORY = max(1, min(4, len(os.sched_getaffinity(0))))  # of a load from memory
 
 # Lazy capture aims to be done when this much of the time from `save` to the fence has passed.
@@ -240,8 +242,8 @@ class EngineOptions:
     direct          bypass the page cache ("auto": where O_DIRECT works, probed with real buffers, and is faster)
     queue_depth     requests in flight; 1 to 1024
     request_bytes   longest request, a multiple of 4096 from 2 MiB; more than 64 MiB gained nothing on any disk measured
-    workers         threads that copy and digest; by default one in eight processors, from two to eight, or one on a
-                    machine with two
+    workers         threads that copy, digest and encode; by default one in eight processors, from two to eight; or one on a
+                    machine with two, as long as `compress` is "off"
     read_in_place   loads read straight into memory that has the file's alignment. By default off on disks: the heap's
                     small pages make small device requests, and that takes 1.8 times as long; and on where the file's
                     pages are the storage (tmpfs, DAX): there it takes half the time. Anywhere it takes 140 MB less

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tunings import READ_DEFAULTS, WRITE_DEFAULTS, edit, put_beside_marker, put_for_mount
 
-from flowstone.config import MIB, EngineOptions, Tuning
+from flowstone.config import CODING_WORKERS, MIB, EngineOptions, Tuning
 from flowstone.errors import StorageError
 from flowstone.store import mount
 from flowstone.store.mount import mount_of
@@ -64,6 +64,14 @@ def test_each_option_of_the_caller_holds_before_all_else(tuned: Tuning | None) -
 def test_an_option_of_the_caller_holds_in_both_directions() -> None:
     for direction in ("write", "read"):
         assert resolve(direction, EngineOptions(request_bytes=2 * MIB), None).tuning.request_bytes == 2 * MIB  # type: ignore[arg-type]
+
+
+def test_what_encodes_and_decodes_has_two_workers_where_there_are_two_processors() -> None:
+    for compress in ("auto", "derived", "max"):
+        for direction, tuned in (("write", None), ("read", None), ("write", TUNED)):
+            found = resolve(direction, EngineOptions(compress=compress), tuned).tuning.workers  # type: ignore[arg-type]
+            assert found == max(CODING_WORKERS, (tuned or WRITE_DEFAULTS).workers)
+        assert resolve("write", EngineOptions(compress=compress, workers=1), None).tuning.workers == 1  # type: ignore[arg-type]
 
 
 def test_only_reads_are_in_place() -> None:

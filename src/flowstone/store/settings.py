@@ -14,7 +14,7 @@ from typing import Literal
 
 import msgspec
 
-from flowstone.config import READ_DEFAULTS, WRITE_DEFAULTS, Direct, Direction, EngineOptions, Tuning
+from flowstone.config import CODING_WORKERS, READ_DEFAULTS, WRITE_DEFAULTS, Direct, Direction, EngineOptions, Tuning
 from flowstone.store.tuning import find_tuning
 
 Origin = Literal["default", "tuned", "explicit"]
@@ -69,7 +69,7 @@ def resolve(direction: Direction, options: EngineOptions, tuned: Tuning | None) 
         backend=base.backend if options.backend == "auto" else options.backend,
         queue_depth=options.queue_depth or base.queue_depth,
         request_bytes=options.request_bytes or base.request_bytes,
-        workers=options.workers or base.workers,
+        workers=options.workers or max(base.workers, CODING_WORKERS if options.compress != "off" else 0),
         in_place=in_place, direct_from_bytes=base.direct_from_bytes,
     )
     left_open: Origin = "default" if tuned is None else "tuned"

@@ -242,8 +242,8 @@ class EngineOptions:
     direct          bypass the page cache ("auto": where O_DIRECT works, probed with real buffers, and is faster)
     queue_depth     requests in flight; 1 to 1024
     request_bytes   longest request, a multiple of 4096 from 2 MiB; more than 64 MiB gained nothing on any disk measured
-    workers         threads that copy, digest and encode; by default one in eight processors, from two to eight; or one on a
-                    machine with two, as long as `compress` is "off"
+    workers         threads that copy, digest and encode; by default one in eight processors, from two to eight; or one
+                    on a machine with two, as long as `compress` is "off"
     read_in_place   loads read straight into memory that has the file's alignment. By default off on disks: the heap's
                     small pages make small device requests, and that takes 1.8 times as long; and on where the file's
                     pages are the storage (tmpfs, DAX): there it takes half the time. Anywhere it takes 140 MB less

@@ -81,6 +81,7 @@ class Captures:
 
         The fence is expected after the shortest of the last overlaps. While none is known, only memory is kept free.
         """
+        # Twice what the device has: it ends all requests at about the same time, and would wait for the next ones.
         blocks = 2 * tuning.queue_depth + tuning.workers
         overlap_s = CAPTURE_SHARE_OF_OVERLAP * min(self._overlaps_s, default=0.0)
         return Pace(blocks, int(plan.bytes / overlap_s) + 1 if overlap_s else None, self._cap)

@@ -15,6 +15,7 @@ import pytest
 import specimen
 from forge import split_rows
 from hypothesis import settings
+from warm_start import warm_start
 
 import flowstone as fs
 from flowstone.state import describe
@@ -96,5 +97,17 @@ def script(tmp_path: Path) -> Callable[..., subprocess.Popen[str]]:
             [sys.executable, str(path), *map(str, arguments)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
+
+    return start
+
+
+@pytest.fixture
+def warm_script(script: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> Callable[..., subprocess.Popen[str]]:
+    """As `script`, for programs that import torch: the first of them all is started, the others are forked."""
+
+    def start(text: str, *arguments: object) -> subprocess.Popen[str]:
+        names = [str(tmp_path / f"script{number}.py") for number in range(10)]
+        with warm_start(*names, name="script"):
+            return script(text, *arguments)
 
     return start

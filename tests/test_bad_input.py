@@ -122,7 +122,7 @@ print(fs.open(locked / "unwritable").verify().step, "readable all the same")
 """
 
 
-def test_a_path_without_permission_is_named_with_the_operation(tmp_path: Path, script: Script) -> None:
+def test_a_path_without_permission_is_named_with_the_operation(tmp_path: Path, warm_script: Script) -> None:
     locked = Path("/tmp") / f"flowstone-locked-{os.getpid()}"
     locked.mkdir(mode=0o755)
     try:
@@ -132,7 +132,7 @@ def test_a_path_without_permission_is_named_with_the_operation(tmp_path: Path, s
         (locked / "unwritable/flowstone.lock").unlink()
         (locked / "unreadable").chmod(0o000)
         (locked / "unwritable").chmod(0o555)
-        out, err = script(_AS_NOBODY, locked, tmp_path / "warm").communicate(timeout=120)
+        out, err = warm_script(_AS_NOBODY, locked, tmp_path / "warm").communicate(timeout=120)
     finally:
         (locked / "unreadable").chmod(0o755)
         (locked / "unwritable").chmod(0o755)
@@ -322,8 +322,8 @@ print("parent", checkpointer.save(2, {"x": torch.ones(3)}).committed.result().st
 """
 
 
-def test_a_fork_is_told_to_make_its_own_and_the_parent_goes_on(store: Path, script: Script) -> None:
-    process = script(_FORKED, store)
+def test_a_fork_is_told_to_make_its_own_and_the_parent_goes_on(store: Path, warm_script: Script) -> None:
+    process = warm_script(_FORKED, store)
     out, err = process.communicate(timeout=120)
     told = f"the Checkpointer of {store} belongs to process PARENT; this process is a fork of it |   next        "
     told += "create one in this process, after the fork"
@@ -341,8 +341,8 @@ sys.stdin.read()
 """
 
 
-def test_a_second_writer_is_refused_by_name_until_the_first_is_dead(store: Path, script: Script) -> None:
-    first = script(_WRITER, store)
+def test_a_second_writer_is_refused_by_name_until_the_first_is_dead(store: Path, warm_script: Script) -> None:
+    first = warm_script(_WRITER, store)
     assert first.stdout is not None
     assert first.stdout.readline() == "saved\n"
     with fs.Checkpointer(store) as checkpointer:

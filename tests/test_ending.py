@@ -157,7 +157,7 @@ def work():
 
 
 def test_a_save_that_is_lost_after_nobody_holds_its_checkpointer_ends_the_process_with_1(
-    store: Path, script: Script
+    store: Path, warm_script: Script
 ) -> None:
     text = _LET_GO + (
         "import time\n"
@@ -166,7 +166,7 @@ def test_a_save_that_is_lost_after_nobody_holds_its_checkpointer_ends_the_proces
         "while any(thread.name.startswith('flowstone-commit') for thread in threading.enumerate()): time.sleep(0.01)\n"
         "print('done')\n"
     )
-    process = script(text, store)
+    process = warm_script(text, store)
     out, err = process.communicate(timeout=120)
     assert (process.returncode, out) == (1, "done\n"), err
     assert err.startswith("flowstone: step 2 was not saved: ")
@@ -197,21 +197,23 @@ print(process.exitcode)
 
 
 @pytest.mark.parametrize("how", ["lost", "let go"])
-def test_a_lost_last_save_of_a_child_of_multiprocessing_is_no_success(store: Path, script: Script, how: str) -> None:
-    process = script(_CHILD, store, how)
+def test_a_lost_last_save_of_a_child_of_multiprocessing_is_no_success(
+    store: Path, warm_script: Script, how: str
+) -> None:
+    process = warm_script(_CHILD, store, how)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     assert out.splitlines()[-1] == "1", err
     assert " was not saved: " in err
 
 
-def test_a_child_of_multiprocessing_waits_for_its_last_save(store: Path, script: Script) -> None:
-    out, err = script(_CHILD, store, "held").communicate(timeout=120)
+def test_a_child_of_multiprocessing_waits_for_its_last_save(store: Path, warm_script: Script) -> None:
+    out, err = warm_script(_CHILD, store, "held").communicate(timeout=120)
     assert out == "end of child\n0\n", err
     assert fs.open(store).verify().step == 7
 
 
-def test_a_fork_of_what_nobody_holds_leaves_the_parents_alone(store: Path, script: Script) -> None:
+def test_a_fork_of_what_nobody_holds_leaves_the_parents_alone(store: Path, warm_script: Script) -> None:
     text = (
         "import os, sys, torch, flowstone as fs\n"
         "checkpointer = fs.Checkpointer(sys.argv[1])\n"
@@ -223,4 +225,4 @@ def test_a_fork_of_what_nobody_holds_leaves_the_parents_alone(store: Path, scrip
         "os.waitpid(child, 0)\n"
         "print(checkpointer.save(2, {'x': torch.ones(3)}).committed.result().step)\n"
     )
-    assert script(text, store).communicate(timeout=120) == ("2\n", "")
+    assert warm_script(text, store).communicate(timeout=120) == ("2\n", "")

@@ -34,25 +34,25 @@ def finished(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
-def test_a_script_that_ends_with_a_save_in_flight_waits_for_it(store: Path, script: Script) -> None:
+def test_a_script_that_ends_with_a_save_in_flight_waits_for_it(store: Path, warm_script: Script) -> None:
     text = _SLOW_COMMIT + (
         "checkpointer = fs.Checkpointer(sys.argv[1])\n"
         "save = checkpointer.save(1, {'x': torch.ones(1 << 20)})\n"
         "at_exit(over.set)\n"
         "print(save.committed.done())\n"
     )
-    assert finished(script(text, store)) == (0, "False\n", "")
+    assert finished(warm_script(text, store)) == (0, "False\n", "")
     assert fs.open(store).verify().step == 1
 
 
-def test_a_script_without_a_save_ends_as_if_nothing_were_there(store: Path, script: Script) -> None:
+def test_a_script_without_a_save_ends_as_if_nothing_were_there(store: Path, warm_script: Script) -> None:
     text = "import sys, flowstone as fs\ncheckpointer = fs.Checkpointer(sys.argv[1])\nprint(checkpointer.latest())\n"
-    assert finished(script(text, store)) == (0, "None\n", "")
+    assert finished(warm_script(text, store)) == (0, "None\n", "")
     assert not store.exists()
 
 
 def test_a_script_that_saves_every_step_ends_with_the_last_one_durable_and_tells_nothing(
-    store: Path, script: Script
+    store: Path, warm_script: Script
 ) -> None:
     text = (
         "import sys, torch, flowstone as fs\n"
@@ -65,7 +65,7 @@ def test_a_script_that_saves_every_step_ends_with_the_last_one_durable_and_tells
         "    optimizer.zero_grad()\n"
         "    checkpointer.save(step, {'model': model, 'optimizer': optimizer})\n"
     )
-    assert finished(script(text, store)) == (0, "", "")
+    assert finished(warm_script(text, store)) == (0, "", "")
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     with fs.Checkpointer(store) as checkpointer:
@@ -80,8 +80,8 @@ _LOST = (
 )
 
 
-def test_a_lost_last_save_ends_the_process_with_a_failure_that_names_the_step(store: Path, script: Script) -> None:
-    status, out, err = finished(script(_SLOW_COMMIT + _LOST + "at_exit(lose)\nprint('done')\n", store))
+def test_a_lost_last_save_ends_the_process_with_a_failure_that_names_the_step(store: Path, warm_script: Script) -> None:
+    status, out, err = finished(warm_script(_SLOW_COMMIT + _LOST + "at_exit(lose)\nprint('done')\n", store))
     assert (status, out) == (1, "done\n"), err
     assert err.startswith("flowstone: step 12 was not saved: cannot write ")
     assert "earlier checkpoints are untouched" in err
@@ -89,7 +89,7 @@ def test_a_lost_last_save_ends_the_process_with_a_failure_that_names_the_step(st
 
 
 def test_a_lost_last_save_on_a_full_disk_ends_the_process_with_a_failure(
-    small_disk: Callable[[int], Path], script: Script
+    small_disk: Callable[[int], Path], warm_script: Script
 ) -> None:
     disk = small_disk(2 << 20)
     text = _SLOW_COMMIT + (
@@ -106,7 +106,7 @@ def test_a_lost_last_save_on_a_full_disk_ends_the_process_with_a_failure(
         "    over.set()\n"
         "at_exit(fill)\n"
     )
-    status, _, err = finished(script(text, disk / "run"))
+    status, _, err = finished(warm_script(text, disk / "run"))
     assert status == 1, err
     assert err.startswith("flowstone: step 2 was not saved: no space to ")
     assert "needed" in err
@@ -114,12 +114,12 @@ def test_a_lost_last_save_on_a_full_disk_ends_the_process_with_a_failure(
     assert fs.open(disk / "run").verify().step == 1
 
 
-def test_a_failure_that_was_seen_does_not_end_the_process_with_a_failure(store: Path, script: Script) -> None:
+def test_a_failure_that_was_seen_does_not_end_the_process_with_a_failure(store: Path, warm_script: Script) -> None:
     text = _SLOW_COMMIT + _LOST + "lose()\nprint(type(save.committed.exception()).__name__)\n"
-    assert finished(script(text, store)) == (0, "StorageError\n", "")
+    assert finished(warm_script(text, store)) == (0, "StorageError\n", "")
 
 
-def test_an_exception_of_the_users_is_not_masked_by_a_lost_save(store: Path, script: Script) -> None:
+def test_an_exception_of_the_users_is_not_masked_by_a_lost_save(store: Path, warm_script: Script) -> None:
     text = _SLOW_COMMIT + (
         "import shutil\n"
         "with fs.Checkpointer(sys.argv[1]) as checkpointer:\n"
@@ -128,32 +128,32 @@ def test_an_exception_of_the_users_is_not_masked_by_a_lost_save(store: Path, scr
         "    over.set()\n"
         "    raise ZeroDivisionError('the user erred')\n"
     )
-    status, _, err = finished(script(text, store))
+    status, _, err = finished(warm_script(text, store))
     assert status == 1
     assert err.rstrip().endswith("ZeroDivisionError: the user erred")
     assert "step 12 was not saved" in err
 
 
 @pytest.mark.parametrize("status", [0, 3])
-def test_an_exit_status_of_the_users_stays(store: Path, script: Script, status: int) -> None:
+def test_an_exit_status_of_the_users_stays(store: Path, warm_script: Script, status: int) -> None:
     text = _SLOW_COMMIT + (
         "checkpointer = fs.Checkpointer(sys.argv[1])\n"
         "checkpointer.save(1, {'x': torch.ones(1 << 20)})\n"
         "at_exit(over.set)\n"
         f"sys.exit({status})\n"
     )
-    assert finished(script(text, store))[0] == status
+    assert finished(warm_script(text, store))[0] == status
     assert fs.open(store).verify().step == 1
 
 
-def test_an_uncaught_exception_still_saves_what_was_captured(store: Path, script: Script) -> None:
+def test_an_uncaught_exception_still_saves_what_was_captured(store: Path, warm_script: Script) -> None:
     text = _SLOW_COMMIT + (
         "checkpointer = fs.Checkpointer(sys.argv[1])\n"
         "checkpointer.save(1, {'x': torch.ones(1 << 20)})\n"
         "at_exit(over.set)\n"
         "raise ZeroDivisionError('the user erred')\n"
     )
-    status, _, err = finished(script(text, store))
+    status, _, err = finished(warm_script(text, store))
     assert (status, "the user erred" in err) == (1, True)
     assert fs.open(store).verify().step == 1
 
@@ -212,7 +212,7 @@ def test_a_save_that_comes_after_the_end_is_refused(store: Path, script: Script)
     assert not list(store.glob(".saving-*"))
 
 
-def test_a_killed_process_leaves_the_checkpoint_before(store: Path, script: Script) -> None:
+def test_a_killed_process_leaves_the_checkpoint_before(store: Path, warm_script: Script) -> None:
     text = _SLOW_COMMIT + (
         "checkpointer = fs.Checkpointer(sys.argv[1])\n"
         "over.set()\n"
@@ -222,7 +222,7 @@ def test_a_killed_process_leaves_the_checkpoint_before(store: Path, script: Scri
         "print('saving', flush=True)\n"
         "sys.stdin.read()\n"
     )
-    process = script(text, store)
+    process = warm_script(text, store)
     assert process.stdout is not None
     assert process.stdout.readline() == "saving\n"
     process.kill()
@@ -237,7 +237,7 @@ def test_a_killed_process_leaves_the_checkpoint_before(store: Path, script: Scri
     assert not list(store.glob(".saving-*"))
 
 
-def test_ctrl_c_during_a_save_leaves_the_checkpoint_before(store: Path, script: Script) -> None:
+def test_ctrl_c_during_a_save_leaves_the_checkpoint_before(store: Path, warm_script: Script) -> None:
     """The capture is interrupted where it waits: nothing is committed, nothing is left, later saves work."""
     text = (
         "import os, signal, sys, torch, flowstone as fs\n"
@@ -252,6 +252,6 @@ def test_ctrl_c_during_a_save_leaves_the_checkpoint_before(store: Path, script: 
         "LocalWriting.wait_captured = real\n"
         "checkpointer.save(2, {'x': torch.full((3,), 2.0)})\n"
     )
-    assert finished(script(text, store)) == (0, "interrupted step-00000001\n", "")
+    assert finished(warm_script(text, store)) == (0, "interrupted step-00000001\n", "")
     assert fs.open(store).read("x").tolist() == [2, 2, 2]
     assert not list(store.glob(".saving-*"))

@@ -201,8 +201,8 @@ checkpointer.close()
 """
 
 
-def test_a_fork_while_another_thread_saves_does_not_wait_for_that_thread(store: Path, script: Script) -> None:
-    out, err = script(_FORKED_INSIDE, store).communicate(timeout=PATIENCE_S)
+def test_a_fork_while_another_thread_saves_does_not_wait_for_that_thread(store: Path, warm_script: Script) -> None:
+    out, err = warm_script(_FORKED_INSIDE, store).communicate(timeout=PATIENCE_S)
     assert out == "7\n", err
     assert fs.open(store).step == 1
 

@@ -37,11 +37,12 @@ STREAMS = ("p2cread", "c2pwrite", "errwrite")  # subprocess's words for a child'
 
 
 @contextlib.contextmanager
-def warm_start(*programs: str, torch_alone: bool = False) -> Iterator[None]:
+def warm_start(*programs: str, torch_alone: bool = False, name: str = "") -> Iterator[None]:
     """`subprocess.Popen` forks processes of these programs, but the first of each, and those that are to be started in
     a way of their own (`preexec_fn`, `pass_fds`, ...); all are its children.
 
     programs     modules, scripts, or "-c" for all texts
+    name         that programs have in common which count as one
     torch_alone  what `import torch` imports is there and nothing else, for programs that have to show their imports
     """
     server = _server(torch_alone)
@@ -53,7 +54,7 @@ def warm_start(*programs: str, torch_alone: bool = False) -> Iterator[None]:
             argv = command[1:] if command[:1] == ["-m"] else command
             program = argv[0] if argv and python == sys.executable else ""
             is_ordinary = all(asked[name] == value for name, value in ORDINARY.items())
-            if program not in programs or not is_ordinary or server.is_first(program):
+            if program not in programs or not is_ordinary or server.is_first(name or program):
                 super()._execute_child(*arguments)
                 return
             streams = [asked[name] for name in STREAMS]
@@ -175,8 +176,10 @@ def run() -> None:
         text = sys.argv.pop(1)
         sys.modules["__main__"] = main = types.ModuleType("__main__")
         exec(compile(text, "<string>", "exec"), vars(main))
-    elif program.endswith(".py"):
-        runpy.run_path(program, run_name="__main__")
+    elif program.endswith(".py"):  # its names stay until Python ends, as they do in the interpreter's own __main__
+        sys.modules["__main__"] = main = types.ModuleType("__main__")
+        main.__file__ = program
+        exec(compile(Path(program).read_bytes(), program, "exec"), vars(main))
     else:
         runpy.run_module(program, run_name="__main__", alter_sys=True)
 

@@ -6,6 +6,7 @@ import errno
 import resource
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from threading import Lock
 
 import numpy as np
 
@@ -80,6 +81,61 @@ class WriteWaits:
         sizes = [plan.bytes if plan.header is None else end for plan, end in ends]
         encoded = None if stored is None else Encoded(*stored, sizes)
         return Receipt(None, self._job.digests, io, encoded, spans, synced)
+
+
+class ReservingWriting(WriteWaits):
+    """A Writing of one job whose files may get their room after it has begun: by the first thread that asks for it."""
+
+    _root: Path
+
+    def __init__(self, *, reserved: bool) -> None:
+        self._reserving = Lock()  # held while reserving; guards the next two
+        self._reserved = reserved
+        self._refusal: BaseException | None = None  # the exception of `_reserve_files`
+
+    def _reserve_files(self) -> None:
+        """Give all files their room. Raises FlowstoneError."""
+        raise NotImplementedError
+
+    def reserve(self) -> None:
+        if self._reserving.acquire(blocking=False):  # else another thread is reserving
+            try:
+                self._reserve_once()
+            finally:
+                self._reserving.release()
+
+    def _reserve_once(self) -> None:
+        """Call with the lock held. A refusal ends the job, and is in the receipt."""
+        if self._reserved:
+            return
+        self._reserved = True
+        if self._job.cancelled or self._job.fault is not None:
+            return
+        try:
+            self._reserve_files()
+        except BaseException as error:
+            self._refusal = error
+            self._job.cancel()
+        else:
+            self._job.files_ready()
+
+    def _wait_for_all(self) -> None:
+        """Until the files have their room and no byte moves any more."""
+        with self._reserving:
+            self._reserve_once()  # unless another thread has done it
+        self._wait()
+
+    def _ends(self) -> Sequence[int]:
+        """The sizes of the files: as planned, but for those that an encoder decides."""
+        return self._job.file_ends or [file.bytes for file in self._plans]
+
+    def _early_end(self) -> FlowstoneError | None:
+        """Why the job ended early, where that is no fault of a file; None if it did not."""
+        if self._job.fault is None and self._refusal is not None:
+            if not isinstance(self._refusal, FlowstoneError):
+                raise self._refusal
+            return self._refusal
+        return write_error(self._root, self._job)
 
 
 class JobWriting(WriteWaits):

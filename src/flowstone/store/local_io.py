@@ -7,7 +7,6 @@ import resource
 import time
 from collections.abc import Sequence
 from itertools import accumulate, chain, takewhile
-from threading import Lock
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +17,7 @@ from flowstone.errors import FlowstoneError, StorageError
 from flowstone.format.segment import path_of
 from flowstone.store.base import FilePlan, Pace, ReadReceipt, Receipt
 from flowstone.store.engines import EngineChoice
-from flowstone.store.jobs import GAP_BYTES, WriteWaits, code_of, reach, read_error, write_error
+from flowstone.store.jobs import GAP_BYTES, ReservingWriting, code_of, reach, read_error
 from flowstone.store.open_files import OpenFiles
 from flowstone.store.os_errors import MORE_THREADS, explain, translated
 from flowstone.store.system import System
@@ -29,7 +28,7 @@ _ELSEWHERE = {
 }
 
 
-class LocalWriting(WriteWaits):
+class LocalWriting(ReservingWriting):
     """Segments of one save; owns their descriptors. Starts at once; raises if the system refuses to create them."""
 
     def __init__(
@@ -40,13 +39,11 @@ class LocalWriting(WriteWaits):
             LocalSegments,  # imported here: a process that only loads needs it not
         )
 
+        super().__init__(reserved=reserved)
         self._root, self._engines = engines.root, engines
         self._plans = files
         self._watch = engines.options.watch
         direct = engines.settings("write").direct_at(sum(file.bytes for file in files))
-        self._reserving = Lock()  # held while reserving; guards the next
-        self._reserved = reserved
-        self._refusal: BaseException | None = None  # the exception of `reserve`
         self._segments = LocalSegments(system, engines, files, direct)
         try:
             if reserved:
@@ -68,32 +65,11 @@ class LocalWriting(WriteWaits):
             self._segments.close()
             raise
 
-    def reserve(self) -> None:
-        if self._reserving.acquire(blocking=False):  # else another thread is reserving
-            try:
-                self._reserve_once()
-            finally:
-                self._reserving.release()
-
-    def _reserve_once(self) -> None:
-        """Call with the lock held. A refusal ends the job, and is in the receipt."""
-        if self._reserved:
-            return
-        self._reserved = True
-        if self._job.cancelled or self._job.fault is not None:
-            return
-        try:
-            self._segments.reserve()
-        except BaseException as error:
-            self._refusal = error
-            self._job.cancel()
-        else:
-            self._job.files_ready()
+    def _reserve_files(self) -> None:
+        self._segments.reserve()
 
     def receipt(self) -> Receipt:
-        with self._reserving:
-            self._reserve_once()  # unless another thread has done it
-        self._wait()
+        self._wait_for_all()
         begin = time.monotonic()
         try:
             error = self._error() or self._segments.make_durable(self._ends())
@@ -113,9 +89,6 @@ class LocalWriting(WriteWaits):
         self._wait()
         self._segments.close()
 
-    def _ends(self) -> Sequence[int]:
-        return self._job.file_ends or [file.bytes for file in self._plans]
-
     def _error(self) -> FlowstoneError | None:
         fault = self._job.fault
         if fault is not None and fault.operation != "capture":
@@ -127,11 +100,7 @@ class LocalWriting(WriteWaits):
                 self._root, fault.operation, code, fault.path, reach=reach(fault),
                 needed_bytes=self._segments.bytes, remedy=None if instead is None else f"save again: {instead}",
             )
-        if fault is None and self._refusal is not None:
-            if not isinstance(self._refusal, FlowstoneError):
-                raise self._refusal
-            return self._refusal
-        return write_error(self._root, self._job)
+        return self._early_end()
 
 
 class LocalReading:

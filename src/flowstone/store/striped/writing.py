@@ -19,7 +19,7 @@ from flowstone.errors import DamagedError, FlowstoneError, StorageError
 from flowstone.format.digest import digest
 from flowstone.log import log
 from flowstone.store.base import FilePlan, Pace, Receipt
-from flowstone.store.jobs import GAP_BYTES, WriteWaits, code_of, reach, write_error
+from flowstone.store.jobs import GAP_BYTES, ReservingWriting, code_of, reach
 from flowstone.store.os_errors import MORE_THREADS, explain, translated
 from flowstone.store.parts import OpenSegments
 from flowstone.store.striped.path import StripedPath, Striping
@@ -39,7 +39,7 @@ class _Part(msgspec.Struct, eq=False):
         return self.opened.natives[self.numbers.index(number)]
 
 
-class StripedWriting(WriteWaits):
+class StripedWriting(ReservingWriting):
     """Segments of one save. Starts at once; raises if the first path refuses to create its own.
 
     What another path refuses goes to the first one: segments that cannot be made or get no room, before a byte of them
@@ -51,13 +51,11 @@ class StripedWriting(WriteWaits):
         self, store: Striping, files: Sequence[FilePlan], rows: _native.WriteExtents, arena: _native.Arena,
         pace: Pace, *, reserved: bool,
     ) -> None:
+        super().__init__(reserved=reserved)
         self._store, self._plans, self._arena = store, files, arena
         self._root = Path(store.location)
         self._settings = store.settings("write")
         self._watch = store.watch
-        self._reserving = Lock()  # held while reserving; guards the next
-        self._reserved = reserved
-        self._refusal: BaseException | None = None  # the exception of `reserve`
         self._moving = Lock()  # held while segments move; guards the next
         self._instead: dict[int, OpenSegments] = {}  # on the first path, by the number of a segment that moves
         self._causes: dict[int, FlowstoneError] = {}  # why they move
@@ -152,28 +150,9 @@ class StripedWriting(WriteWaits):
 
     # Room
 
-    def reserve(self) -> None:
-        if self._reserving.acquire(blocking=False):  # else another thread is reserving
-            try:
-                self._reserve_once()
-            finally:
-                self._reserving.release()
-
-    def _reserve_once(self) -> None:
-        """Call with the lock held. A refusal of the first path ends the job, and is in the receipt."""
-        if self._reserved:
-            return
-        self._reserved = True
-        if self._job.cancelled or self._job.fault is not None:
-            return
-        try:
-            for part in self._parts:
-                self._reserve_part(part)
-        except BaseException as error:
-            self._refusal = error
-            self._job.cancel()
-        else:
-            self._job.files_ready()
+    def _reserve_files(self) -> None:
+        for part in self._parts:
+            self._reserve_part(part)
 
     def _reserve_part(self, part: _Part) -> None:
         try:
@@ -244,9 +223,7 @@ class StripedWriting(WriteWaits):
         self._until(self._job.wait)
 
     def receipt(self) -> Receipt:
-        with self._reserving:
-            self._reserve_once()  # unless another thread has done it
-        self._wait()
+        self._wait_for_all()
         begin = time.monotonic()
         try:
             error = self._error() or self._make_durable()
@@ -282,17 +259,13 @@ class StripedWriting(WriteWaits):
                     if part.path.number:
                         part.path.failed(error)
                     return error
-        if fault is None and self._refusal is not None:
-            if not isinstance(self._refusal, FlowstoneError):
-                raise self._refusal
-            return self._refusal
-        return write_error(self._root, self._job)
+        return self._early_end()
 
     # Durable
 
     def _make_durable(self) -> FlowstoneError | None:
         """Sync all paths at once; what one of them cannot make durable is brought to the first one."""
-        ends = self._job.file_ends or [file.bytes for file in self._plans]
+        ends = self._ends()
         with ThreadPoolExecutor(len(self._parts), thread_name_prefix="flowstone-path") as threads:
             found = list(threads.map(lambda part: self._end(part, ends), self._parts))
         return next((error for error in found if error is not None), None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 import msgspec
 import numpy as np
@@ -17,7 +18,8 @@ from flowstone.config import MIB
 from flowstone.format.manifest import IoRecord
 from flowstone.pipeline.coding import Coding, compressed
 from flowstone.pipeline.coding_costs import Costs, costs_of, new_bytes, trial_per_copy
-from flowstone.plan.write import Coded, WritePlan, plan_writes
+from flowstone.pipeline.messages import Assignment
+from flowstone.plan.write import Coded, Derived, WritePlan, plan_writes
 from flowstone.store.base import Encoded, Receipt
 from flowstone.table.box import Box
 from flowstone.table.dtype import DTYPES
@@ -157,6 +159,22 @@ def test_processors_that_are_free_again_are_noticed_though_nothing_is_encoded() 
         plan = planned(coding, of)
         coding.learn(1, plan, receipt(plan, [(CAPTURE, 0, copying_s), (WRITE, 0, 0.2)]))
         assert (coding.chosen(of) is not None) == is_on
+
+
+def test_what_follows_from_others_is_stored_while_threads_are_busy() -> None:
+    """Beside training they copy most of the time. One save alone decides nothing."""
+    coding, of = Coding("auto"), pieces("float32", "bfloat16")
+    follows = Derived(np.array([0, 1], np.uint8), np.zeros(2, np.int64))
+    assignment = cast(Assignment, None)  # of pieces that were looked at before
+    coding._deriving._found = of, follows
+    for copying_s, derives in (
+        (0.7, True), (0.3, True), (0.7, True), (0.55, True), (0.7, True), (0.8, False),
+        (0.55, False), (0.4, False), (0.3, True),
+    ):
+        plan = planned(coding, of)
+        coding.learn(1, plan, receipt(plan, [(CAPTURE, 0, copying_s), (WRITE, 0, 1.0)]))
+        assert (coding.derived(of, assignment, ()) is follows) == derives, copying_s
+        assert ("what follows from others is stored" in coding.why) != derives
 
 
 def test_what_the_base_has_and_what_follows_from_others_gains_nothing() -> None:

@@ -3,7 +3,8 @@
 With "auto" that follows from what the saves before took (coding_costs.py), for each piece. Encoding pays where the
 device is the slowest by so much that it still is when it gets fewer bytes: the pieces that get shortest are encoded, as
 many of them as make the save as short as it can be, and none if that is hardly shorter. So a save takes no longer than
-the pace at which saves come would let a raw one.
+the pace at which saves come would let a raw one. What follows from others is left out (deriving.py) where the engine's
+threads have time to find out: not where training takes it from them.
 """
 
 from __future__ import annotations
@@ -32,6 +33,10 @@ _BEGINS_BELOW, _ENDS_ABOVE = 0.9, 0.97  # of the time without: what encoding has
 _WORTH_BELOW = 0.97  # of a piece's bytes: what of it is stored, for it to be encoded again
 _FIRST_SHARES = {2: 0.7, 4: 0.85, 8: 0.93}  # of floats, by their bytes, until they have been encoded (measured: AdamW)
 _BETTER_BY = 0.03  # of the time without
+# The part of the time for which the engine's threads copy: above, what follows from others is stored as well; below,
+# it is left out again. Measured: 0.25 to 0.5 with free processors, 0.5 to 0.85 beside a training on all of them.
+_BUSY_ABOVE, _FREE_BELOW = 0.6, 0.5
+_BUSY_SAVES = 2  # in a row, to decide otherwise: that makes another plan
 
 
 def compressed(step: int, plan: WritePlan, receipt: Receipt, why: str) -> Compressed:
@@ -74,6 +79,7 @@ class Coding:
     def __init__(self, mode: Compress, quantize: Sequence[Quantize] = (), kept_bytes: int = 0) -> None:
         self._mode, self._quantize, self._keeping = mode, quantize, _Keeping(kept_bytes)
         self._deriving, self._looks = Deriving(), True
+        self._derives, self._against = True, 0  # with "auto"; and how many saves in a row speak against that
         self._chosen: tuple[Pieces, NDArray[np.bool_]] | None = None  # by "auto"; None: nothing
         self._why = "no save has been measured yet"
         self._coder_per_copy = 0.0  # how many times as long as copying encoding takes; 0: not known yet
@@ -92,7 +98,7 @@ class Coding:
 
     def derived(self, pieces: Pieces, assignment: Assignment, places: Places) -> Derived | None:
         """Which of the pieces need not be stored. `places`: the memory of what this rank holds."""
-        if self._mode == "off":
+        if self._mode == "off" or not self._derives:
             return None
         return self._deriving.derived(pieces, assignment, places if self._looks else None)
 
@@ -145,6 +151,7 @@ class Coding:
 
     def _decide(self, plan: WritePlan, receipt: Receipt) -> None:
         costs, shares, new = costs_of(plan, receipt), self._shares(plan.pieces), new_bytes(plan, receipt)
+        self._decide_derived(costs)
         copying_s_per_byte = costs.copying_s / max(plan.bytes, 1)
         if receipt.encoded is not None and plan.width.any():
             shares = self._learn_shares(plan, receipt, shares, new, copying_s_per_byte)
@@ -167,6 +174,15 @@ class Coding:
         self._chosen = (plan.pieces, chosen) if is_on else None
         count = int(chosen.sum()) if is_on else 0
         self._why = _reason(costs, copying_s_per_byte, coder_s_per_byte, gain, count, len(worth))
+        if not self._derives:
+            busy = f"{costs.busy:.0%} of the time"
+            self._why += f"; what follows from others is stored, since the engine's threads copy {busy}"
+
+    def _decide_derived(self, costs: Costs) -> None:
+        is_against = costs.busy > _BUSY_ABOVE if self._derives else costs.busy < _FREE_BELOW
+        self._against = self._against + 1 if is_against else 0
+        if self._against == _BUSY_SAVES:
+            self._derives, self._against = not self._derives, 0
 
     def _learn_shares(
         self, plan: WritePlan, receipt: Receipt, before: NDArray[np.float64], new: NDArray[np.int64],

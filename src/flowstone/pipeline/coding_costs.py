@@ -29,6 +29,7 @@ class Costs(msgspec.Struct, frozen=True):
     device_s      for which requests of it were under way, or its files were synced
     copying_s     of all threads together, to copy and digest everything
     threads       how many there are
+    engine_s      from the first capture until the last request ended, and for which files were synced
     """
 
     data_bytes: int
@@ -36,6 +37,12 @@ class Costs(msgspec.Struct, frozen=True):
     device_s: float
     copying_s: float
     threads: int
+    engine_s: float = 0.0
+
+    @property
+    def busy(self) -> float:
+        """The part of the time for which the engine's threads copied; where others use the processors, most of it."""
+        return self.copying_s / self.threads / self.engine_s if self.engine_s else 0.0
 
     @property
     def device_s_per_byte(self) -> float:
@@ -59,15 +66,20 @@ def costs_of(plan: WritePlan, receipt: Receipt) -> Costs:
     """What the save with this plan took, from the spans of its engine."""
     begin_s, end_s = receipt.synced or (0.0, 0.0)
     writes, copying_s = [], 0.0
+    bounds: list[int] = []  # of what the engine did, in nanoseconds
     for phase, begin, end, _, _ in receipt.spans:
         captures = phase == _native.PHASES.index("capture")
         copying_s += float((end - begin)[captures].sum()) / 1e9
+        bounds += [int(begin.min()), int(end.max())] if len(begin) else []
         written = phase == _native.PHASES.index("write")
         writes.append(np.stack([begin[written], end[written]], axis=1))
     encoded = receipt.encoded
     device_bytes = plan.file_bytes if encoded is None else sum(encoded.file_bytes)
     device_s = _covered_s(np.concatenate(writes)) + end_s - begin_s if writes else 0.0
-    return Costs(int(new_bytes(plan, receipt).sum()), device_bytes, device_s, copying_s, receipt.io.workers or 1)
+    engine_s = (max(bounds) - min(bounds)) / 1e9 + end_s - begin_s if bounds else 0.0
+    return Costs(
+        int(new_bytes(plan, receipt).sum()), device_bytes, device_s, copying_s, receipt.io.workers or 1, engine_s
+    )
 
 
 def new_bytes(plan: WritePlan, receipt: Receipt) -> NDArray[np.int64]:

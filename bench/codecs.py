@@ -127,7 +127,7 @@ def one_process(
                 change(state)
                 if run is not None:
                     run.learn()
-                found.append(_save(checkpointer, step, state, run, steps))
+                found.append(durable_save(checkpointer, step, state, run, steps))
                 settle(folder, kept=1)
         stored = sum(path.stat().st_size for path in files_below(folder))
         cool(files_below(folder))
@@ -149,7 +149,7 @@ def settle(folder: Path, *, kept: int) -> None:
         time.sleep(0.001)
 
 
-def _save(
+def durable_save(
     checkpointer: fs.Checkpointer, step: int, state: dict[str, torch.Tensor], run: Training | None, steps: list[float]
 ) -> tuple[float, float]:
     """Seconds until it is durable, and processor seconds of this process; `run` trains meanwhile."""

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from bench.codec_states import CHUNK, change, mixed_of
+from bench.codec_turns import turns
 from bench.codecs import codecs, one_process
 
 
@@ -41,3 +42,12 @@ def test_the_codec_of_rates_gives_back_what_it_encodes() -> None:
     assert stored is not None
     assert len(stored) < CHUNK
     assert decode(stored, 4) == chunk.tobytes()
+
+
+def test_ways_that_take_turns_are_all_measured(tmp_path: Path) -> None:
+    found, others = turns(tmp_path, ["off:1", "derived:0"], total=4_000_000, saves=2, training=False)
+    written = {way: [row[3] / 4_000_000 for row in rows] for way, rows in found.items()}
+    assert all(share > 0.99 for share in written["off:1"]), "raw writes the working weights as well, each time"
+    assert all(share < 0.9 for share in written["derived:0"])
+    assert others > -1
+    assert not list(tmp_path.iterdir())

@@ -227,6 +227,39 @@ def test_the_rate_that_a_load_was_measured_at_decides_when_a_whole_checkpoint_is
     assert of(events, fs.Committed) == [4]
 
 
+def test_steps_that_a_load_has_replayed_count_for_the_next_load_as_long_as_they_took(tmp_path: Path) -> None:
+    run(Training(), tmp_path, 1, 8)
+    training = Training(seed=9)
+    with fs.Checkpointer(tmp_path, every_step=True, recovery_s=50) as checkpointer:
+        report = checkpointer.load(training.state())
+        assert report.replay is not None
+        assert report.replay.steps == 7
+        saves = checkpointer._saves
+        assert isinstance(saves, EveryStep)
+        reading_s = report.seconds - report.replay.seconds
+        assert saves.read_rate == pytest.approx(report.bytes / reading_s), "of the checkpoint alone"
+        saves.read_rate = 1e30
+        assert saves._recovery_estimate_s() == pytest.approx(report.replay.seconds)
+        training.learn(9)
+        checkpointer.save(9, training.state(9)).committed.result()
+        assert saves._recovery_estimate_s() > report.replay.seconds, "and the steps since then"
+
+
+def test_a_job_that_is_started_again_and_again_does_not_make_its_journals_longer_than_may_be(tmp_path: Path) -> None:
+    run(Training(), tmp_path, 1, 3)
+    training, events = Training(seed=9), list[fs.Event]()
+    with fs.Checkpointer(tmp_path, every_step=True, on_event=events.append) as checkpointer:
+        report = checkpointer.load(training.state())
+        assert report.replay is not None
+        saves = checkpointer._saves
+        assert isinstance(saves, EveryStep)
+        saves.read_rate, saves._recovery_s = 1e30, report.replay.seconds  # no load may take longer: a step is too much
+        training.learn(4)
+        checkpointer.save(4, training.state(4)).committed.result()
+    assert of(events, fs.Journaled) == [4]
+    assert of(events, fs.Committed) == [4]
+
+
 def test_what_no_optimizer_explains_is_logged_if_it_is_small_and_saved_whole_if_not(tmp_path: Path) -> None:
     for length, whole in ((1000, [1]), (2_000_000, [1, 2, 3])):
         root = tmp_path / str(length)

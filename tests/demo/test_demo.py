@@ -34,6 +34,7 @@ from flowstone_demo.messages import (
     encode,
 )
 from flowstone_demo.run_log import RunLog
+from flowstone_demo.screen import every_step_table
 from flowstone_demo.sizes import FULL, SMALL
 
 SOURCE = Path(acts.__file__).parents[2]
@@ -64,6 +65,9 @@ def test_small_demo_holds_every_claim_and_leaves_nothing(tmp_path: Path) -> None
     assert "rank 2 killed as it began to save" in text
     assert "SIGKILL" in text
     assert "killed 2 times at random instants" in text
+    cost = text[text.index("A step, with and without a durable checkpoint of it") :]
+    assert "each step durable" in cost
+    assert "with / without" in cost
     assert not (tmp_path / "work").exists()
 
 
@@ -323,6 +327,21 @@ def test_every_claim_of_act_five_can_fail(wrong: Restart) -> None:
     other = Finished(SMALL.steps, "another digest", 12)
     seen.run_log.finished = seen.reloaded = other
     assert held(seen)[3:] == [False, False]
+
+
+def test_the_cost_line_divides_medians_and_percentiles_of_steps_with_and_without() -> None:
+    plain, journaled = RunLog(), RunLog()
+    for step in range(1, 21):
+        plain.enter(Stepped(step, 1.0, 0.2))
+        journaled.enter(Stepped(step, 1.0, 0.5 if step == 20 else 0.22))
+        journaled.enter(Saved(step, 0.004))
+        journaled.enter(StepDurable(step, 38_100_000, 0.05))
+    text = io.StringIO()
+    Console(file=text, width=200).print(every_step_table(plain, journaled))
+    rows = [line.replace("│", " ").split() for line in text.getvalue().splitlines()]
+    assert ["without", "(act", "one)", "200", "ms", "200", "ms"] in rows
+    assert ["each", "step", "durable", "220", "ms", "500", "ms", "4.0", "ms", "38.1", "50", "ms"] in rows
+    assert ["with", "/", "without", "1.10", "x", "2.50", "x"] in rows
 
 
 def test_kills_of_act_five_are_the_seed_s_one_in_each_part_of_the_run() -> None:

@@ -76,7 +76,7 @@ class EveryStep:
         self._loaded: Checkpoint | None = None  # the one with which the last load began
         self._root: Save | None = None  # the whole save that the lineage begins with; None: `_loaded`
         self._whole: Save | None = None  # the last one
-        self._replay_s, self._replay_bytes = 0.0, 0  # of the steps since then
+        self._replay_s, self._replay_bytes = 0.0, 0  # of the steps since then, or behind the checkpoint that was loaded
         self._steps = 0  # that went into journals; equal on all ranks
         self._is_handed_over = False  # the step of the save that is under way, to the journal's thread
         self._lost = ""  # why nothing leads from the last save to the next
@@ -382,7 +382,9 @@ class EveryStep:
             return
         parent = None if chain is None else chain.parts[-1].journal.opening.id
         self._loaded = checkpoint
-        self.read_rate = report.bytes / report.seconds if report.seconds and replay is None else 0.0
+        self._replay_s, self._replay_bytes = 0.0 if replay is None else replay.seconds, 0  # reads are in these seconds
+        reading_s = report.seconds - self._replay_s
+        self.read_rate = report.bytes / reading_s if reading_s > 0 else 0.0
         self._know(state, Lineage(report.step, checkpoint.manifest.id if parent is None else None, parent))
 
     def around_load(self, state: Mapping[str, object], load: Callable[[], LoadReport]) -> LoadReport:

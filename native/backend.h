@@ -73,6 +73,8 @@ public:
     /// what a dying thread has submitted). Throws std::bad_alloc, and then `done` is not called.
     virtual void submit(std::unique_ptr<Op> op) = 0;
     virtual const char* name() const = 0;
+    /// A job that submits here has stopped, or finished: a thread that waits for its ops looks again. Any thread.
+    virtual void wake() {}
 
     /// Register memory or a file that many ops will use, so that the system looks it up, and pins it, once. Returns a
     /// slot for Op, or -errno: not supported, no free slot, or a low limit on locked memory. The caller also

@@ -11,6 +11,7 @@
 #include <chrono>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -29,10 +30,10 @@ inline Direction direction_of(const std::string& name) {
 using TakenOp = std::tuple<std::uint64_t, int, std::uint64_t, std::uintptr_t, std::uint64_t, std::uint64_t>;
 
 template <class PyEngine> std::vector<TakenOp> take_ops(const PyEngine& engine, const std::string& direction, const std::tuple<int, int>& files,
-                              std::size_t count, double timeout_s) {
+                              std::size_t count, double timeout_s, std::optional<std::uint64_t> since) {
     const nanobind::gil_scoped_release unlocked;
     std::vector<TakenOp> ops;
-    for (const CallerBackend::Taken& op : engine.held->caller()->take(direction_of(direction), std::get<0>(files), std::get<1>(files), count, timeout_s))
+    for (const CallerBackend::Taken& op : engine.held->caller()->take(direction_of(direction), std::get<0>(files), std::get<1>(files), count, timeout_s, since))
         ops.emplace_back(op.number, op.file, op.offset, reinterpret_cast<std::uintptr_t>(op.memory.iov_base), op.memory.iov_len, op.needed_bytes);
     return ops;
 }
@@ -51,7 +52,8 @@ template <class PyEngine> std::vector<std::tuple<std::uint64_t, double>> path_tr
 template <class PyEngine, class PyFile> void bind_queues(nanobind::class_<PyEngine>& engine) {
     using namespace nanobind::literals;
     using Unlocked = nanobind::gil_scoped_release;
-    engine.def("take", &take_ops<PyEngine>, "direction"_a, "files"_a, "count"_a, "timeout_s"_a)
+    engine.def("take", &take_ops<PyEngine>, "direction"_a, "files"_a, "count"_a, "timeout_s"_a, "since"_a = nanobind::none())
+        .def_prop_ro("wakes", [](const PyEngine& engine) { return engine.held->caller()->wakes(); })
         .def("complete", [](const PyEngine& engine, std::uint64_t number, std::uint64_t moved_bytes, int error) {
             const Unlocked unlocked;
             engine.held->caller()->complete(number, moved_bytes, error);

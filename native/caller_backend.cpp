@@ -21,7 +21,19 @@ void CallerBackend::submit(std::unique_ptr<Op> op) {
     submitted_.notify_all();
 }
 
-std::vector<CallerBackend::Taken> CallerBackend::take(Direction direction, int first, int last, std::size_t count, double timeout_s) {
+void CallerBackend::wake() {
+    const std::lock_guard lock(mutex_);
+    ++wakes_;
+    submitted_.notify_all();
+}
+
+std::uint64_t CallerBackend::wakes() const {
+    const std::lock_guard lock(mutex_);
+    return wakes_;
+}
+
+std::vector<CallerBackend::Taken> CallerBackend::take(Direction direction, int first, int last, std::size_t count, double timeout_s,
+                                                      std::optional<std::uint64_t> since) {
     const auto deadline = std::chrono::steady_clock::now() + std::chrono::duration<double>(timeout_s);
     std::vector<Taken> taken;
     std::vector<std::unique_ptr<Op>> unwanted;
@@ -42,7 +54,7 @@ std::vector<CallerBackend::Taken> CallerBackend::take(Direction direction, int f
                 }
                 at = waiting_.erase(at);
             }
-            if (!taken.empty() || !unwanted.empty()) break;
+            if (!taken.empty() || !unwanted.empty() || (since && *since != wakes_)) break;
             if (submitted_.wait_until(lock, deadline) == std::cv_status::timeout) break;
         }
     }

@@ -7,6 +7,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <vector>
 
 #include "backend.h"
@@ -33,17 +34,24 @@ public:
     void submit(std::unique_ptr<Op> op) override;
     const char* name() const override { return "caller"; }
 
+    void wake() override;
+    /// How often a job has stopped or finished. Read it before asking whether a job has, and give it to `take` afterwards:
+    /// so none is missed in between.
+    std::uint64_t wakes() const;
+
     /// At most `count` ops of that direction, of files numbered [first, last), in order of submission. Blocks until there
-    /// is one, for `timeout_s` at most.
-    std::vector<Taken> take(Direction direction, int first, int last, std::size_t count, double timeout_s);
+    /// is one, or `wakes` is no longer `since`, for `timeout_s` at most.
+    std::vector<Taken> take(Direction direction, int first, int last, std::size_t count, double timeout_s,
+                            std::optional<std::uint64_t> since = std::nullopt);
 
     /// How a taken op has ended: `error` is an errno or 0, `moved_bytes` how many of its first bytes are there. Throws
     /// std::invalid_argument for an op that was not taken.
     void complete(std::uint64_t number, std::uint64_t moved_bytes, int error);
 
 private:
-    std::mutex mutex_;
-    std::condition_variable submitted_;
+    mutable std::mutex mutex_;
+    std::condition_variable submitted_;  // or woken
+    std::uint64_t wakes_ = 0;
     std::deque<std::unique_ptr<Op>> waiting_;
     std::map<std::uint64_t, std::unique_ptr<Op>> taken_;
     std::uint64_t next_number_ = 0;

@@ -41,6 +41,7 @@ void Job::stop() {
     {
         const std::lock_guard lock(mutex_);
         changed_.notify_all();
+        if (machine_.backend) machine_.backend->wake();  // it takes no lock of a job's while it holds its own
     }
     arena_->wake();
 }
@@ -147,8 +148,9 @@ void Job::finish() {
     registered_.reset();
     stay_.reset();
     machine_.workers.reset();
-    machine_.backend.reset();
     early_captured_ = queued_ = captured_ = finished_ = true;
+    machine_.backend->wake();
+    machine_.backend.reset();
     changed_.notify_all();
 }
 

@@ -34,6 +34,9 @@ public:
 
     void submit(std::unique_ptr<Op> op) override;
     const char* name() const override { return "paths"; }
+    void wake() override {
+        for (const std::shared_ptr<Backend>& path : paths_) path->wake();
+    }
     int register_memory(iovec memory) override;
     void unregister_memory(int slot) override;
 

@@ -538,13 +538,20 @@ class Engine:
         ahead          the targets are not known yet: as much as the arena holds is read, and waits for `aim`
         """
     def take(
-        self, direction: Literal["read", "write"], files: tuple[int, int], count: int, timeout_s: float
+        self, direction: Literal["read", "write"], files: tuple[int, int], count: int, timeout_s: float,
+        since: int | None = None,
     ) -> list[tuple[int, int, int, int, int, int]]:
         """Of backend "caller": at most `count` requests of files with numbers in the half-open range `files`, in order
         of submission, for the caller to carry out: number, file, offset, address, length, and how many of the first
-        bytes are needed. Blocks until there is one, for `timeout_s` at most. Requests of a job that stops are dropped.
+        bytes are needed. Blocks until there is one, or `wakes` is not `since` any more, for `timeout_s` at most.
+        Requests of a job that stops are dropped.
 
         Each has to be completed; until then its memory is not used for anything else.
+        """
+    @property
+    def wakes(self) -> int:
+        """Of backend "caller": how often one of its jobs has stopped or finished. Read it before asking whether a job
+        has, and give it to `take` afterwards: so no end is missed in between.
         """
     def complete(self, number: int, moved_bytes: int, error: int = 0) -> None:
         """How a request that was taken has ended: an errno, or so many bytes are there. Any thread."""

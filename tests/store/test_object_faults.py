@@ -356,3 +356,27 @@ def test_a_gateway_that_quotes_tags_here_and_not_there_is_a_store_like_any_other
 
 def test_the_bucket_of_the_server_is_that_of_the_urls(url: str) -> None:
     assert url.startswith(f"s3://{BUCKET}/")
+
+
+def test_the_threads_of_a_job_are_woken_when_it_stops_and_miss_no_end() -> None:
+    arena = _native.Arena(budget_bytes=8 << 20, block_bytes=2 << 20)
+    engine = _native.Engine(backend="caller", queue_depth=4, request_bytes=arena.block_bytes, workers=1)
+    source = np.zeros(10_000, np.uint8)
+    rows = _native.WriteExtents(
+        file=np.zeros(1, np.uint32), offset=np.zeros(1, np.uint64), length=np.array([source.nbytes], np.uint64),
+        address=np.array([source.ctypes.data], np.uint64), chunk=np.zeros(1, np.uint64),
+        layout=np.full(1, -1, np.int64), layouts=[], chunks=1,
+    )
+    before = engine.wakes
+    job = engine.write(arena, [(_native.File(fd=7, path="a", alignment=1), 12_288)], rows, gap_bytes=0)
+    ((number, _, _, _, length, _),) = engine.take("write", (7, 8), 4, 60, before)
+    job.cancel()
+    stopped = engine.wakes
+    assert stopped != before
+    assert engine.take("write", (7, 8), 4, 1e6, before) == []  # at once, though it has stopped before this call
+    assert not job.wait(0)
+    engine.complete(number, length)
+    assert job.wait(60)
+    assert engine.take("write", (7, 8), 4, 1e6, stopped) == []
+    engine.close()
+    arena.close()

@@ -25,8 +25,12 @@ def check_store(store: Names) -> None:
     Accepted are: a store; checkpoints without a marker; an absent or empty directory; a directory in which a first save
     was interrupted.
     """
-    if store.exists(MARKER_NAME):
+    try:
         read_marker(store)
+    except StorageError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR):
+            raise
+    else:
         return
     check_no_checkpoint(store)
     check_no_part(store)

@@ -6,6 +6,7 @@ import errno
 import secrets
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
+from functools import partial
 
 import msgspec
 
@@ -32,6 +33,7 @@ from flowstone.format.manifest import (
     encode_marker,
 )
 from flowstone.format.segment import path_of
+from flowstone.store.at_once import at_once
 from flowstone.store.base import Store
 
 
@@ -148,8 +150,7 @@ def publish(store: Store, draft: Draft, store_id: str, made: Publication) -> Man
 def record(store: Store, draft: Draft, store_id: str, made: Publication) -> Manifest:
     """All that makes a draft a checkpoint but its name, durably; of a draft in place, all but its manifest."""
     index, objects, totals = made.index, made.objects, made.totals
-    for name, data in ((INDEX_NAME, index), (OBJECTS_NAME, objects)):
-        store.put(inside(draft.directory, name), data)
+    _put_both(store, draft, index, objects)
     manifest = Manifest(
         step=draft.step, id=draft.id, store=store_id, created=_now(), writer=made.writer, ranks=made.ranks,
         segments=tuple(made.segments), critical=_critical(made),
@@ -165,6 +166,11 @@ def record(store: Store, draft: Draft, store_id: str, made: Publication) -> Mani
     return manifest
 
 
+def _put_both(store: Store, draft: Draft, index: bytes, objects: bytes) -> None:
+    both = ((inside(draft.directory, INDEX_NAME), index), (inside(draft.directory, OBJECTS_NAME), objects))
+    at_once(store, [partial(store.put, path, data) for path, data in both])
+
+
 def publish_copy(
     store: Store, draft: Draft, manifest: bytes, index: bytes, objects: bytes, check: Callable[[], None] | None = None
 ) -> None:
@@ -176,8 +182,7 @@ def publish_copy(
 
     raises  LockedError if the store's lock was lost in the meantime
     """
-    for name, data in ((INDEX_NAME, index), (OBJECTS_NAME, objects)):
-        store.put(inside(draft.directory, name), data)
+    _put_both(store, draft, index, objects)
     if check is not None:
         check()
     if draft.is_in_place:

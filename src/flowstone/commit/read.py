@@ -26,6 +26,7 @@ from flowstone.format.manifest import (
     SegmentRow,
 )
 from flowstone.format.segment import path_of
+from flowstone.store.at_once import at_once
 from flowstone.store.base import Names
 
 
@@ -134,8 +135,12 @@ def check_segments(store: Names, directory: str, manifest: Manifest) -> None:
 def check_segment(store: Names, directory: str, row: SegmentRow) -> None:
     """The size of a segment, and the digest of its header. Raises DamagedError or StorageError."""
     path = inside(directory, row.name)
-    _check_size(store, path, row.bytes)
-    found = digest(store.read(path, length=row.header_bytes))
+
+    def header() -> bytes:
+        return store.read(path, length=row.header_bytes)
+
+    _, text = at_once(store, [lambda: _check_size(store, path, row.bytes), header])
+    found = digest(text or b"")
     if found != row.header_digest:
         raise DamagedError(
             f"the header of {store.location}/{path} is not what was written",

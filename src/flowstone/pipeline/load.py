@@ -9,7 +9,7 @@ move and verify bytes while `read` waits for them.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from threading import Event
 from typing import TYPE_CHECKING
 
@@ -21,7 +21,7 @@ from flowstone.checkpoint import Checkpoint
 from flowstone.commit import catalog
 from flowstone.commit.entries import is_journal, step_directory
 from flowstone.commit.locations import check_no_checkpoint, check_store, stores_below
-from flowstone.commit.manifests import inside
+from flowstone.commit.manifests import inside, read_manifest
 from flowstone.errors import FlowstoneError, NoCheckpointError, StorageError, is_absence, is_damage
 from flowstone.events import FellBack, Loaded, LoadProgress
 from flowstone.format.codec import QUANTIZED
@@ -41,6 +41,7 @@ from flowstone.stage.arena import open_read_arena
 from flowstone.stage.bounce import Destinations, choose_destinations, fill_with_zeros
 from flowstone.stage.scatter import Fill, Scattered, raise_damage, scatter, scattered_targets
 from flowstone.state import Restoration
+from flowstone.store.at_once import at_once, is_distant
 from flowstone.store.base import Store
 from flowstone.table.chunks import distinct, spread
 from flowstone.table.pieces import Memory, Pieces
@@ -85,6 +86,13 @@ class Loading(msgspec.Struct, frozen=True, eq=False):
     held: ExitStack = msgspec.field(default_factory=ExitStack)
 
 
+class Opening(msgspec.Struct, frozen=True):
+    """A step that is about to be loaded. `manifest`: its, if it is read already."""
+
+    step: int
+    manifest: Manifest | None = None
+
+
 class Loads:
     """The loads of one Checkpointer, by a group of N ranks, N at least 1."""
 
@@ -121,8 +129,14 @@ class Loads:
         """Load the newest step, or `step`; with `fallback`, the newest at or below it that is not damaged."""
 
         chains: list[Chain | None] = [None]  # on rank 0
+        manifests: dict[int, Manifest] = {}  # on rank 0
 
         def look() -> list[int]:
+            if is_distant(self._store) and not fallback:  # it has no journals
+                _, found = at_once(self._store, [lambda: check_store(self._store), lambda: self._read_manifest(step)])
+                assert found is not None, "it is the second call's"
+                manifests[found.step] = found
+                return [-1, found.step]
             check_store(self._store)
             chains[0] = chain = leads_to(self._store, step)
             newest = catalog.find(self._store, step) if chain is None else chain.base
@@ -134,7 +148,8 @@ class Loads:
         leads_to_step, *candidates = self._group.decide("which step to load", look)
         for candidate in candidates:
             try:
-                report = self.load(candidate, state, rules, verify_first=verify_first)
+                manifest = manifests.get(candidate)
+                report = self.load(candidate, state, rules, verify_first=verify_first, manifest=manifest)
             except FlowstoneError as error:
                 if step is None and self._outcome.unfinished is None and self._is_gone(candidate, error):
                     return self.load_newest(step, state, rules, verify_first=verify_first, fallback=fallback)
@@ -154,6 +169,13 @@ class Loads:
                 return report
         raise NoCheckpointError(f"no checkpoint in {self._store.location}", next="check the path")
 
+    def _read_manifest(self, step: int | None) -> Manifest:
+        """Of `step`, or of the newest. Raises NoCheckpointError, which lists the existing steps."""
+        found: Manifest | None = None
+        with suppress(NoCheckpointError):  # the last line has more to say
+            found = catalog.newest(self._store) if step is None else read_manifest(self._store, step_directory(step))
+        return found or read_manifest(self._store, step_directory(catalog.find(self._store, step)))
+
     def _is_gone(self, step: int, error: FlowstoneError) -> bool:
         """Whether a load of `step` failed because another writer has removed that step; the same answer on all ranks.
         """
@@ -163,12 +185,16 @@ class Loads:
         return step not in found and bool(found)
 
     def load(
-        self, step: int, state: Mapping[str, object], rules: Sequence[LoadRule], *, verify_first: bool
+        self, step: int, state: Mapping[str, object], rules: Sequence[LoadRule], *, verify_first: bool,
+        manifest: Manifest | None = None,
     ) -> LoadReport:
-        """THE ORDER: want, agree, plan, agree, read, finish, agree. Raises what `Checkpointer.load` does."""
+        """THE ORDER: want, agree, plan, agree, read, finish, agree. Raises what `Checkpointer.load` does.
+
+        manifest  of that step, if it is read already
+        """
         spans = Spans("load", step, self._group.rank)
         with ExitStack() as held:
-            wanted, interest, ahead = self._want(step, state, rules, held)
+            wanted, interest, ahead = self._want(Opening(step, manifest), state, rules, held)
             spans.lap("wanted")
             ready = self._plan(wanted, interest, verify_first=verify_first)
             ready = self._share_reads(replace(ready, ahead=ahead, held=held.pop_all()))
@@ -213,13 +239,13 @@ class Loads:
             return {}  # safe: no save refers to this checkpoint. What is wrong with the store, the read tells
 
     def _want(
-        self, step: int, state: Mapping[str, object], rules: Sequence[LoadRule], held: ExitStack
+        self, opening: Opening, state: Mapping[str, object], rules: Sequence[LoadRule], held: ExitStack
     ) -> tuple[Wanted, Interest, ReadAhead | None]:
         """What the state needs of the checkpoint, what all ranks need of it, and what is read meanwhile."""
-        phase = f"what is wanted of step {step}"
+        phase = f"what is wanted of step {opening.step}"
         ahead: ReadAhead | None = None
         try:
-            checkpoint = Checkpoint(self._store, step_directory(step), self._options)
+            checkpoint = Checkpoint(self._store, step_directory(opening.step), self._options, opening.manifest)
             if self._group.size == 1:  # of several ranks, each wants a part
                 ahead = read_ahead(checkpoint, state, rules, self._store)
             if ahead is not None:

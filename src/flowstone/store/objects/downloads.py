@@ -24,8 +24,11 @@ def give_up(
 ) -> None:
     """End a job whose requests no thread carries out. Blocks until it has ended."""
     job.cancel()
-    while not job.wait(0):
-        for number, _, _, _, length, _ in engine.take(direction, files, 1, POLL_S):
+    while True:
+        wakes = engine.wakes
+        if job.wait(0):
+            return
+        for number, _, _, _, length, _ in engine.take(direction, files, 1, POLL_S, wakes):
             engine.complete(number, length)
 
 
@@ -53,8 +56,11 @@ class Downloads:
             thread.join()
 
     def _run(self) -> None:
-        while not self._job.wait(0):
-            for number, file, offset, address, length, _ in self._engine.take("read", self._numbers, 1, POLL_S):
+        while True:
+            wakes = self._engine.wakes
+            if self._job.wait(0):
+                return
+            for number, file, offset, address, length, _ in self._engine.take("read", self._numbers, 1, POLL_S, wakes):
                 self._read(number, self._paths[file - self._numbers[0]], offset, address, length)
             if not threading.main_thread().is_alive():
                 self._job.cancel()  # what is read ahead waits for a load that will not come

@@ -133,14 +133,14 @@ class ObjectLease:
 
     def _find(self) -> tuple[_Lease | None, str | None]:
         """What the object says, and its tag; an object of anything else counts as a lease that was given up."""
-        head = self._client.head(LOCK_NAME)
-        if head is None:
+        found = self._client.find(LOCK_NAME)
+        if found is None:
             return None, None
-        data = self._client.get(LOCK_NAME)
+        data, tag = found
         try:
-            return msgspec.json.decode(data, type=_Lease), head["e_tag"]
+            return msgspec.json.decode(data, type=_Lease), tag
         except msgspec.DecodeError:
-            return _Lease("", "", 0, 0, "", ""), head["e_tag"]
+            return _Lease("", "", 0, 0, "", ""), tag
 
     def _is_given_up(self, found: _Lease, tag: str | None) -> bool:
         if here()[0] == found.machine:
@@ -192,6 +192,9 @@ class ObjectLease:
                 f"the lock of {self._client.location} is not held", next="report this: it is a mistake in Flowstone"
             )
         with self._guard:
+            tag = self._client.tag(LOCK_NAME)
+            if tag is not None and same_tag(tag, self._tag):
+                return  # the object is the one that this holding has put last
             found, _ = self._find()
         if found is not None and found.token == held.token:
             return

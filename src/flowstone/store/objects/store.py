@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import errno
 import secrets
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from threading import Lock
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from flowstone import _native
 from flowstone.config import BLOCK_BYTES, Direction, EngineOptions
 from flowstone.errors import BudgetError, DamagedError, StorageError
+from flowstone.store.at_once import at_once
 from flowstone.store.base import UNPACED, Capabilities, FilePlan, Pace
 from flowstone.store.forks import forget_in_children
 from flowstone.store.jobs import JobReading
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 DIRECTORY_NAME = ".flowstone-directory"  # the object that makes a directory of a prefix
 _UNLIMITED_BYTES = 1 << 62
 _GAP_BYTES = 1 << 40  # every byte of an object is written: gaps are zeros
-_HEADS_AT_ONCE = 16
 _SEEN_MAX = 10_000
 _CAPABILITIES = Capabilities(
     atomic_rename=False, conditional_put=True, directory_sync=False, durable_on_return=True, range_reads=True,
@@ -136,16 +136,26 @@ class ObjectStore:
             raise
 
     def make_directory(self, path: str = "") -> None:
-        if path and any(self.client.entries(path)):
-            raise self._taken("mkdir", path)
-        token = secrets.token_hex(8)
+        """Whether the prefix has objects without that one is asked at once with the put, which is undone if it has."""
+        token, marker = secrets.token_hex(8), f"{path}/{DIRECTORY_NAME}" if path else DIRECTORY_NAME
+        calls: list[Callable[[], object]] = [lambda: self.client.put_new(marker, token.encode(), token)]
+        if path:
+            calls.append(lambda: self._has_entries(path))
         try:
-            self.client.put_new(f"{path}/{DIRECTORY_NAME}" if path else DIRECTORY_NAME, token.encode(), token)
+            _, *others = at_once(self, calls)
         except StorageError as error:
             if error.errno != errno.EEXIST:
                 raise
             if path:
                 raise self._taken("mkdir", path) from error
+            return
+        if any(others):
+            self.client.delete(marker)
+            raise self._taken("mkdir", path)
+
+    def _has_entries(self, path: str) -> bool:
+        objects, directories = self.client.entries(path)
+        return bool(directories or set(objects) - {DIRECTORY_NAME})
 
     def remove(self, path: str) -> None:
         found = self.client.head(path)
@@ -231,8 +241,8 @@ class ObjectStore:
         reserved: bool = True,
     ) -> ObjectWriting:
         self._check_budget(files, arena)
-        for plan in files:
-            self._tags[plan.path] = self._claim(plan.path)
+        for plan, tag in zip(files, at_once(self, [partial(self._claim, plan.path) for plan in files]), strict=True):
+            self._tags[plan.path] = tag
         engine, settings = self._engine(arena), self.settings("write")
         tokens = self._numbers(len(files))
         natives = [
@@ -332,11 +342,7 @@ class ObjectStore:
     def _check_there(self, paths: Sequence[str]) -> None:
         """Raise StorageError for the first object that is not there; one that goes later fails its read."""
         paths = [path for path in paths if path not in self._seen]
-        if len(paths) > 2:
-            with ThreadPoolExecutor(_HEADS_AT_ONCE, thread_name_prefix="flowstone-heads") as executor:
-                found = list(executor.map(self.client.head, paths))
-        else:
-            found = [self.client.head(path) for path in paths]
+        found = at_once(self, [partial(self.client.head, path) for path in paths])
         for path, head in zip(paths, found, strict=True):
             if head is None:
                 raise self._missing("open", path)

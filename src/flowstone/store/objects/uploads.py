@@ -104,6 +104,7 @@ class Upload:
         self._ranges, self._early = in_order(job.windows, number)
         self._spooled: set[int] = set()  # offsets of what the spool has
         self._arrived: dict[int, tuple[int, int, int]] = {}  # by offset: number, address, length
+        self._wakes = engine.wakes  # before anything is asked of the job
         self.error: FlowstoneError | None = None
         self._thread = threading.Thread(target=self._run, name="flowstone-upload")
         self._thread.start()
@@ -138,7 +139,10 @@ class Upload:
         for number, _, length in self._arrived.values():
             self._engine.complete(number, length)  # of a job that has stopped: nothing follows from it
         self._arrived.clear()
-        while not self._job.wait(0):
+        while True:
+            self._wakes = self._engine.wakes
+            if self._job.wait(0):
+                return
             for number, _, _, _, length, _ in self._taken():
                 self._engine.complete(number, length)
 
@@ -247,12 +251,13 @@ class Upload:
         yield from self._spool.read(at, self._plan.bytes)
 
     def _taken(self) -> list[tuple[int, int, int, int, int, int]]:
-        return self._engine.take("write", (self._token, self._token + 1), _TAKEN_AT_ONCE, POLL_S)
+        return self._engine.take("write", (self._token, self._token + 1), _TAKEN_AT_ONCE, POLL_S, self._wakes)
 
     def _take(self) -> bool:
         """Take what the engine has for this file; whether there was something. Raises StoppedError once the job ends.
         """
         found = self._taken()
+        self._wakes = self._engine.wakes
         for number, _, offset, address, length, _ in found:
             if offset in self._early or self._plan.header is not None:
                 self._keep(number, offset, address, length)
@@ -273,7 +278,7 @@ class Upload:
 
     def _spool_all(self) -> None:
         while not self._job.wait(0):
-            self._take()
+            self._take()  # returns when it has ended
         if self._job.cancelled or self._job.fault is not None:
             raise StoppedError
 

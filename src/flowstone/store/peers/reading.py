@@ -71,8 +71,12 @@ class PeerReading(JobReading):
     def _run(self) -> None:
         links: dict[int, Link] = {}
         try:
-            while not self._job.wait(0):
-                for number, file, offset, address, length, _ in self._engine.take("read", self._numbers, 1, POLL_S):
+            while True:
+                wakes = self._engine.wakes
+                if self._job.wait(0):
+                    return
+                taken = self._engine.take("read", self._numbers, 1, POLL_S, wakes)
+                for number, file, offset, address, length, _ in taken:
                     path = self._paths[file - self._numbers[0]]
                     moved, code = 0, 0
                     try:

@@ -71,7 +71,7 @@ def load(rank: int, path: str, share: bool) -> list[int]:
     with small_windows(), opened(path, engine=EngineOptions(share_reads=share)) as checkpointer:
         report = checkpointer.load(state)
     check(rank, state)
-    assert not [name for name in os.listdir("/dev/shm") if "flowstone" in name]
+    assert not [name for name in os.listdir("/dev/shm") if "flowstone-ring" in name], "it has no name"
     return [report.bytes, report.shared_bytes]
 
 

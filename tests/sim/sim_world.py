@@ -48,11 +48,10 @@ def state(tag: str) -> dict[str, dict[str, object]]:
     """
     chance = torch.Generator().manual_seed(zlib.crc32(tag.encode()))
     changing = torch.randint(0, 256, (5_000,), generator=chance, dtype=torch.uint8)
-    resting = {"whole": torch.arange(20_000), "partly": torch.cat([torch.zeros(_MIB, dtype=torch.uint8), changing])}
     number, letter = tag[:-1], tag[-1:]
     rests = number.isdigit() and not letter.isdigit() and int(number) >= RESTING
     drifts = rests and int(number) >= DRIFTING
-    return ({"resting": resting} if rests else {}) | (_drifting(tag) if drifts else {}) | {
+    return (_resting(changing) if rests else {}) | (_drifting(tag) if drifts else {}) | {
         "model": {
             "wide": torch.randn(90, 257, generator=chance),
             "narrow": torch.randn(33, generator=chance).to(torch.bfloat16),
@@ -62,6 +61,11 @@ def state(tag: str) -> dict[str, dict[str, object]]:
         "optimizer": {"moment": torch.randn(33, 5, generator=chance, dtype=torch.float64).t()},
         "progress": {"tag": tag, "tokens": zlib.crc32(tag.encode()) << 40, "seen": [tag, None, b"\0" * len(tag)]},
     }
+
+
+def _resting(changing: torch.Tensor) -> dict[str, dict[str, object]]:
+    partly = torch.cat([torch.zeros(_MIB, dtype=torch.uint8), changing])
+    return {"resting": {"whole": torch.arange(20_000), "partly": partly}}
 
 
 def _drifting(tag: str) -> dict[str, dict[str, object]]:

@@ -223,3 +223,17 @@ def test_auto_saves_what_it_is_given_whichever_way_it_decides(tmp_path: Path) ->
         into = {"m": torch.zeros(300_000), "n": 0}
         checkpointer.load(into)
     assert content(into) == content(state)
+
+
+def test_a_save_is_committed_though_nothing_can_be_learnt_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no lesson")
+
+    monkeypatch.setattr(Coding, "learn", fail)
+    with fs.Checkpointer(tmp_path / "run", engine=fs.EngineOptions(compress="auto")) as checkpointer:
+        for step in (1, 2):
+            assert checkpointer.save(step, {"a": torch.ones(1000) * step}).committed.result(60).step == step
+    assert fs.open(tmp_path / "run").verify().sound
+    assert "no lesson" in caplog.text

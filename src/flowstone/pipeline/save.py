@@ -29,6 +29,7 @@ from flowstone.commit.writer import StoreWriter
 from flowstone.config import FIRST_ARENA_BYTES, EngineOptions
 from flowstone.errors import FlowstoneError
 from flowstone.events import Committed, SaveFailed, SaveStarted
+from flowstone.log import log
 from flowstone.pipeline.absence import Absence
 from flowstone.pipeline.base import Base
 from flowstone.pipeline.capturing import begin_capture
@@ -38,7 +39,7 @@ from flowstone.pipeline.futures import Save
 from flowstone.pipeline.handover import Handover
 from flowstone.pipeline.in_flight import InFlight
 from flowstone.pipeline.load_outcome import LoadReport
-from flowstone.pipeline.messages import Assignment
+from flowstone.pipeline.messages import Assignment, Contribution
 from flowstone.pipeline.pacing import Captures
 from flowstone.pipeline.plan_cache import CachedPlan, FenceMode, plan_save
 from flowstone.pipeline.replica_samples import look
@@ -284,17 +285,25 @@ class Saves:
             self._end_badly(run, error)
             return
         assert not isinstance(written, Exception), "what failed was not committed"
-        if self._coding is not None:
-            told = self._coding.learn(save.step, run.begun.plan, written.receipt, run.compress)
-            if told is not None:
-                self._emit(told)
-        self._base = run.base if self._may_refer(run) else None
+        try:
+            self._learn(run, written)
+        except Exception:  # the checkpoint is there, whatever becomes of the next one
+            self._base = None
+            log.exception("step %d is saved, and the next save writes all it has", save.step)
         file_bytes = sum(row.bytes for row in written.segments if row.home is None)
         self._emit(Committed(save.step, file_bytes, run.ended(file_bytes).seconds))
         save.committed.set_result(Checkpoint(self._store, step_directory(save.step), self._options, manifest))
         # A larger arena shortens what a save waits for. Touching new pages is slower than a device, so no save waits.
         self.captures.grow(plan.file_bytes - plan.lazy_bytes)
         self._store_writer.retain(save.step)
+
+    def _learn(self, run: SaveRun, written: Contribution) -> None:
+        """What the next save may leave out or encode."""
+        if self._coding is not None:
+            told = self._coding.learn(run.save.step, run.begun.plan, written.receipt, run.compress)
+            if told is not None:
+                self._emit(told)
+        self._base = run.base if self._may_refer(run) else None
 
     def _may_refer(self, run: SaveRun) -> bool:
         """Whether a later save may refer to files of this one: not where the store refused to link a base's."""

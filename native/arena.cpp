@@ -1,6 +1,9 @@
 #include "arena.h"
 
+#include <linux/mempolicy.h>
 #include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cassert>
@@ -11,8 +14,18 @@
 
 #include "bounds.h"
 #include "thread_name.h"
+#include "thread_start.h"
 
 namespace flowstone {
+namespace {
+
+// Of memory that is touched ahead; and of what a job may wait for, which gets its first blocks after one slab.
+constexpr std::uint64_t slab_bytes_max = std::uint64_t{1} << 30;
+constexpr std::uint64_t awaited_slab_bytes_max = std::uint64_t{64} << 20;
+
+constexpr std::uint64_t numa_nodes_max = 1024;  // the kernel's own limit (NODES_SHIFT)
+
+}  // namespace
 
 Block& Block::operator=(Block&& other) noexcept {
     if (this != &other) {
@@ -35,7 +48,8 @@ void Block::release() {
 Stay::Stay(Arena& arena) : arena_(arena) { arena_.enter(); }
 Stay::~Stay() { arena_.leave(); }
 
-Arena::Arena(std::uint64_t budget_bytes, std::uint64_t block_bytes, Priority priority) : block_bytes_(block_bytes) {
+Arena::Arena(std::uint64_t budget_bytes, std::uint64_t block_bytes, Priority priority)
+    : block_bytes_(block_bytes), priority_(priority) {
     if (block_bytes < huge_page_bytes || block_bytes % block_alignment_bytes != 0 || block_bytes > request_bytes_max)
         throw std::invalid_argument("block_bytes must be a multiple of 4096, from 2 MiB to 1 GiB");
     block_count_ = std::max<std::uint64_t>(2, budget_bytes / block_bytes);
@@ -52,10 +66,7 @@ Arena::Arena(std::uint64_t budget_bytes, std::uint64_t block_bytes, Priority pri
     (void)::madvise(mapping_, mapping_bytes_, MADV_HUGEPAGE);
     (void)::madvise(mapping_, mapping_bytes_, MADV_DONTFORK);
     try {
-        toucher_ = std::jthread([this, priority](const std::stop_token& stop) {
-            name_this_thread("fs-touch");
-            touch_loop(stop, priority);
-        });
+        toucher_ = std::jthread([this, priority](const std::stop_token& stop) { touch_loop(stop, priority, false); });
     } catch (...) {
         ::munmap(mapping_, mapping_bytes_);
         throw;
@@ -77,12 +88,50 @@ std::uint64_t Arena::free_bytes() const {
     return free_ * block_bytes_;
 }
 
+std::uint64_t Arena::pinned_bytes() const {
+    const std::lock_guard lock(mutex_);
+    return pinned_ * block_bytes_;
+}
+
+std::string Arena::refusal() const {
+    const std::lock_guard lock(mutex_);
+    return refusal_;
+}
+
+std::uint64_t Arena::blocks_of(std::uint64_t bytes) const {
+    return std::min(bytes / block_bytes_ + (bytes % block_bytes_ != 0), block_count_);
+}
+
 void Arena::grow(std::uint64_t total_bytes, bool when_idle) {
     const std::lock_guard lock(mutex_);
-    const std::uint64_t blocks = total_bytes / block_bytes_ + (total_bytes % block_bytes_ != 0);
     std::uint64_t& wanted = when_idle ? wanted_idle_ : wanted_;
-    wanted = std::max(wanted, std::min(blocks, block_count_));
+    wanted = std::max(wanted, blocks_of(total_bytes));
     grown_.notify_all();
+}
+
+void Arena::grow_at_once(std::uint64_t total_bytes, std::size_t threads) {
+    std::vector<std::jthread> ended;
+    const std::lock_guard lock(mutex_);
+    if (closed_) return;
+    wanted_at_once_ = std::max(wanted_at_once_, blocks_of(total_bytes));
+    wanted_ = std::max(wanted_, wanted_at_once_);
+    grown_.notify_all();
+    if (helping_ != 0 || threads < 2) return;
+    ended.swap(helpers_);  // joined after the lock is given back
+    helpers_.reserve(threads - 1);
+    while (helpers_.size() < threads - 1) {
+        try {
+            helpers_.emplace_back([this](const std::stop_token& stop) { touch_loop(stop, priority_, true); });
+        } catch (const std::system_error&) {
+            return;  // those there are do it
+        }
+        ++helping_;
+    }
+}
+
+bool Arena::wait_grown(double timeout_s) {
+    std::unique_lock lock(mutex_);
+    return available_.wait_for(lock, std::chrono::duration<double>(timeout_s), [&] { return closed_ || touched_ >= wanted_; });
 }
 
 std::optional<Block> Arena::take_free_locked() {
@@ -124,14 +173,58 @@ void Arena::wait(std::chrono::steady_clock::time_point deadline, const Question&
     available_.wait_until(lock, deadline, [&] { return closed_ || enough(); });
 }
 
-void Arena::pin(const Block& block, const std::shared_ptr<Device>& device) {
+void Arena::use(std::span<const std::shared_ptr<Device>> devices) {
+    if (devices.empty()) return;
+    const std::lock_guard first(use_mutex_);
+    std::uint64_t before = 0;
     {
         const std::lock_guard lock(mutex_);
-        if (!pinned_.try_emplace(block.index()).second) return;
+        if (device_ != nullptr || closed_) return;
+        slabs_.reserve(block_count_);
+        pins_.reserve(block_count_);
+        device_ = devices.front();
+        before = claimed_;  // they belong to no slab
     }
-    const bool pinned = device->pin(block.bytes(), block_bytes_);
+    const std::uint64_t most = std::max<std::uint64_t>(1, slab_bytes_max / block_bytes_);
+    for (std::uint64_t at = 0; at < before; at += most)
+        pin(static_cast<std::uint32_t>(at), static_cast<std::uint32_t>(std::min(most, before - at)));
+}
+
+/// Without the lock. What is refused as a whole may be granted in halves; once a single block is refused, no more is asked.
+void Arena::pin(std::uint32_t first, std::uint32_t count) {
+    {
+        const std::lock_guard lock(mutex_);
+        if (!refusal_.empty()) return;
+    }
+    const int error = device_->pin(address(first), count * block_bytes_);
+    if (error != 0 && count > 1) {
+        pin(first, count / 2);
+        return pin(first + count / 2, count - count / 2);
+    }
+    if (error != 0) return refuse(error);
     const std::lock_guard lock(mutex_);
-    pinned_[block.index()] = pinned ? device : nullptr;
+    pins_.push_back(address(first));
+    pinned_ += count;
+}
+
+void Arena::refuse(int error) {
+    std::string text = "no memory";  // short: without an allocation
+    try {
+        text = device_->name() + " refuses to pin host memory: " + device_->describe(error);
+    } catch (const std::bad_alloc&) {
+    }
+    const std::lock_guard lock(mutex_);
+    refusal_ = std::move(text);
+}
+
+int Arena::place(int node) {
+    if (node < 0 || static_cast<std::uint64_t>(node) >= numa_nodes_max) return EINVAL;
+    constexpr std::uint64_t bits = 8 * sizeof(unsigned long);
+    unsigned long nodes[numa_nodes_max / bits] = {};
+    nodes[static_cast<std::uint64_t>(node) / bits] = 1UL << (static_cast<std::uint64_t>(node) % bits);
+    // Preferred, not bound: where that node is full, memory of another one is better than none. (One bit more than there are:
+    // the kernel reads one less than it is told.)
+    return ::syscall(SYS_mbind, mapping_, mapping_bytes_, MPOL_PREFERRED, nodes, numa_nodes_max + 1, 0) == 0 ? 0 : errno;
 }
 
 void Arena::wake() {
@@ -174,30 +267,69 @@ void Arena::close() {
     }
     toucher_.request_stop();
     toucher_.join();
+    helpers_.clear();  // each joins
+    std::shared_ptr<Device> device;  // may end after the lock is given back
     const std::lock_guard lock(mutex_);
-    for (const auto& [index, device] : pinned_)
-        if (device != nullptr) device->unpin(address(index));
-    pinned_.clear();
+    for (std::byte* const begin : pins_) device_->unpin(begin);
+    pins_.clear();
+    device.swap(device_);
+    pinned_ = 0;
     free_ = 0;
     touched_ = 0;
     ::munmap(mapping_, mapping_bytes_);
 }
 
-void Arena::touch_loop(const std::stop_token& stop, Priority priority) {
+/// A slab is finished in any case: none of it is handed out before.
+bool Arena::may_touch_locked() const {
+    const bool is_open = !slabs_.empty() && claimed_ < slabs_.back().first + slabs_.back().count;
+    return is_open || claimed_ < wanted_ || (claimed_ < wanted_idle_ && jobs_ == 0);
+}
+
+/// That of the next block; null: no device uses the arena.
+Arena::Slab* Arena::open_slab_locked() {
+    if (device_ == nullptr) return nullptr;
+    if (slabs_.empty() || claimed_ >= slabs_.back().first + slabs_.back().count) {
+        const bool is_awaited = claimed_ < wanted_ && claimed_ >= wanted_at_once_;
+        const std::uint64_t most = (is_awaited ? awaited_slab_bytes_max : slab_bytes_max) / block_bytes_;
+        const std::uint64_t wanted = (claimed_ < wanted_ ? wanted_ : wanted_idle_) - claimed_;
+        const auto count = static_cast<std::uint32_t>(std::min(std::max<std::uint64_t>(1, most), wanted));
+        slabs_.push_back({static_cast<std::uint32_t>(claimed_), count, count});
+    }
+    return &slabs_.back();
+}
+
+/// Helpers end when there is nothing to touch.
+void Arena::touch_loop(const std::stop_token& stop, Priority priority, bool is_helper) {
+    name_this_thread("fs-touch");
     assume(priority);
     std::unique_lock lock(mutex_);
     while (!stop.stop_requested()) {
         // closed_ too: close() checks under the lock that no block is in use, and none may appear later.
-        if (!grown_.wait(lock, stop, [&] { return closed_ || may_touch_locked(); }) || closed_) return;
-        const auto index = static_cast<std::uint32_t>(touched_);
+        if (is_helper ? !may_touch_locked() : !grown_.wait(lock, stop, [&] { return closed_ || may_touch_locked(); })) break;
+        if (closed_) break;
+        Slab* const slab = open_slab_locked();  // stays where it is: there is room for all
+        const auto index = static_cast<std::uint32_t>(claimed_++);
         lock.unlock();
         touch(index);
         lock.lock();
-        if (closed_) return;
-        ++touched_;
-        free_locked(index);
-        available_.notify_all();
+        if (closed_) break;
+        if (slab == nullptr) {
+            add_locked(index, 1);
+        } else if (--slab->left == 0) {
+            lock.unlock();
+            pin(slab->first, slab->count);
+            lock.lock();
+            if (closed_) break;
+            add_locked(slab->first, slab->count);
+        }
     }
+    if (is_helper) --helping_;
+}
+
+void Arena::add_locked(std::uint32_t first, std::uint32_t count) {
+    touched_ += count;
+    for (std::uint32_t index = first; index < first + count; ++index) free_locked(index);
+    available_.notify_all();
 }
 
 void Arena::touch(std::uint32_t index) {

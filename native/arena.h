@@ -7,10 +7,11 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <span>
+#include <string>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -53,8 +54,11 @@ private:
     Arena& arena_;
 };
 
-/// Blocks of `block_bytes`: mapped at construction, touched once by a background thread up to the size set by
+/// Blocks of `block_bytes`: mapped at construction, touched once by background threads up to the size set by
 /// `grow`, reused (last used first) until the arena closes.
+///
+/// Once a device uses the arena, blocks are touched and pinned for it by slabs, before any of a slab is handed out: a
+/// driver pins one range after the other, and each costs a call that other calls wait for.
 ///
 /// Invariant: touched blocks = free blocks + blocks in use by jobs; only touched blocks are handed out.
 /// All members may be called from any thread.
@@ -75,6 +79,11 @@ public:
     /// Ask for `total_bytes` of touched memory, at most the budget. Does not block. `when_idle`: touch only while no
     /// job runs, because touching new pages takes processor time and memory bandwidth from the job.
     void grow(std::uint64_t total_bytes, bool when_idle = false);
+    /// The same, for a caller that waits: by up to `threads` threads, and in slabs as long as they get. Throws
+    /// std::bad_alloc.
+    void grow_at_once(std::uint64_t total_bytes, std::size_t threads);
+    /// Blocks until all that `grow` has asked for is there, or for `timeout_s`. Returns whether it is.
+    bool wait_grown(double timeout_s);
 
     /// A waiter's condition, called under the arena's lock at every `wake`: it may read atomics, but take no lock.
     using Question = std::function<bool()>;
@@ -91,9 +100,15 @@ public:
     /// Blocks until `enough()`, or until the deadline.
     void wait(std::chrono::steady_clock::time_point deadline, const Question& enough);
 
-    /// Let `device` access a block directly, from the first call until the arena closes. The caller must have the
-    /// block.
-    void pin(const Block& block, const std::shared_ptr<Device>& device);
+    /// Let devices access all blocks directly, until the arena closes: those touched later before they are handed out, the
+    /// others before this returns. What the first device pins is pinned for all of its kind. Throws std::bad_alloc.
+    void use(std::span<const std::shared_ptr<Device>> devices);
+    /// Touched, and pinned.
+    std::uint64_t pinned_bytes() const;
+    /// Why some are not pinned; "": a device uses none, or all are.
+    std::string refusal() const;
+    /// Have pages that are touched from now on lie on NUMA node `node`, where it has room. Returns 0 or an errno.
+    int place(int node);
 
     /// Make every waiter check its condition again.
     void wake();
@@ -107,9 +122,20 @@ private:
     friend class Stay;
     void enter();
     void leave();
-    void touch_loop(const std::stop_token& stop, Priority priority);
-    bool may_touch_locked() const { return touched_ < wanted_ || (touched_ < wanted_idle_ && jobs_ == 0); }
+    struct Slab {
+        std::uint32_t first;
+        std::uint32_t count;
+        std::uint32_t left;  // not touched yet
+    };
+
+    void touch_loop(const std::stop_token& stop, Priority priority, bool is_helper);
+    bool may_touch_locked() const;
+    Slab* open_slab_locked();
     void touch(std::uint32_t index);
+    void add_locked(std::uint32_t first, std::uint32_t count);
+    void pin(std::uint32_t first, std::uint32_t count);
+    void refuse(int error);
+    std::uint64_t blocks_of(std::uint64_t bytes) const;
     void give_back(std::uint32_t index);
     std::optional<Block> take_free_locked();
     void free_locked(std::uint32_t index);
@@ -128,12 +154,22 @@ private:
     // nothing.
     std::uint32_t first_free_ = 0;
     std::uint64_t free_ = 0;
+    std::uint64_t claimed_ = 0;             // blocks that some thread touches or has touched
     std::uint64_t touched_ = 0;             // blocks
     std::uint64_t wanted_ = 0;              // blocks
+    std::uint64_t wanted_at_once_ = 0;      // blocks, of those
     std::uint64_t wanted_idle_ = 0;         // blocks, while no job runs
     std::size_t jobs_ = 0;
-    std::map<std::uint32_t, std::shared_ptr<Device>> pinned_;  // by device; null: refused
+    std::size_t helping_ = 0;               // threads
     bool closed_ = false;
+    Priority priority_;
+    std::shared_ptr<Device> device_;        // null: none uses it. Set once
+    std::vector<Slab> slabs_;               // these two have room for all there can be
+    std::vector<std::byte*> pins_;          // where pinned ranges begin
+    std::uint64_t pinned_ = 0;              // blocks
+    std::string refusal_;
+    std::mutex use_mutex_;                  // of the first `use`
+    std::vector<std::jthread> helpers_;
     std::jthread toucher_;
 };
 

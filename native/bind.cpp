@@ -251,6 +251,15 @@ void bind_memory(nb::module_& module) {
         .def("grow", [](const PyArena& arena, std::uint64_t total_bytes, bool when_idle) {
             arena.held->grow(total_bytes, when_idle);
         }, "total_bytes"_a, nb::kw_only(), "when_idle"_a = false)
+        .def("grow_at_once", [](const PyArena& arena, std::uint64_t total_bytes, std::size_t threads) {
+            const Unlocked unlocked;
+            arena.held->grow_at_once(total_bytes, threads);
+        }, "total_bytes"_a, nb::kw_only(), "threads"_a)
+        .def("wait_grown", [](const PyArena& arena, double timeout_s) { const Unlocked unlocked; return arena.held->wait_grown(timeout_s); }, "timeout_s"_a)
+        .def("use", [](const PyArena& arena, const PyDevice& device) { const Unlocked unlocked; arena.held->use({&device.held, 1}); }, "device"_a)
+        .def("place", [](const PyArena& arena, int node) { return arena.held->place(node); }, "node"_a)
+        .def_prop_ro("pinned_bytes", [](const PyArena& arena) { return arena.held->pinned_bytes(); })
+        .def_prop_ro("refusal", [](const PyArena& arena) { return arena.held->refusal(); })
         .def("close", [](const PyArena& arena) { const Unlocked unlocked; arena.held->close(); });
     bind_mapping(module);
     nb::class_<PyFile>(module, "File")

@@ -40,6 +40,7 @@ inline void bind_devices(nb::module_& module) {
             const nb::gil_scoped_release unlocked;
             check_device(*device.held, "order a stream behind copies of", device.held->lead(stream, early ? Copies::early : Copies::all));
         }, "stream"_a, nb::kw_only(), "early"_a = false)
+        .def_prop_ro("pci_address", [](const PyDevice& device) { return device.held->pci_address(); })
         .def("is_recording", [](const PyDevice& device, std::uintptr_t stream) { return device.held->is_recording(stream); }, "stream"_a);
     module.def("cuda_device", [](int ordinal, std::string name) {
         const nb::gil_scoped_release unlocked;

@@ -43,6 +43,7 @@ CudaDriver load_driver() {
     CudaDriver driver{};
     find(library, "cuInit", driver.init);
     find(library, "cuDeviceGet", driver.device_get);
+    find(library, "cuDeviceGetPCIBusId", driver.pci_address);
     find(library, "cuDevicePrimaryCtxRetain", driver.retain_primary);
     find(library, "cuDevicePrimaryCtxRelease_v2", driver.release_primary);
     find(library, "cuCtxPushCurrent_v2", driver.push_context);
@@ -113,6 +114,14 @@ public:
 
     const CudaDriver& driver() const { return driver_; }
     Context get() const { return context_; }
+
+    /// In lower case, as the system writes it.
+    std::string pci_address() const {
+        std::array<char, 32> text{};
+        if (driver_.pci_address(text.data(), static_cast<int>(text.size()), device_) != 0) return {};
+        std::transform(text.begin(), text.end(), text.begin(), [](char one) { return one >= 'A' && one <= 'F' ? static_cast<char>(one + ('a' - 'A')) : one; });
+        return text.data();
+    }
 
 private:
     const CudaDriver& driver_;
@@ -203,9 +212,9 @@ public:
         return driver_.stream_capture_status(as_stream(stream), &status) >= cuda_capture_unsupported || status != 0;
     }
 
-    bool pin(std::byte* memory, std::uint64_t bytes) override {
+    int pin(std::byte* memory, std::uint64_t bytes) override {
         const Visit visit(driver_, context_.get());
-        return driver_.pin(memory, bytes, cuda_pinned_for_all) == 0;
+        return driver_.pin(memory, bytes, cuda_pinned_for_all);
     }
 
     void unpin(std::byte* memory) override {
@@ -214,6 +223,7 @@ public:
     }
 
     std::string name() const override { return name_; }
+    std::string pci_address() const override { return context_.pci_address(); }
     std::string describe(int error) const override { return text_of(driver_, error); }
 
 private:

@@ -72,13 +72,15 @@ public:
     /// Whether what is put into `stream` becomes part of a graph instead of being executed.
     virtual bool is_recording(std::uintptr_t stream) = 0;
 
-    /// Let the device access host memory directly, until `unpin`, which must come before unmapping. False if refused:
-    /// then the driver copies through memory of its own.
-    virtual bool pin(std::byte* memory, std::uint64_t bytes) = 0;
+    /// Let the device access host memory directly, until `unpin`, which must come before unmapping. No byte may be pinned
+    /// twice. Returns 0, or the device's error: then the driver copies through memory of its own.
+    virtual int pin(std::byte* memory, std::uint64_t bytes) = 0;
     virtual void unpin(std::byte* memory) = 0;
 
     /// "cuda:0"
     virtual std::string name() const = 0;
+    /// As below /sys/bus/pci/devices: "0000:3b:00.0"; "" if the driver does not say it.
+    virtual std::string pci_address() const = 0;
     /// The device's text for an error number.
     virtual std::string describe(int error) const = 0;
 };

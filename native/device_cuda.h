@@ -20,6 +20,7 @@ struct CudaDriver {
 
     Result (*init)(unsigned flags);
     Result (*device_get)(int* device, int ordinal);
+    Result (*pci_address)(char* text, int bytes, int device);
     Result (*retain_primary)(Context*, int device);
     Result (*release_primary)(int device);
     Result (*push_context)(Context);

@@ -101,8 +101,6 @@ void ReadJob::store(Window& window, const WantedChunk& chunk, const std::byte* b
     touched_[chunk.row] = true;
     const std::uint64_t begin = chunk.logical_begin();
     if (row.device != on_host) {
-        const std::shared_ptr<Device>& device = window.rows->devices[static_cast<std::size_t>(row.device)];
-        arena_->pin(window.blocks.front(), device);
         window.batches[static_cast<std::size_t>(row.device)]->add({const_cast<std::byte*>(bytes), row.address + begin, chunk.length, false});
     } else if (row.layout == contiguous)
         std::memcpy(row.target() + begin, bytes, chunk.length);

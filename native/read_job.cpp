@@ -49,6 +49,7 @@ void ReadJob::aim(std::shared_ptr<const ReadExtents> rows) {
     if (!std::equal(rows->rows.begin(), rows->rows.end(), rows_->rows.begin(), rows_->rows.end(), is_same) ||
         rows->digests.size() != rows_->digests.size())
         throw std::invalid_argument("these are not the rows that are read ahead");
+    arena_->use(rows->devices);
     std::vector<std::shared_ptr<Window>> held;
     {
         const std::lock_guard lock(held_mutex_);
@@ -115,6 +116,7 @@ void ReadJob::begin_all() {
 /// Begins windows in file order, as many at once as keep queue and workers busy; ahead, as many as the arena holds.
 void ReadJob::begin_windows() {
     register_files();
+    arena_->use(rows_->devices);
     plan_ = plan_reads(*rows_, machine_.request_bytes, arena_->block_bytes(), options_.in_place && !options_.ahead);
     std::erase_if(plan_.windows, [this](const ReadWindow& window) { return files_[window.file] == nullptr; });
     take_turns(plan_.windows.begin(), plan_.windows.end(), files_);

@@ -19,9 +19,10 @@ public:
     int follow(std::uintptr_t stream) override { return copier_->follow(stream); }
     int lead(std::uintptr_t stream, Copies copies = Copies::all) override { return copier_->lead(stream, copies); }
     bool is_recording(std::uintptr_t stream) override { return copier_->is_recording(stream); }
-    bool pin(std::byte* memory, std::uint64_t bytes) override { return copier_->pin(memory, bytes); }
+    int pin(std::byte* memory, std::uint64_t bytes) override { return copier_->pin(memory, bytes); }
     void unpin(std::byte* memory) override { copier_->unpin(memory); }
     std::string name() const override { return copier_->name(); }
+    std::string pci_address() const override { return copier_->pci_address(); }
     std::string describe(int error) const override { return copier_->describe(error); }
 
 private:

@@ -20,6 +20,7 @@ namespace flowstone {
 ///
 /// - each call needs a context that is current on its thread (201 without);
 /// - events are over once all before them in their stream is; one that was never recorded is over;
+/// - memory is pinned once: a range that overlaps a pinned one is refused (712);
 /// - a copy from the device into memory that is not pinned returns when it is over; one in the other direction takes its
 ///   bytes with it;
 /// - a call blocks while its stream has `queue_max` pieces of work;
@@ -55,6 +56,12 @@ public:
     std::uint64_t copies() const { return read(copies_); }
     std::uint64_t pageable_copies() const { return read(pageable_); }
     std::uint64_t pinned_bytes() const { return read(pinned_bytes_); }
+    /// Ranges that were pinned so far.
+    std::uint64_t pins() const { return read(pins_made_); }
+    /// Refuse to pin more than so many bytes in all, with error 2 (out of memory).
+    void limit_pinned(std::uint64_t bytes);
+    /// Calls to pin, refused ones too, that found copies in a stream.
+    std::uint64_t pins_beside_copies() const { return read(pins_beside_copies_); }
     /// Events that were recorded and are not over; the most at one time.
     std::size_t pending_events() const { return read(pending_); }
     std::size_t pending_events_max() const { return read(pending_max_); }
@@ -116,6 +123,9 @@ private:
     std::uint64_t pageable_ = 0;
     std::uint64_t copies_left_ = UINT64_MAX;
     std::uint64_t pinned_bytes_ = 0;
+    std::uint64_t pinned_max_ = UINT64_MAX;
+    std::uint64_t pins_made_ = 0;
+    std::uint64_t pins_beside_copies_ = 0;
     std::size_t pending_ = 0;
     std::size_t pending_max_ = 0;
     std::vector<std::pair<std::byte*, std::uint64_t>> pins_;

@@ -1,16 +1,19 @@
 #include <doctest/doctest.h>
 
 #include <atomic>
+#include <cerrno>
 #include <chrono>
 #include <cstdint>
 #include <set>
 #include <stdexcept>
 #include <optional>
+#include <memory>
 #include <thread>
 #include <vector>
 
 #include "arena.h"
 #include "bounds.h"
+#include "delayed_device.h"
 
 namespace flowstone {
 namespace {
@@ -59,6 +62,74 @@ TEST_CASE("what is to grow when idle waits for the last job") {
     stay.reset();
     for (int i = 0; i < 2; ++i) blocks.push_back(*arena.acquire(never));
     CHECK(arena.touched_bytes() == 4 * block);
+}
+
+TEST_CASE("several threads touch each block once") {
+    Arena arena(40 * block, block);
+    arena.grow_at_once(33 * block, 4);
+    while (!arena.wait_grown(1)) {}
+    CHECK(arena.touched_bytes() == 33 * block);
+    arena.grow_at_once(100 * block, 4);
+    while (!arena.wait_grown(1)) {}
+    CHECK(arena.touched_bytes() == 40 * block);
+    std::vector<Block> blocks = arena.acquire_all(40, at_once);
+    std::set<std::byte*> addresses;
+    for (const Block& one : blocks) addresses.insert(one.bytes());
+    CHECK(addresses.size() == 40);
+}
+
+TEST_CASE("a device's blocks are pinned by slabs, before they are handed out") {
+    const std::shared_ptr<DelayedDevice> device = std::make_shared<DelayedDevice>(4096, std::chrono::microseconds(0));
+    const std::shared_ptr<Device> used = device;
+    Arena arena(100 * block, block);
+    SUBCASE("that it uses from the start: what a job awaits, in short ones") {
+        arena.use({&used, 1});
+        arena.grow(64 * block);
+        while (!arena.wait_grown(1)) {}
+        CHECK(device->pins() == 2);
+    }
+    SUBCASE("that it uses later: those that are touched already, at once") {
+        arena.grow(64 * block);
+        while (!arena.wait_grown(1)) {}
+        arena.use({&used, 1});
+        CHECK(device->pins() == 1);
+    }
+    SUBCASE("that are touched for a caller who waits: in long ones") {
+        arena.use({&used, 1});
+        arena.grow_at_once(64 * block, 3);
+        while (!arena.wait_grown(1)) {}
+        CHECK(device->pins() == 1);
+    }
+    CHECK(device->pinned_bytes() == 64 * block);
+    CHECK(arena.pinned_bytes() == 64 * block);
+    CHECK(arena.refusal().empty());
+    arena.use({&used, 1});
+    CHECK(device->pinned_bytes() == 64 * block);
+    arena.close();
+    CHECK(device->pinned_bytes() == 0);
+}
+
+TEST_CASE("what cannot be pinned is told, and used all the same") {
+    const std::shared_ptr<DelayedDevice> device = std::make_shared<DelayedDevice>(4096, std::chrono::microseconds(0));
+    const std::shared_ptr<Device> used = device;
+    for (const std::uint64_t most : {0, 5, 20}) {
+        device->limit_pinned(most * block);
+        Arena arena(32 * block, block);
+        arena.use({&used, 1});
+        arena.grow_at_once(32 * block, 2);
+        while (!arena.wait_grown(1)) {}
+        CHECK(arena.touched_bytes() == 32 * block);
+        CHECK(arena.pinned_bytes() == most * block);
+        CHECK(arena.refusal() == "delayed:0 refuses to pin host memory: CUDA_ERROR_OUT_OF_MEMORY");
+    }
+}
+
+TEST_CASE("a node that there is not is refused") {
+    Arena arena(2 * block, block);
+    CHECK(arena.place(-1) == EINVAL);
+    CHECK(arena.place(1'000'000) == EINVAL);
+    const int error = arena.place(1023);
+    CHECK((error == EINVAL || error == EPERM || error == ENOSYS));
 }
 
 TEST_CASE("the block given back last is taken first") {

@@ -69,7 +69,7 @@ private:
 struct Bench {
     explicit Bench(std::uint64_t bytes = 64 * kib) : gpu(bytes, microseconds(0)), memory(allocate_aligned(bytes)), bytes(bytes) {
         device = make_cuda_device(simulated_driver(), gpu.ordinal(), "cuda:0");
-        REQUIRE(device->pin(memory.get(), bytes));
+        REQUIRE(device->pin(memory.get(), bytes) == 0);
         std::memset(memory.get(), 0, bytes);
     }
     ~Bench() {
@@ -194,7 +194,7 @@ TEST_CASE("a graph that another thread records stays whole while copies are made
     for (std::uint64_t i = 0; i < 16; ++i) bench.device->submit(bench.batch(i * kib, kib));
     CHECK(bench.results.errors(16) == std::vector<int>(16, 0));
     const AlignedBytes more = allocate_aligned(4096);
-    CHECK(bench.device->pin(more.get(), 4096));
+    CHECK(bench.device->pin(more.get(), 4096) == 0);
     bench.device->unpin(more.get());
     CHECK(bench.gpu.end_capture(bench.gpu.current()));
     // The simulation is as strict as the driver: a thread that has not exchanged its mode ends the recording.

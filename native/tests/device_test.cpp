@@ -239,6 +239,18 @@ TEST_CASE("blocks are pinned for the device until the arena closes") {
     }
 }
 
+TEST_CASE("a capture pins no block by itself") {
+    const Sample sample = plain_sample(60 * mib);
+    Far far(sample);
+    Bed bed(setups().front(), sample.file_bytes, nullptr, 32);
+    bed.arena->grow(32 * huge_page_bytes);
+    while (!bed.arena->wait_grown(1)) {}
+    REQUIRE_FALSE(bed.run(far.rows)->fault());
+    CHECK(far.device->pins() == 1);
+    CHECK(far.device->pins_beside_copies() == 0);
+    CHECK(far.device->pageable_copies() == 0);
+}
+
 TEST_CASE("cancelled while the device holds its copies, a job ends when they do") {
     const Sample sample = plain_sample(9 * mib);
     Far far(sample);

@@ -121,6 +121,20 @@ class Arena:
 
         when_idle  only while no job uses the arena: touching takes time from it
         """
+    def grow_at_once(self, total_bytes: int, *, threads: int) -> None:
+        """As `grow`, for a caller that waits: touched by up to `threads` threads. Returns at once."""
+    def wait_grown(self, timeout_s: float) -> bool:
+        """Wait until all that was asked for is touched, and pinned as far as it can be. Whether it is."""
+    def use(self, device: Device) -> None:
+        """Pin blocks for `device` before they are handed out, in slabs of up to 1 GiB; those touched already before
+        this returns. Only the first device counts: what it pins is pinned for all of its kind.
+        """
+    def place(self, node: int) -> int:
+        """Have pages that are touched from now on lie on that NUMA node, where it has room. Returns 0 or an errno."""
+    @property
+    def pinned_bytes(self) -> int: ...
+    @property
+    def refusal(self) -> str: ...  # why some are not pinned; "": none was refused
     def close(self) -> None:
         """Stop the toucher, unmap. ValueError while a job runs."""
 
@@ -212,6 +226,8 @@ class Device:
         """What `stream` gets from now on waits for the copies that are queued now; `early`: for those of rows that are
         not lazy. Raises OSError, as `follow`.
         """
+    @property
+    def pci_address(self) -> str: ...  # as below /sys/bus/pci/devices; "" if unknown
     def is_recording(self, stream: int) -> bool:
         """Whether work that `stream` gets becomes part of a graph instead of being executed."""
 

@@ -81,6 +81,13 @@ def to_save(step: object, state: object, fence: object) -> tuple[int, Mapping[st
     return number, cast("Mapping[str, object]", state), fence  # the walk over the state reports one that is no mapping
 
 
+def to_prepare(state: object) -> Mapping[str, object]:
+    """The argument of `prepare`. Raises ArgumentError."""
+    if _is_number(state):
+        raise ArgumentError(f"prepare: found {shown(state)}, no state", next="write prepare(state), without a step")
+    return cast("Mapping[str, object]", state)
+
+
 def to_load(
     state: object, step: object, rules: object, flags: Mapping[str, object]
 ) -> tuple[Mapping[str, object], int | None, tuple[LoadRule, ...]]:

@@ -54,6 +54,7 @@ READ_REQUEST_BYTES = 8 * MIB + 2 * BLOCK_BYTES  # eight whole chunks, wherever t
 WORKERS_DEFAULT = max(1, min(max(2, min(8, len(os.sched_getaffinity(0)) // 8)), len(os.sched_getaffinity(0)) - 1))
 # With `compress` there is more to do, and a save's end waits for it: two, even on two processors.
 CODING_WORKERS = min(2, len(os.sched_getaffinity(0)))
+TOUCHING_THREADS_MAX = 8  # of staging memory that a caller waits for
 READ_WORKERS_IN_MEMORY = max(1, min(4, len(os.sched_getaffinity(0))))  # of a load from memory
 
 # Lazy capture aims to be done when this much of the time from `save` to the fence has passed.

@@ -13,6 +13,26 @@ from typing import TYPE_CHECKING
 
 
 @dataclass(frozen=True, slots=True)
+class Prepared:
+    """Staging memory is ready: by `Checkpointer.prepare`; or by the first save of a state on a GPU, after its commit.
+
+    bytes             touched, so that the system has given it
+    pinned_bytes      of those: a GPU copies from and to them directly. 0 without one
+    unpinned_reason   why the others are not pinned, although a GPU is in use; "" if nothing was refused
+    numa_node         memory was asked for on that node, the GPU's; -1: wherever the system puts it
+    numa_node_reason  why so; "" if it was asked for
+    seconds           that `prepare` took; 0.0 if a save did it
+    """
+
+    bytes: int
+    pinned_bytes: int
+    unpinned_reason: str
+    numa_node: int
+    numa_node_reason: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class SaveStarted:
     """The state has been described and planned; capture begins."""
 
@@ -218,7 +238,7 @@ else:
     TierEvent = NotReplayed  # those of farther tiers come later: most Checkpointers have one store
 
 Event = (
-    SaveStarted | Captured | Fenced | Written | Compressed | BuffersFromOneRank | Committed | SaveFailed
+    Prepared | SaveStarted | Captured | Fenced | Written | Compressed | BuffersFromOneRank | Committed | SaveFailed
     | LoadProgress | Loaded | FellBack | Removed | RemovalFailed | LeftAlone | Journaled | NotJournaled | Replayed
     | NotReplayed | TierEvent
 )

@@ -1,4 +1,6 @@
-"""Further verbs: for state dicts, which frameworks hand over in the place of modules and optimizers; and for tiers."""
+"""Further verbs: for state dicts, which frameworks hand over in the place of modules and optimizers; for tiers; and
+for what comes before training.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +19,7 @@ from flowstone.trace import Spans
 
 if TYPE_CHECKING:
     from flowstone.commit.writer import StoreWriter
+    from flowstone.events import Prepared
     from flowstone.layout_rules import LoadRule
     from flowstone.pipeline.every_step import EveryStep
     from flowstone.pipeline.futures import Save
@@ -111,6 +114,23 @@ class TierVerbs(StateDictVerbs):
     """What a Checkpointer waits for besides its own saves."""
 
     _store_writer: StoreWriter
+
+    @one_at_a_time
+    def prepare(self, state: Mapping[str, object]) -> Prepared:
+        """Make staging memory ready for saves of `state`, before training: then the first save does not pay for it.
+
+        Touches memory for a whole save, within `budget_bytes`, by several threads; for tensors on a GPU pins it, in
+        slabs of up to 1 GiB, near that GPU. Returns once that is done. What `state` does not have yet is not counted:
+        an optimizer has its slots after its first step, or after a load. Each rank does it by itself, without the
+        others. Writes no file. Without it, saves grow their memory in the background. Emits the event that it returns.
+
+        raises  UnsupportedStateError  an object that cannot be saved; names its path
+                CollisionError         two paths of the state make the same name
+                StateError             the current stream records a CUDA graph
+                BudgetError            the system has no address space for the budget
+        """
+        self._check_open()
+        return self._saves.prepare(calls.to_prepare(state))
 
     @one_at_a_time
     def drain(self, timeout_s: float | None = None) -> Mapping[str, tuple[int, ...]]:

@@ -120,8 +120,10 @@ def _capture_into(
 
 
 def _arena_bytes(plan: WritePlan, staged: Staged, arena: _native.Arena) -> int:
-    """Size of an arena that would hold the whole save. Blocks of device bytes also need room for the rest of a chunk.
-    """
-    if not staged.streams:
-        return plan.file_bytes
-    return plan.file_bytes * arena.block_bytes // (arena.block_bytes - CHUNK_BYTES)
+    """Size of an arena that would hold the whole save."""
+    return with_rests(plan.file_bytes, arena) if staged.streams else plan.file_bytes
+
+
+def with_rests(file_bytes: int, arena: _native.Arena) -> int:
+    """Size of an arena that holds so many bytes of devices: a block of these also has room for the rest of a chunk."""
+    return file_bytes * arena.block_bytes // (arena.block_bytes - CHUNK_BYTES)

@@ -24,7 +24,7 @@ from flowstone.commit.entries import step_directory
 from flowstone.commit.read import encode_sections
 from flowstone.config import JOURNAL_RATE_BYTES_PER_S, JOURNAL_UNSAVED_BYTES_MIN, JOURNAL_WINDOWS
 from flowstone.errors import ArgumentError, FlowstoneError, ReplayError, StepExistsError
-from flowstone.events import NotJournaled
+from flowstone.events import NotJournaled, Prepared
 from flowstone.pipeline.futures import ExpeditingFuture, Save
 from flowstone.pipeline.in_flight import InFlight
 from flowstone.pipeline.journal_ranks import JournalRanks, WholeSaves
@@ -105,6 +105,10 @@ class EveryStep:
             if self._is_late() and self._is_free():
                 return self._begin_whole(step, state, fence, spans)
             return save
+
+    def prepare(self, state: Mapping[str, object]) -> Prepared:
+        """Make staging memory ready for whole saves of `state`."""
+        return self._saves.prepare(state)
 
     @contextmanager
     def _whole_after_errors(self) -> Iterator[None]:

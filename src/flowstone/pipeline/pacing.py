@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import time
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 from flowstone import _native
 from flowstone.config import CAPTURE_SHARE_OF_OVERLAP, COPY_BYTES_PER_S, FENCE_WAIT_S, FIRST_ARENA_BYTES, Tuning
@@ -12,6 +14,9 @@ from flowstone.pipeline.save_run import SaveRun
 from flowstone.plan.write import WritePlan
 from flowstone.stage.arena import default_budget_bytes, open_write_arena
 from flowstone.store.base import Pace, Store
+
+if TYPE_CHECKING:
+    from flowstone.pipeline.preparing import Preparation
 
 
 class Captures:
@@ -34,6 +39,13 @@ class Captures:
             budget = default_budget_bytes() if self._budget_bytes is None else self._budget_bytes
             self._arena = open_write_arena(self._store, budget)
         return self._arena
+
+    @cached_property
+    def preparation(self) -> Preparation:
+        """How it was made ready for devices, or by `prepare`."""
+        from flowstone.pipeline.preparing import Preparation  # imported here: most processes need neither
+
+        return Preparation()
 
     def close(self) -> None:
         """Release its memory."""

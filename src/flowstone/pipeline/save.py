@@ -19,6 +19,7 @@ import socket
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
+from time import monotonic
 from typing import TYPE_CHECKING
 
 from flowstone.checkpoint import Checkpoint
@@ -28,11 +29,11 @@ from flowstone.commit.read import encode_sections
 from flowstone.commit.writer import StoreWriter
 from flowstone.config import FIRST_ARENA_BYTES, EngineOptions
 from flowstone.errors import FlowstoneError
-from flowstone.events import Committed, SaveFailed, SaveStarted
+from flowstone.events import Committed, Prepared, SaveFailed, SaveStarted
 from flowstone.log import log
 from flowstone.pipeline.absence import Absence
 from flowstone.pipeline.base import Base
-from flowstone.pipeline.capturing import begin_capture
+from flowstone.pipeline.capturing import begin_capture, with_rests
 from flowstone.pipeline.committing import agree, commit, write
 from flowstone.pipeline.fencing import Fencing
 from flowstone.pipeline.futures import Save
@@ -134,6 +135,23 @@ class Saves:
             self._absence.tell(save, error_for_others("save", error), self._submit)
             raise
 
+    def prepare(self, state: Mapping[str, object]) -> Prepared:
+        """Make staging memory ready for saves of `state`; returns once it is. See Checkpointer.prepare."""
+        from flowstone.pipeline.preparing import staging_bytes  # imported here: many processes never call this
+
+        began, captures = monotonic(), self.captures
+        check_not_recording("prepare", SAVE_OUTSIDE)
+        with self.fencing.state_lock:
+            described = describe(state, rank=self._group.rank, whole=self._group.alone)
+        captures.preparation.use(captures.arena, described.places.apart.values())
+        needed = staging_bytes(described.layout, self._group.size)
+        if captures.preparation.device:
+            needed = with_rests(needed, captures.arena)
+        captures.preparation.grow(captures.arena, min(needed, captures.spare_bytes))
+        told = captures.preparation.report(captures.arena, began)
+        self._emit(told)
+        return told
+
     def tell_absence(self, step: int, error: Exception) -> None:
         """This rank does not come to save `step`, which the others save, because of `error`."""
         self._absence.tell(Save(step), error, self._submit)
@@ -211,6 +229,9 @@ class Saves:
         run.compress = "" if self._coding is None else self._coding.why
         if cached.waiter == "optimizers" and plan.lazy_bytes:
             self.fencing.hooks.guard(described.optimizers)
+        memories = described.places.apart.values()
+        if any(memory.device != "cpu" for memory in memories):
+            self.captures.preparation.use(arena, memories)
         pace = self.captures.pace(plan, self._store.settings("write").tuning)
         draft = publish.begin(self._store, run.save.step, self._coordinator.draft_name(run.this_try))
         capture = begin_capture(self._store, draft, cached, described, arena, pace, self._known_base())
@@ -218,6 +239,8 @@ class Saves:
             arena.grow(min(capture.arena_bytes, FIRST_ARENA_BYTES, self.captures.spare_bytes))
             if not capture.is_reserved:
                 hand_over(self._threads.reserver, capture.staged.writing.reserve)
+            if capture.staged.streams:
+                self.captures.grow(capture.arena_bytes)  # while no save runs: what a fence waits for are copies into it
         except BaseException:
             capture.abandon(self._store)
             raise
@@ -292,6 +315,8 @@ class Saves:
             log.exception("step %d is saved, and the next save writes all it has", save.step)
         file_bytes = sum(row.bytes for row in written.segments if row.home is None)
         self._emit(Committed(save.step, file_bytes, run.ended(file_bytes).seconds))
+        if run.begun.staged.streams and self.captures.preparation.is_untold:
+            self._emit(self.captures.preparation.report(self.captures.arena))
         save.committed.set_result(Checkpoint(self._store, step_directory(save.step), self._options, manifest))
         # A larger arena shortens what a save waits for. Touching new pages is slower than a device, so no save waits.
         self.captures.grow(plan.file_bytes - plan.lazy_bytes)

@@ -23,7 +23,6 @@ from flowstone.state.loading import Loading, Replacement
 from flowstone.state.names import Place
 from flowstone.state.nodes import kind_of, refers_to_tensors
 from flowstone.state.optimizer_kind import mismatch
-from flowstone.state.optimizer_rebuild import Rebuild
 from flowstone.state.optimizer_view import (
     Member,
     OptimizerView,
@@ -214,6 +213,8 @@ def _restore(optimizer: Core, node: object, place: Place, loading: Loading) -> N
             f"use the kind of optimizer that was saved, or leave {place.name!r} out of the state to start it afresh"
         )
         return
+    from flowstone.state.optimizer_rebuild import Rebuild  # imported here: what only saves needs it not
+
     rebuild = Rebuild(loading, optimizer, view, place)
     rebuild.match_groups(stored.groups)
     if same is not None:

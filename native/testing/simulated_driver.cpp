@@ -1,0 +1,240 @@
+#include <algorithm>
+#include <cassert>
+#include <cstdio>
+#include <map>
+#include <new>
+#include <utility>
+
+#include "simulated_world.h"
+
+namespace flowstone {
+
+using namespace simulated;
+
+/// The driver's functions.
+struct SimulatedCalls {
+    using Gpu = SimulatedGpu;
+    using Result = CudaDriver::Result;
+
+    static Gpu* current() { return current_contexts.empty() ? nullptr : current_contexts.back(); }
+
+    /// What every call returns at once, if it is not 0. `unsafe`: a recording could take it for a part of it.
+    static Result enter(bool unsafe) {
+        if (current() == nullptr) return invalid_context;
+        if (unsafe && is_prohibited()) return cuda_capture_unsupported;
+        const std::lock_guard lock(current()->mutex_);
+        return current()->error_;
+    }
+
+    static Result init(unsigned) { return success; }
+    static Result device_get(int* device, int ordinal) {
+        const std::lock_guard lock(world().mutex);
+        *device = ordinal;
+        return world().gpus.contains(ordinal) ? success : invalid_device;
+    }
+    static Result pci_address(char* text, int bytes, int) {
+        std::snprintf(text, static_cast<std::size_t>(bytes), "0000:3B:00.0");
+        return success;
+    }
+    static Result retain_primary(void** context, int device) {
+        const std::lock_guard lock(world().mutex);
+        *context = world().gpus.at(device);
+        return success;
+    }
+    static Result release_primary(int) { return success; }
+    static Result push_context(void* context) {
+        current_contexts.push_back(static_cast<Gpu*>(context));
+        return success;
+    }
+    static Result pop_context(void** context) {
+        if (current() == nullptr) return invalid_context;
+        *context = current();
+        current_contexts.pop_back();
+        return success;
+    }
+    static Result exchange_capture_mode(int* mode) {
+        std::swap(*mode, capture_mode);
+        return success;
+    }
+    static Result priority_range(int* least, int* greatest) {
+        *least = 0, *greatest = -5;
+        return enter(false);
+    }
+    static Result stream_create(void** stream, unsigned flags, int priority) {
+        if (const Result error = enter(true)) return error;
+        const std::lock_guard lock(current()->mutex_);
+        current()->streams_.push_back(std::make_unique<Gpu::Stream>(Gpu::Stream{current(), flags, priority}));
+        *stream = current()->streams_.back().get();
+        return success;
+    }
+    static Result stream_destroy(void* stream) {
+        if (current() == nullptr) return invalid_context;
+        Gpu& gpu = *current();
+        const std::lock_guard lock(gpu.mutex_);
+        const auto is_it = [&](const auto& one) { return one.get() == stream && one->queue.empty() && !one->busy; };
+        return gpu.streams_.remove_if(is_it) == 1 ? gpu.error_ : invalid_handle;
+    }
+    static Result stream_capture_status(void* stream, int* status) {
+        if (const Result error = enter(false)) return error;
+        auto* const one = static_cast<Gpu::Stream*>(stream);
+        void* recording = nullptr;
+        {
+            const std::lock_guard lock(one->gpu->mutex_);
+            recording = one->recording;
+        }
+        const std::lock_guard lock(world().mutex);
+        *status = recording == nullptr ? 0 : world().recordings.at(recording).stands ? 1 : 2;
+        return success;
+    }
+    static Result stream_synchronize(void* stream) {
+        if (const Result error = enter(true)) return error;
+        current()->synchronize(reinterpret_cast<std::uintptr_t>(stream));
+        return enter(false);
+    }
+    static Result stream_wait(void* stream, void* event, unsigned) {
+        if (const Result error = enter(false)) return error;
+        auto* const later = static_cast<Gpu::Stream*>(stream);
+        auto* const of = static_cast<Gpu::Event*>(event);
+        Gpu::Item item;
+        {
+            const std::lock_guard lock(later->gpu->mutex_);
+            if (of->captured) {
+                later->recording = of->recording;
+                return success;
+            }
+            if (of->over == nullptr || *of->over) return success;
+            item.over = of->over;
+            item.waits = true;
+        }
+        later->gpu->push(*later, std::move(item));
+        return success;
+    }
+    static Result event_create(void** event, unsigned) {
+        if (const Result error = enter(true)) return error;
+        const std::lock_guard lock(current()->mutex_);
+        current()->events_.push_back(std::make_unique<Gpu::Event>(Gpu::Event{current()}));
+        *event = current()->events_.back().get();
+        return success;
+    }
+    /// The event stays until the GPU goes: what was queued may refer to it.
+    static Result event_destroy(void*) { return enter(false); }
+    static Result event_record(void* event, void* stream) {
+        if (const Result error = enter(false)) return error;
+        auto* const of = static_cast<Gpu::Event*>(event);
+        auto* const into = static_cast<Gpu::Stream*>(stream);
+        if (of->gpu != into->gpu) return invalid_handle;
+        Gpu::Item item;
+        item.over = std::make_shared<bool>(false);
+        std::shared_ptr<bool> before;
+        {
+            const std::lock_guard lock(into->gpu->mutex_);
+            of->captured = into->recording != nullptr;
+            of->recording = into->recording;
+            if (of->captured) return success;
+            before = std::exchange(of->over, item.over);
+            into->gpu->pending_max_ = std::max(into->gpu->pending_max_, ++into->gpu->pending_);
+        }
+        try {
+            into->gpu->push(*into, std::move(item));
+        } catch (const std::bad_alloc&) {
+            const std::lock_guard lock(into->gpu->mutex_);
+            of->over = before;
+            --into->gpu->pending_;
+            throw;
+        }
+        return success;
+    }
+    static Result event_query(void* event) {
+        if (const Result error = enter(true)) return error;
+        auto* const of = static_cast<Gpu::Event*>(event);
+        const std::lock_guard lock(of->gpu->mutex_);
+        if (of->captured) return captured_event;
+        return of->over == nullptr || *of->over ? success : cuda_not_ready;
+    }
+    static Result to_host(void* target, unsigned long long source, std::size_t bytes, void* stream) {
+        if (const Result error = enter(false)) return error;
+        return current()->push_copy(*static_cast<Gpu::Stream*>(stream), static_cast<std::byte*>(target), source, bytes, true);
+    }
+    static Result from_host(unsigned long long target, const void* source, std::size_t bytes, void* stream) {
+        if (const Result error = enter(false)) return error;
+        auto* const host = const_cast<std::byte*>(static_cast<const std::byte*>(source));
+        return current()->push_copy(*static_cast<Gpu::Stream*>(stream), host, target, bytes, false);
+    }
+    static Result pin(void* memory, std::size_t bytes, unsigned) {
+        if (const Result error = enter(true)) return error;
+        Gpu& gpu = *current();
+        auto* const begin = static_cast<std::byte*>(memory);
+        const std::lock_guard lock(gpu.mutex_);
+        if (std::any_of(gpu.streams_.begin(), gpu.streams_.end(), [](const auto& stream) { return !stream->others && !stream->queue.empty(); })) ++gpu.pins_beside_copies_;
+        const auto overlaps = [&](const auto& pin) { return pin.first < begin + bytes && begin < pin.first + pin.second; };
+        if (std::any_of(gpu.pins_.begin(), gpu.pins_.end(), overlaps)) return already_pinned;
+        if (bytes > gpu.pinned_max_ - std::min(gpu.pinned_max_, gpu.pinned_bytes_)) return out_of_memory;
+        gpu.pins_.emplace_back(begin, bytes);
+        gpu.pinned_bytes_ += bytes;
+        ++gpu.pins_made_;
+        return success;
+    }
+    /// After an error, too, nothing refers to the memory any more.
+    static Result unpin(void* memory) {
+        if (current() == nullptr) return invalid_context;
+        Gpu& gpu = *current();
+        const std::lock_guard lock(gpu.mutex_);
+        const auto found = std::find_if(gpu.pins_.begin(), gpu.pins_.end(), [&](const auto& pin) { return pin.first == memory; });
+        assert(found != gpu.pins_.end());
+        gpu.pinned_bytes_ -= found->second;
+        gpu.pins_.erase(found);
+        return gpu.error_;
+    }
+    static Result error_name(Result error, const char** name) {
+        static const std::map<int, const char*> names{
+            {1, "CUDA_ERROR_INVALID_VALUE"}, {2, "CUDA_ERROR_OUT_OF_MEMORY"}, {201, "CUDA_ERROR_INVALID_CONTEXT"},
+            {712, "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED"}, {719, "CUDA_ERROR_LAUNCH_FAILED"}, {900, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"}};
+        const auto found = names.find(error);
+        *name = found == names.end() ? nullptr : found->second;
+        return found == names.end() ? invalid_value : success;
+    }
+};
+
+/// A call that finds no memory returns that, as the driver's do, and has changed nothing.
+template <auto Call> struct Refusing;
+template <class... Arguments, CudaDriver::Result (*Call)(Arguments...)> struct Refusing<Call> {
+    static CudaDriver::Result call(Arguments... arguments) {
+        try {
+            return Call(arguments...);
+        } catch (const std::bad_alloc&) {
+            return out_of_memory;
+        }
+    }
+};
+
+const CudaDriver& simulated_driver() {
+    using Calls = SimulatedCalls;
+    static const CudaDriver driver{
+        .init = &Refusing<&Calls::init>::call,
+        .device_get = &Refusing<&Calls::device_get>::call,
+        .pci_address = &Refusing<&Calls::pci_address>::call,
+        .retain_primary = &Refusing<&Calls::retain_primary>::call,
+        .release_primary = &Refusing<&Calls::release_primary>::call,
+        .push_context = &Refusing<&Calls::push_context>::call,
+        .pop_context = &Refusing<&Calls::pop_context>::call,
+        .exchange_capture_mode = &Refusing<&Calls::exchange_capture_mode>::call,
+        .priority_range = &Refusing<&Calls::priority_range>::call,
+        .stream_create = &Refusing<&Calls::stream_create>::call,
+        .stream_destroy = &Refusing<&Calls::stream_destroy>::call,
+        .stream_capture_status = &Refusing<&Calls::stream_capture_status>::call,
+        .stream_synchronize = &Refusing<&Calls::stream_synchronize>::call,
+        .stream_wait = &Refusing<&Calls::stream_wait>::call,
+        .event_create = &Refusing<&Calls::event_create>::call,
+        .event_destroy = &Refusing<&Calls::event_destroy>::call,
+        .event_record = &Refusing<&Calls::event_record>::call,
+        .event_query = &Refusing<&Calls::event_query>::call,
+        .to_host = &Refusing<&Calls::to_host>::call,
+        .from_host = &Refusing<&Calls::from_host>::call,
+        .pin = &Refusing<&Calls::pin>::call,
+        .unpin = &Refusing<&Calls::unpin>::call,
+        .error_name = &Refusing<&Calls::error_name>::call,
+    };
+    return driver;
+}
+
+}  // namespace flowstone

@@ -1,0 +1,89 @@
+// What simulated GPUs and their driver share.
+#pragma once
+
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "simulated_gpu.h"
+
+namespace flowstone::simulated {
+
+// Of cuda.h.
+inline constexpr int success = 0, invalid_value = 1, out_of_memory = 2, invalid_device = 101, invalid_context = 201, invalid_handle = 400,
+              already_pinned = 712, launch_failed = 719, captured_event = 907;
+inline constexpr int global_mode = 0, local_mode = 1, relaxed_mode = 2;
+
+struct World {
+    std::mutex mutex;
+    std::map<int, SimulatedGpu*> gpus;
+    int next = 0;
+    /// Of each recording: its stream, how it was begun, and where. Whether it still stands.
+    struct Recording {
+        int mode;
+        std::thread::id thread;
+        bool stands = true;
+    };
+    std::map<void*, Recording> recordings;
+};
+
+inline World& world() {
+    static World one;
+    return one;
+}
+
+inline thread_local std::vector<SimulatedGpu*> current_contexts;
+inline thread_local int capture_mode = global_mode;
+
+/// Whether a call that may be unsafe is refused on this thread; then it ends the recordings that refuse it.
+inline bool is_prohibited() {
+    if (capture_mode == relaxed_mode) return false;
+    const std::lock_guard lock(world().mutex);
+    bool found = false;
+    for (auto& [stream, recording] : world().recordings) {
+        const bool own = recording.thread == std::this_thread::get_id() && recording.mode != relaxed_mode;
+        const bool others = capture_mode == global_mode && recording.mode == global_mode;
+        if (!own && !others) continue;
+        recording.stands = false;
+        found = true;
+    }
+    return found;
+}
+
+}  // namespace flowstone::simulated
+
+namespace flowstone {
+
+struct SimulatedGpu::Event {
+    SimulatedGpu* gpu;
+    std::shared_ptr<bool> over = nullptr;  // of the last record: whether it is; null: there was none
+    bool captured = false;
+    void* recording = nullptr;  // the stream
+};
+
+/// A copy if it has a target, else a kernel, a record, or a wait.
+struct SimulatedGpu::Item {
+    std::byte* target = nullptr;
+    const std::byte* source = nullptr;
+    std::uint64_t bytes = 0;
+    std::function<void()> kernel = nullptr;
+    std::shared_ptr<bool> over = nullptr;  // of a record, also of the one that is waited for
+    bool waits = false;
+    std::vector<std::byte> staged = {};
+};
+
+struct SimulatedGpu::Stream {
+    SimulatedGpu* gpu;
+    unsigned flags = 0;
+    int priority = 0;
+    bool others = false;  // not made by the driver's call
+    bool busy = false;
+    void* recording = nullptr;  // whose stream's graph it is part of
+    std::deque<Item> queue = {};
+};
+
+}  // namespace flowstone

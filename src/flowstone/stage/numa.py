@@ -1,0 +1,29 @@
+"""Which memory of the machine is near a device."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+PCI_DEVICES = Path("/sys/bus/pci/devices")
+
+
+def node_of(pci_address: str, devices: Path = PCI_DEVICES) -> tuple[int, str]:
+    """The NUMA node of a device, as the system tells it; -1, and why, where it does not.
+
+    pci_address  "0000:3b:00.0"; "" if the driver does not say it
+    """
+    if not pci_address:
+        return -1, "the driver does not tell the device's PCI address"
+    try:
+        node = int((devices / pci_address / "numa_node").read_text())
+    except (OSError, ValueError) as error:
+        return -1, f"the system does not tell the NUMA node of {pci_address}: {error}"
+    if node < 0:
+        return -1, f"the system knows no NUMA node of {pci_address}"
+    return node, ""
+
+
+def placing_refused(node: int, errno: int) -> str:
+    """Why memory is not asked for on `node`; `errno` is that of the call."""
+    return f"the system refuses to place memory on NUMA node {node}: {os.strerror(errno)}"

@@ -18,7 +18,7 @@ PACKAGE = SRC / "flowstone"
 # Layer -> what it may import of ours. A layer is a module or a package of src/flowstone.
 _BASE = {
     "config", "errors", "events", "tier_events", "table", "trace", "quantize", "rules", "layout_rules", "log",
-    "_version",
+    "_version", "state_replica",
 }
 MAY_IMPORT: dict[str, set[str]] = {
     "_version": set(),
@@ -33,7 +33,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "rules": {"errors", "name_patterns"},
     "quantize": {"errors", "rules"},
     "layout_rules": {"errors", "name_patterns", "rules"},
-    "arguments": {"config", "errors", "quantize", "rules", "layout_rules", "store"},  # what an object lacks of a store
+    "arguments": {  # what an object lacks of a store
+        "config", "errors", "quantize", "rules", "layout_rules", "state_replica", "store",
+    },
     "striped": {"arguments", "config", "errors", "store"},
     "regions": {"arguments", "errors", "table"},
     "runtime": {"errors", "events", "log"},
@@ -45,6 +47,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "commit": {"config", "errors", "log", "table", "format", "store", "_native"},
     "ranks": {"config", "errors", "log"},
     "agent": {"config", "errors", "format", "store", "commit", "tiers", "_version"},  # memory that outlives a job
+    "state_replica": {"errors"},
+    "replica": _BASE | {"checkpointer", "pipeline", "runtime", "store"},  # the process that has a state, too
     "tiers": _BASE | {"arguments", "format", "store", "commit", "_native"},
     "cluster": {"errors", "_version"},
     "notebook": set(),

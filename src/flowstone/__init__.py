@@ -105,6 +105,7 @@ if TYPE_CHECKING:
         rng,
     )
     from flowstone.state.compressed import CompressedBucket, CompressedGradients
+    from flowstone.state_replica import Replica, ReplicaBehind, ReplicaEvent, ReplicaFollows, ReplicaLost
     from flowstone.store.node_memory import NodeMemory
     from flowstone.store.peers.store import PeerMemory
     from flowstone.striped import Striped
@@ -145,6 +146,11 @@ _LATER = {
     "Unstack": "flowstone.layout_rules",
     "LoadReport": "flowstone.pipeline.load_outcome",
     "Replay": "flowstone.pipeline.load_outcome",
+    "Replica": "flowstone.state_replica",
+    "ReplicaBehind": "flowstone.state_replica",
+    "ReplicaEvent": "flowstone.state_replica",
+    "ReplicaFollows": "flowstone.state_replica",
+    "ReplicaLost": "flowstone.state_replica",
     "Quantize": "flowstone.quantize",
     "Save": "flowstone.pipeline.futures",
     "Flat": "flowstone.state",
@@ -273,6 +279,11 @@ __all__ = [
     "Replay",
     "ReplayError",
     "Replayed",
+    "Replica",
+    "ReplicaBehind",
+    "ReplicaEvent",
+    "ReplicaFollows",
+    "ReplicaLost",
     "Rule",
     "RuleSet",
     "Save",

@@ -133,7 +133,7 @@ def to_rules(rules: object) -> tuple[LoadRule, ...]:
     return tuple(rules)
 
 
-def to_quantize(rules: object, every_step: bool) -> tuple[Quantize, ...]:
+def to_quantize(rules: object, every_step: object) -> tuple[Quantize, ...]:
     """Rules of saves as a tuple; a single rule is accepted. Raises ArgumentError for anything else."""
     if rules == ():
         return ()
@@ -333,9 +333,10 @@ def to_options(given: Mapping[str, object]) -> tuple[Keep | KeepRule | None, int
         raise ArgumentError(
             f"alone {shown(alone)} is neither True nor False", next="leave it out to save with all ranks"
         )
-    if not isinstance(given["every_step"], bool):
+    if not isinstance(given["every_step"], bool) and not _is_replica(given["every_step"]):
         raise ArgumentError(
-            f"every_step {shown(given['every_step'])} is neither True nor False", next="leave it out for no journal"
+            f"every_step {shown(given['every_step'])} is neither True nor False, nor a Replica",
+            next="leave it out for no journal",
         )
     if not _number("recovery_s", given["recovery_s"]) > 0:
         raise ArgumentError(
@@ -351,6 +352,12 @@ def to_options(given: Mapping[str, object]) -> tuple[Keep | KeepRule | None, int
         _count("saves_in_flight", given["saves_in_flight"], least=1),
         deadline,
     )
+
+
+def _is_replica(value: object) -> bool:
+    from flowstone.state_replica import Replica  # imported here: most trainings have none
+
+    return isinstance(value, Replica)
 
 
 def to_keep(keep: object) -> Keep | KeepRule | None:

@@ -33,6 +33,7 @@ from flowstone.trace import Spans
 if TYPE_CHECKING:
     from flowstone.layout_rules import LoadRule
     from flowstone.quantize import Quantize
+    from flowstone.state_replica import Replica
     from flowstone.tiers.policy import Tier
 
 
@@ -48,7 +49,7 @@ class Checkpointer(TierVerbs):
     engine             how bytes move; options not given are as tuned for the mount, else a measured default
     saves_in_flight    how many saves may be under way at once; `save` waits when there are more
     deadline_s         in a job of several ranks, how long they wait for the slowest of them
-    every_step         each save is durable before the next returns: checkpoints, and a journal of what replays steps
+    every_step         each save is durable before the next returns, by a journal; a Replica: a process follows it, too
     recovery_s         with every_step: a checkpoint is saved once a load would take longer than that
     rules              which tensors are saved with less precision than they have (Quantize); without a rule none is
     alone              this process saves and loads by itself, as in `if rank == 0: ckpt.save(...)`: whole tensors only
@@ -72,7 +73,7 @@ class Checkpointer(TierVerbs):
         max_unsaved_steps: int | None = None,
         engine: EngineOptions | None = None,
         saves_in_flight: int = 2, deadline_s: float = DEADLINE_S,
-        every_step: bool = False, recovery_s: float = RECOVERY_S,
+        every_step: bool | Replica = False, recovery_s: float = RECOVERY_S,
         rules: Quantize | Sequence[Quantize] = (),
         alone: bool = False, on_event: OnEvent | None = None,
     ) -> None:
@@ -105,7 +106,7 @@ class Checkpointer(TierVerbs):
         self._loads = tiers.attach(shared, self._saves) if tiers else Loads(shared)
         if every_step:
             from flowstone.pipeline.every_step import EveryStep  # imported here: others do not need it
-            self._saves = EveryStep(shared, self._saves, options, recovery_s)
+            self._saves = EveryStep(shared, self._saves, options, recovery_s, every_step)
         self._closed = False
 
     @one_at_a_time

@@ -127,6 +127,15 @@ JOURNAL_VALUE_BYTES_MAX = 4 * MIB  # of what no optimizer explains, and has chan
 JOURNAL_WHOLE_STEPS_MAX = 64  # saves in a row that are whole because steps before were given up
 JOURNAL_RATE_BYTES_PER_S = 500e6  # of reads, until some were measured
 
+# The replica of a state (every_step=Replica(...)): store/replica_wire.py, pipeline/replica_link.py, replica/.
+FOLLOWED_AT_ONCE = 16  # steps that a replica makes before it looks at anything else
+REPLICA_LOOK_S = 0.2  # after which it looks by itself whether there is something new
+REPLICA_BEHIND_STEPS = 100  # a replica that lacks more is told of
+REPLICA_END_S = 10.0  # for it to end when training does; then it is killed
+REPLICA_ANSWER_S = 10.0  # for it to say what it has come to
+REPLICA_PERSIST_S = 600.0  # that the next start waits for what the replica of a dead training makes durable
+REPLICA_NICE = 10  # its priority is lower than training's by so much
+
 # Tiers.
 TIER_LAG = 4  # checkpoints that may wait for a tier: nearer tiers keep them meanwhile
 TIER_DRAIN_S = 300.0  # that `close` waits for a tier

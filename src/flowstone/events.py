@@ -233,13 +233,14 @@ class NotReplayed:
 
 
 if TYPE_CHECKING:
+    from flowstone.state_replica import ReplicaEvent
     from flowstone.tier_events import TierEvent
 else:
-    TierEvent = NotReplayed  # those of farther tiers come later: most Checkpointers have one store
+    TierEvent = ReplicaEvent = NotReplayed  # those of farther tiers come later: most Checkpointers have one store
 
 Event = (
     Prepared | SaveStarted | Captured | Fenced | Written | Compressed | BuffersFromOneRank | Committed | SaveFailed
     | LoadProgress | Loaded | FellBack | Removed | RemovalFailed | LeftAlone | Journaled | NotJournaled | Replayed
-    | NotReplayed | TierEvent
+    | NotReplayed | ReplicaEvent | TierEvent
 )
 OnEvent = Callable[[Event], None]

@@ -160,19 +160,34 @@ def frames(store: Names, journal: Journal, rank: int) -> list[FramePlace]:
     frame = _frame_at(store, path, 0)
     if frame is None or frame.journal != journal.opening.id or frame.kind != OPENING:
         return []
-    end, step = frame.frame_bytes, frame.step
-    while end < size:
-        frame = _frame_at(store, path, end)
-        follows = frame is not None and frame.kind == STEP and frame.journal == journal.opening.id
-        if frame is None or not follows or frame.number != len(found) + 1 or frame.step <= step:
-            break
-        if end + frame.frame_bytes > size:
-            break
-        found.append(FramePlace(frame.step, end, frame))
-        end, step = end + frame.frame_bytes, frame.step
+    place = FramePlace(frame.step, 0, frame)
+    while (after := _frame_after(store, path, size, place)) is not None:
+        place = after
+        found.append(place)
     if found and not _is_whole(store, path, found[-1]):
         found.pop()
     return found
+
+
+def next_frame(store: Names, journal: Journal, rank: int, last: FramePlace | None) -> FramePlace | None:
+    """The frame behind `last`, or behind the opening, if its begin is there. Its payload is not read here."""
+    path = inside(journal.directory, journal_file(rank))
+    if last is None:
+        frame = _frame_at(store, path, 0)
+        if frame is None or frame.journal != journal.opening.id or frame.kind != OPENING:
+            return None
+        last = FramePlace(frame.step, 0, frame)
+    return _frame_after(store, path, store.size(path), last)
+
+
+def _frame_after(store: Names, path: str, size: int, last: FramePlace) -> FramePlace | None:
+    end = last.offset + last.frame.frame_bytes
+    frame = _frame_at(store, path, end) if end < size else None
+    if frame is None or frame.kind != STEP or frame.journal != last.frame.journal:
+        return None
+    if frame.number != last.frame.number + 1 or frame.step <= last.step or end + frame.frame_bytes > size:
+        return None
+    return FramePlace(frame.step, end, frame)
 
 
 def _is_whole(store: Names, path: str, place: FramePlace) -> bool:

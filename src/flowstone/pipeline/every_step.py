@@ -25,7 +25,7 @@ from flowstone.commit.read import encode_sections
 from flowstone.config import JOURNAL_RATE_BYTES_PER_S, JOURNAL_UNSAVED_BYTES_MIN, JOURNAL_WINDOWS
 from flowstone.errors import ArgumentError, FlowstoneError, ReplayError, StepExistsError
 from flowstone.events import NotJournaled, Prepared
-from flowstone.pipeline.futures import ExpeditingFuture, Save
+from flowstone.pipeline.futures import Save, end_with
 from flowstone.pipeline.in_flight import InFlight
 from flowstone.pipeline.journal_ranks import JournalRanks, WholeSaves
 from flowstone.pipeline.journaling import Journaling, Kept, Lineage, Step
@@ -33,6 +33,7 @@ from flowstone.pipeline.known_state import Known, kept_of, known_of
 from flowstone.pipeline.load_outcome import LoadReport
 from flowstone.pipeline.pacing import Captures
 from flowstone.pipeline.plan_cache import FenceMode
+from flowstone.pipeline.replica_link import link_of
 from flowstone.pipeline.save import Saves
 from flowstone.pipeline.shared import SaveOptions, Shared
 from flowstone.pipeline.sole_writer import SoleWriter
@@ -51,9 +52,9 @@ from flowstone.trace import Spans
 
 
 class EveryStep:
-    """The saves of a Checkpointer with `every_step`."""
+    """The saves of a Checkpointer with `every_step`; `how`: a Replica, for one that follows."""
 
-    def __init__(self, shared: Shared, saves: Saves, options: SaveOptions, recovery_s: float) -> None:
+    def __init__(self, shared: Shared, saves: Saves, options: SaveOptions, recovery_s: float, how: object) -> None:
         if not shared.store.capabilities.appends:
             raise ArgumentError(
                 f"every_step: files in {shared.store.location} cannot grow", next="use a directory, or leave it out"
@@ -81,6 +82,7 @@ class EveryStep:
         self._is_handed_over = False  # the step of the save that is under way, to the journal's thread
         self._lost = ""  # why nothing leads from the last save to the next
         self._frozen.compare_always()
+        self._replica = link_of(shared, how)
         self.read_rate = 0.0  # bytes per second of the last load; 0: there was none
 
     # Saves
@@ -102,6 +104,8 @@ class EveryStep:
             if content is None:
                 return self._save_whole(step, state, fence, spans, why)
             save = self._journal(step, content, state, began, begins=not self._is_open)
+            if self._replica is not None:
+                self._replica.start()
             if self._is_late() and self._is_free():
                 return self._begin_whole(step, state, fence, spans)
             return save
@@ -203,7 +207,10 @@ class EveryStep:
         """Hand a step to the journal's thread. `begins`: a journal does, of which this rank writes nothing."""
         if begins:
             self._journaling.begin_without("there is nothing to go on from")
+        end: Callable[[BaseException | None], None]
         end = _nothing if save is None else partial(self._end_step, save, self._root)
+        if self._replica is not None and self._lineage is not None:
+            end = self._replica.noting(step, self._lineage.journal, end)
 
         def noted() -> None:  # called uninterrupted
             self._is_handed_over, self._steps = True, self._steps + 1
@@ -259,7 +266,7 @@ class EveryStep:
             assert self._loaded is not None, "a lineage begins with a save or a load"
             save.committed.set_result(self._loaded.with_journal(save.step))
         else:
-            root.committed.add_done_callback(lambda _: _end_with(save, root))
+            root.committed.add_done_callback(lambda _: end_with(save, root))
 
     def _check_new(self, step: int) -> None:
         self._saves.in_flight.check_new(step)
@@ -474,6 +481,8 @@ class EveryStep:
         """Steps are noted no more."""
         self._recorder.end()
         self._journaling.end(wait=wait)
+        if self._replica is not None:
+            self._replica.end()
         self._saves.end(wait=wait)
 
 
@@ -483,12 +492,3 @@ def _nothing(_: object) -> None: ...
 def _room_bytes(layout: Layout) -> int:
     """For gradients between two saves. If they take more than the state, it takes less to save that whole."""
     return max(JOURNAL_UNSAVED_BYTES_MIN, int(layout.pieces.lengths().sum()))
-
-
-def _end_with(save: Save, root: Save) -> None:
-    """Complete a durable step once `root` has ended, which it leads from."""
-    failure = ExpeditingFuture.exception(root.committed)
-    if failure is not None:
-        save.committed.set_exception(failure)
-    else:
-        save.committed.set_result(ExpeditingFuture.result(root.committed).with_journal(save.step))

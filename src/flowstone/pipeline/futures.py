@@ -137,3 +137,12 @@ class Save:
         Its exception, a SaveFailedError, says why this step does not come there: `every`, `lag`, a rewind, the end.
         """
         return self.committed if self.later is None else self.later
+
+
+def end_with(save: Save, root: Save) -> None:
+    """Complete a durable step once `root` has ended, which it leads from."""
+    failure = ExpeditingFuture.exception(root.committed)
+    if failure is not None:
+        save.committed.set_exception(failure)
+    else:
+        save.committed.set_result(ExpeditingFuture.result(root.committed).with_journal(save.step))

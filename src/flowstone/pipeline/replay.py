@@ -60,7 +60,7 @@ class Fitted(msgspec.Struct, frozen=True, eq=False):
     rank: int
 
 
-class _Read(msgspec.Struct, frozen=True, eq=False):
+class ReadFrame(msgspec.Struct, frozen=True, eq=False):
     """A frame. `borrowed`: see Replayer.apply."""
 
     opening: Opening
@@ -91,7 +91,7 @@ def fit(store: Store, state: Mapping[str, object], chain: Chain, rank: int) -> F
         openings.append({one: journals.opening_of(store, part.journal, one) for one in (rank, *own.others)})
     if why:
         raise UnfitError(why)
-    sources = _sources(state, [one[rank] for one in openings])
+    sources = sources_for(state, [one[rank] for one in openings])
     return Fitted(chain, Replayer(optimizers), described, tuple(openings), sources, rank)
 
 
@@ -120,7 +120,7 @@ def replay(
         return Replay(chain.base, 0, chain.newest, "exact", None, "", 0.0, 0), None
     opening = fitted.openings[0][rank]
     replayer, damage = fitted.replayer, None
-    done = _Done(fitted.described, [one[rank] for one in fitted.openings], replayer)
+    done = Progress(fitted.described, [one[rank] for one in fitted.openings], replayer)
     with replayer.stepping(opening.threads):
         try:
             for one in _frames(store, fitted):
@@ -132,11 +132,11 @@ def replay(
             if not fallback or done.row_begun(error):
                 raise
             damage = error
-    approximate = _approximate([one[rank] for one in fitted.openings])
+    approximate = approximate_sections([one[rank] for one in fitted.openings])
     if done.steps:
         rest = {section: value for section, value in state.items() if section not in approximate}
-        _restore_rest(checkpoint, rest, done, rank, approximate)
-        _take_over(state, rest)
+        restore_rest(checkpoint, rest, done, rank, approximate)
+        take_over(state, rest)
     found = Replay(
         chain.base, done.steps, chain.newest, done.exactness, done.differs_from, "" if damage is None else str(damage),
         monotonic() - started, done.bytes, approximate if done.steps else (),
@@ -144,7 +144,7 @@ def replay(
     return found, damage
 
 
-def _sources(state: Mapping[str, object], openings: Sequence[Opening]) -> dict[str, list[CompressedGradients]]:
+def sources_for(state: Mapping[str, object], openings: Sequence[Opening]) -> dict[str, list[CompressedGradients]]:
     """What decompresses gradients, for each journal.
 
     raises  UnfitError if the state does not have it
@@ -163,25 +163,27 @@ def _sources(state: Mapping[str, object], openings: Sequence[Opening]) -> dict[s
     return found
 
 
-def _approximate(openings: Sequence[Opening]) -> tuple[str, ...]:
+def approximate_sections(openings: Sequence[Opening]) -> tuple[str, ...]:
     """Sections whose tensors no journal has: `CompressedGradients.replayed` has brought them near to what they were."""
     rows = [row for opening in openings for row in opening.sources if not row.exact]
     return tuple(dict.fromkeys(row.section for row in rows))
 
 
-class _Done:
-    """What a replay has come to. `values`, `texts`: the newest of what no optimizer explains."""
+class Progress:
+    """What a replay has come to. `values`, `texts`: the newest of what no optimizer explains.
 
-    def __init__(self, described: Described, openings: Sequence[Opening], replayer: Replayer) -> None:
-        self._described, self._opening, self._replayer = described, openings[0], replayer
+    strict  a step that is not what it was, where it should be, is an error; else the class becomes "tolerance"
+    """
+
+    def __init__(
+        self, described: Described, openings: Sequence[Opening], replayer: Replayer, *, strict: bool = True
+    ) -> None:
+        self._described, self._opening, self._replayer, self._strict = described, openings[0], replayer, strict
         self.proven = {*openings[0].proven}  # by fingerprints of any journal so far: it is in its place
         self._addresses: list[int] = []  # of what was described, as far as steps change it
         self.steps, self.bytes, self.step = 0, 0, openings[0].after
         self.differs_from: int | None = None
-        here = environment()
-        exact = here.torch, here.processor, "exact"
-        same = all((one.torch, one.processor, one.exactness) == exact for one in openings)
-        self.exactness = "exact" if same else "tolerance"
+        self.exactness = "exact" if all(map(_is_of_this_environment, openings)) else "tolerance"
         self.values: dict[str, tuple[TensorRow, bytes]] = {}
         self.replicated: dict[str, bytes] = {}
         self.per_rank: dict[str, bytes] = {}
@@ -190,11 +192,13 @@ class _Done:
         """Whether the damage was found in the middle of a step, so that the state is of none."""
         return "does not fit" in error.message
 
-    def begin(self, one: _Read, state: Mapping[str, object], rank: int) -> None:
+    def begin(self, one: ReadFrame, state: Mapping[str, object], rank: int) -> None:
         """A step is to be made. The first one of a journal: what it does not log any more comes to its place now."""
         if one.opening is self._opening:
             return
         self._opening = one.opening
+        if not _is_of_this_environment(one.opening):
+            self.exactness = "tolerance"
         self.proven |= {*one.opening.proven}
         waiting = self.values.keys() & {*one.opening.proven}
         if not waiting:
@@ -209,7 +213,7 @@ class _Done:
                 del self.values[name]
                 waiting.remove(name)
 
-    def note(self, one: _Read, state: Mapping[str, object], rank: int) -> None:
+    def note(self, one: ReadFrame, state: Mapping[str, object], rank: int) -> None:
         """A step was made: prove it, and keep what belongs to its end."""
         row, payload = one.row, one.payload
         self._prove(one, state, rank)
@@ -223,7 +227,7 @@ class _Done:
         self.steps, self.step = self.steps + 1, one.place.step
         self.bytes += one.place.frame.frame_bytes
 
-    def _prove(self, one: _Read, state: Mapping[str, object], rank: int) -> None:
+    def _prove(self, one: ReadFrame, state: Mapping[str, object], rank: int) -> None:
         """Compare the fingerprint of the step's window."""
         opening, row = one.opening, one.row
         if row.window is None or row.window >= opening.windows:
@@ -242,16 +246,23 @@ class _Done:
         window = window_of(row.window, opening.windows, places.address[at], pieces.lengths()[at], state)
         if window.fingerprint() == row.fingerprint:
             return
-        if self.exactness == "exact":
+        if self.exactness == "exact" and self._strict:
             raise ReplayError(
                 f"step {one.place.step} could not be replayed bit for bit", journal=one.path,
                 found="another fingerprint than the step had; with the same torch and processor it should be the same",
                 next=f"load(step={opening.after}), or an older checkpoint",
             )
+        self.exactness = "tolerance"
         self.differs_from = one.place.step if self.differs_from is None else self.differs_from
 
 
-def _frames(store: Store, fitted: Fitted) -> Iterator[_Read]:
+def _is_of_this_environment(opening: Opening) -> bool:
+    """Whether steps of that journal can be expected to be the same here, bit for bit."""
+    here = environment()
+    return (opening.torch, opening.processor, opening.exactness) == (here.torch, here.processor, "exact")
+
+
+def _frames(store: Store, fitted: Fitted) -> Iterator[ReadFrame]:
     """The frames of a chain, each verified; the next one is read while the caller works with one.
 
     raises  DamagedError where one is damaged
@@ -260,16 +271,16 @@ def _frames(store: Store, fitted: Fitted) -> Iterator[_Read]:
     numbers = {part.journal.directory: at for at, part in enumerate(chain.parts)}
     places = {rank: list(chain.steps(store, rank)) for rank in ranks}
     count = len(places[fitted.rank])
-    buffers = [{rank: _Buffer() for rank in ranks} for _ in range(2)]
+    buffers = [{rank: FrameBuffer() for rank in ranks} for _ in range(2)]
 
-    def read(number: int) -> _Read:
+    def read(number: int) -> ReadFrame:
         part, place = places[fitted.rank][number]
-        openings, found = fitted.openings[numbers[part.journal.directory]], dict[int, _Read]()
+        openings, found = fitted.openings[numbers[part.journal.directory]], dict[int, ReadFrame]()
         for rank, opening in openings.items():
             theirs = places[rank][number][1] if number < len(places[rank]) else None
             if theirs is None or theirs.step != place.step:
                 raise _damaged(store, part, rank, place.step, "the whole file")
-            found[rank] = _read_frame(store, part, theirs, opening, buffers[number % 2][rank])
+            found[rank] = read_frame(store, part, theirs, opening, buffers[number % 2][rank])
         return _joined(found, fitted.rank)
 
     with ThreadPoolExecutor(1, thread_name_prefix="flowstone-replay") as ahead:
@@ -281,7 +292,7 @@ def _frames(store: Store, fitted: Fitted) -> Iterator[_Read]:
             yield found
 
 
-def _joined(found: Mapping[int, _Read], rank: int) -> _Read:
+def _joined(found: Mapping[int, ReadFrame], rank: int) -> ReadFrame:
     """A rank's frame, with the gradients that it borrows from others': of parameters that both step in the same act."""
     own = found[rank]
     if len(found) == 1:
@@ -330,7 +341,7 @@ def _positions(opening: Opening, optimizer: int, owner: int) -> dict[str, int]:
     }
 
 
-class _Buffer:
+class FrameBuffer:
     """Memory for one frame, used again."""
 
     def __init__(self) -> None:
@@ -343,7 +354,7 @@ class _Buffer:
         return memoryview(self._pages)[:length]
 
 
-def _read_frame(store: Store, part: Part, place: FramePlace, opening: Opening, buffer: _Buffer) -> _Read:
+def read_frame(store: Store, part: Part, place: FramePlace, opening: Opening, buffer: FrameBuffer) -> ReadFrame:
     path = inside(part.journal.directory, journal_file(opening.rank))
     shown = f"{store.location}/{path}"
     frame = place.frame
@@ -354,7 +365,7 @@ def _read_frame(store: Store, part: Part, place: FramePlace, opening: Opening, b
     if row is None or any(digest(payload[t.offset : t.offset + t.bytes]) != t.digest for t in row.tensors):
         where = f"bytes {place.offset}..{place.offset + frame.frame_bytes}"
         raise _damaged(store, part, opening.rank, place.step, where)
-    return _Read(opening, place, row, payload, shown)
+    return ReadFrame(opening, place, row, payload, shown)
 
 
 def _damaged(store: Store, part: Part, rank: int, step: int, where: str) -> DamagedError:
@@ -365,8 +376,8 @@ def _damaged(store: Store, part: Part, rank: int, step: int, where: str) -> Dama
     )
 
 
-def _restore_rest(
-    checkpoint: Checkpoint, state: Mapping[str, object], done: _Done, rank: int, left_out: Sequence[str]
+def restore_rest(
+    checkpoint: Checkpoint, state: Mapping[str, object], done: Progress, rank: int, left_out: Sequence[str]
 ) -> None:
     """Restore all but what the optimizers' steps have made: objects, generators, tensors that no optimizer explains.
 
@@ -397,14 +408,14 @@ def _restore_rest(
     restoration.finish()
 
 
-def _take_over(state: Mapping[str, object], restored: Mapping[str, object]) -> None:
+def take_over(state: Mapping[str, object], restored: Mapping[str, object]) -> None:
     """Put values of sections that cannot change in place, such as numbers, into the caller's state."""
     for section, value in restored.items():
         if state[section] is not value:
             cast("MutableMapping[str, object]", state)[section] = value
 
 
-def _fill(restoration: Restoration, live: Described, done: _Done, checkpoint: Checkpoint) -> None:
+def _fill(restoration: Restoration, live: Described, done: Progress, checkpoint: Checkpoint) -> None:
     """Bring the newest values of tensors into their memory, unless they are there. `live`: the state after the steps.
 
     Some of an optimizer's tensors get new memory, as those in a list do: what its steps have made is copied there.

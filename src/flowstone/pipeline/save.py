@@ -23,12 +23,12 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from flowstone.checkpoint import Checkpoint
-from flowstone.commit import publish
+from flowstone.commit import catalog, publish
 from flowstone.commit.entries import step_directory
 from flowstone.commit.read import encode_sections
-from flowstone.commit.writer import StoreWriter
+from flowstone.commit.writer import StoreWriter, newest_step
 from flowstone.config import FIRST_ARENA_BYTES, EngineOptions
-from flowstone.errors import FlowstoneError
+from flowstone.errors import FlowstoneError, StepExistsError
 from flowstone.events import Committed, Prepared, SaveFailed, SaveStarted
 from flowstone.log import log
 from flowstone.pipeline.absence import Absence
@@ -151,6 +151,18 @@ class Saves:
         told = captures.preparation.report(captures.arena, began)
         self._emit(told)
         return told
+
+    def save_journaled(self, step: int, state: Mapping[str, object], spans: Spans) -> Save:
+        """Save whole a step that only journals have, of which it is the newest. The state must not change meanwhile."""
+        self.sole_writer.check()
+        newest, committed = newest_step(self._store), catalog.steps(self._store)
+        if newest != step or step in committed:
+            raise StepExistsError(
+                f"cannot save step {step} whole", found=f"newest step {newest}",
+                next="load the newest step, and go on from there",
+            )
+        self.in_flight.newest = committed[-1] if committed else None
+        return self.save(step, state, "manual", spans)
 
     def tell_absence(self, step: int, error: Exception) -> None:
         """This rank does not come to save `step`, which the others save, because of `error`."""

@@ -35,7 +35,7 @@ class Tiering:
     """
 
     def __init__(
-        self, given: object, keep: Keep | KeepRule | None, engine: EngineOptions, *, every_step: bool
+        self, given: object, keep: Keep | KeepRule | None, engine: EngineOptions, *, every_step: object
     ) -> None:
         """Raises ArgumentError for a list that cannot be. Opens nothing."""
         self._placed = to_tiers(given, keep, engine)

@@ -1,0 +1,77 @@
+"""A training whose every step is saved, with a replica beside: `python replica_job.py STORE STEPS [BUILD [OPTIONS]]`.
+
+Prints each step once its save has returned, and events of the replica. Its builders are those of the replicas.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+from journaled import Training, adamw, momentum
+
+import flowstone as fs
+
+
+def build() -> dict[str, object]:
+    return Training(seed=9).state()
+
+
+def build_momentum() -> dict[str, object]:
+    return Training(momentum, seed=9).state()
+
+
+class AdamW(torch.optim.AdamW):
+    """Of the same name, and of another arithmetic: its weights come out a little otherwise."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.mul_(1 + 1e-6)
+
+
+def build_otherwise() -> dict[str, object]:
+    return Training(lambda own: AdamW(own, lr=1e-2, weight_decay=0.1), seed=9).state()
+
+
+def build_another() -> dict[str, object]:
+    return Training(width=96, seed=9).state()
+
+
+def build_nothing() -> dict[str, object]:
+    raise RuntimeError("no memory for a second model")
+
+
+def told(event: fs.Event) -> None:
+    if isinstance(event, fs.ReplicaFollows | fs.ReplicaBehind | fs.ReplicaLost):
+        print(json.dumps({"event": type(event).__name__, "text": str(event)}), flush=True)
+
+
+def main(store: str, last: int, builder: str, options: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    hold = options.pop("hold", None)
+    training = Training(momentum if builder == "build_momentum" else adamw)
+    replica = fs.Replica(f"replica_job:{builder}", tolerance=options.pop("tolerance", False))
+    with fs.Checkpointer(store, every_step=replica, on_event=told, **options) as checkpointer:
+        first = 1
+        if checkpointer.latest() is not None:
+            first = checkpointer.load(training.state()).step + 1
+        print(json.dumps({"first": first}), flush=True)
+        for step in range(first, last + 1):
+            training.learn(step)
+            checkpointer.save(step, training.state(step))
+            print(json.dumps({"step": step}), flush=True)
+            if step == hold:
+                sys.stdin.readline()
+        sys.stdin.readline()
+
+
+if __name__ == "__main__":
+    import replica_job  # under the name that the replica imports it by
+
+    name, steps, *more = sys.argv[1:]
+    replica_job.main(name, int(steps), more[0] if more else "build", json.loads(more[1]) if more[1:] else {})

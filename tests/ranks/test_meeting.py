@@ -216,16 +216,14 @@ def test_two_checkpointers_of_one_store_meet_one_after_the_other() -> None:
     """As where the first save of one is planned beside training, and another one loads meanwhile."""
     job = Job(SIZE)
     with opened(job) as first, opened(job) as second:
-        def plan(rank: int) -> Agreed:
-            return first.sides[rank].agree("the plan of step 1", b"x", everybody)
+        def both(rank: int) -> list[Agreed]:
+            return [
+                first.sides[rank].agree("the plan of step 1", b"x", everybody),
+                second.sides[rank].agree("which step to load", b"y", everybody),
+            ]
 
-        def load(rank: int) -> Agreed:
-            while job.server.num_keys() < 2 * SIZE + 3:  # the others are on their way
-                time.sleep(0.001)
-            return second.sides[rank].agree("which step to load", b"y", everybody)
-
-        acts = [partial(act, rank) for act in (plan, load) for rank in range(SIZE)]
-        assert job.run_all(acts) == [Agreed(b"x,x,x", b"")] * SIZE + [Agreed(b"y,y,y", b"")] * SIZE
+        acts = [partial(both, rank) for rank in range(SIZE)]
+        assert job.run_all(acts) == [[Agreed(b"x,x,x", b""), Agreed(b"y,y,y", b"")]] * SIZE
 
 
 def failure(told: Sequence[Agreed | RankError]) -> RankError:

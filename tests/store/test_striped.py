@@ -275,6 +275,23 @@ def test_pack_makes_it_whole(two: Two, tmp_path: Path) -> None:
     assert torch.equal(found, state(1)["weights"]["3"])
 
 
+def test_a_commit_whose_last_sync_fails_keeps_its_segments(two: Two) -> None:
+    """The draft is the checkpoint by then: to give it up must not take what lies on other paths."""
+    saved(two.store(), 1)
+
+    def before(verb: str, path: str) -> FlowstoneError | None:
+        is_renamed = any(two.first.glob("step-00000002"))
+        return refusal(errno.EIO) if verb == "sync_directory" and not path and is_renamed else None
+
+    store = StripedStore([Faulty(LocalStore(two.first, ENGINE), before), LocalStore(two.second, ENGINE)])
+    checkpointer = fs.Checkpointer(store, engine=ENGINE, on_error="continue")
+    with pytest.raises(StorageError):
+        checkpointer.save(2, state(2)).committed.result()
+    checkpointer.close()
+    assert loads(two.first) == 2
+    assert fs.open(two.first).verify().sound
+
+
 def test_segments_of_a_draft_that_a_power_loss_took_are_swept(two: Two, caplog: pytest.LogCaptureFixture) -> None:
     saved(two.store(), 1, 2)
     lost, moved = two.second / "segments-00000003-aa-1", two.second / "segments-00000001-bb-1"

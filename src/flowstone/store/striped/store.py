@@ -242,7 +242,7 @@ class StripedStore:
         if name == MANIFEST_NAME and records.of_draft(directory) is None:
             self._remove_segments(directory)  # first: only the manifest says where they are
         number, there = self.place(path)
-        if not number:
+        if not number or self._has_moved(directory):
             self._first.remove(path)
             return
         try:
@@ -250,6 +250,12 @@ class StripedStore:
         except StorageError as error:
             if error.errno not in _GONE or self._first.exists(f"{directory}/{MANIFEST_NAME}"):
                 raise  # else it went with the manifest
+
+    def _has_moved(self, directory: str) -> bool:
+        """Whether a draft is none any more: its segments are those of the checkpoint that it has become, perhaps though
+        the save that has renamed it has failed since, and gives it up.
+        """
+        return records.of_draft(directory) is not None and not self._first.exists(directory)
 
     def _remove_segments(self, directory: str) -> None:
         """Remove what further paths have of a checkpoint that is one no more. Raises StorageError if a path refuses."""
@@ -259,10 +265,12 @@ class StripedStore:
         for number, one in self.paths().items():
             if number and one.store.exists(segments):
                 notes.remove_directory(one.store, segments)
+            elif number and one.store.capabilities.needs_sync and one.store.exists():
+                one.store.sync_directory()  # a writer that was killed may have removed them without that
 
     def _remove_segments_directories(self, directory: str) -> None:
         """Those of a draft that goes. Raises StorageError, ENOTEMPTY, while other ranks still write there."""
-        segments = records.of_draft(directory)
+        segments = None if self._has_moved(directory) else records.of_draft(directory)
         for number, one in self.paths().items() if segments is not None else ():
             try:
                 if number and one.store.exists(segments or ""):

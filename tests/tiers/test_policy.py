@@ -47,6 +47,11 @@ def test_policies_that_can_never_flush(tmp_path: Path) -> None:
 
 def test_nothing_durable() -> None:
     assert "none of 2 tiers is durable" in _refused([MemoryStore(), MemoryStore()])
+    alone = _refused([MemoryStore(location="of this process")])  # its saves would never be durable, nor fail
+    assert "the one tier is not durable" in alone
+    assert "found       of this process" in alone
+    assert "a single store in memory is given without a list" in alone
+    fs.Checkpointer(MemoryStore()).close()
 
 
 def test_the_first_tier_takes_every_save(tmp_path: Path) -> None:

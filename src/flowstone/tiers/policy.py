@@ -128,9 +128,10 @@ def to_tiers(given: object, keep: Keep | KeepRule | None, engine: EngineOptions)
             next="leave it out, or put that tier further forward",
         )
     _check_apart(placed)
-    if len(placed) > 1 and all(one.is_volatile for one in placed):
+    if all(one.is_volatile for one in placed):
         raise ArgumentError(
-            f"none of {len(placed)} tiers is durable", found=", ".join(one.store.location for one in placed),
+            f"none of {len(placed)} tiers is durable" if len(placed) > 1 else "the one tier is not durable",
+            found=", ".join(one.store.location for one in placed),
             next="add a directory, or an object store; a single store in memory is given without a list",
         )
     if placed[0].tier.keep is None and keep is not None:

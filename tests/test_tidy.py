@@ -37,6 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "config", "errors", "quantize", "rules", "layout_rules", "state_replica", "store",
     },
     "striped": {"arguments", "config", "errors", "store"},
+    "file_systems": {"arguments", "config", "errors", "store"},
     "regions": {"arguments", "errors", "table"},
     "runtime": {"errors", "events", "log"},
     "format": {"config", "errors", "table", "_native"},

@@ -76,6 +76,7 @@ if TYPE_CHECKING:
     from flowstone.convert.pack import PackReport, pack
     from flowstone.convert.ready_rules import ready_rules
     from flowstone.convert.rule_files import read_rules
+    from flowstone.file_systems import Fsspec
     from flowstone.layout_rules import (
         Fuse,
         LayoutRule,
@@ -132,6 +133,7 @@ _LATER = {
     "ExportReport": "flowstone.convert.export",
     "Explanation": "flowstone.pipeline.explain",
     "ImportReport": "flowstone.convert.importing",
+    "Fsspec": "flowstone.file_systems",
     "Fuse": "flowstone.layout_rules",
     "LayoutRule": "flowstone.layout_rules",
     "LoadRule": "flowstone.layout_rules",
@@ -236,6 +238,7 @@ __all__ = [
     "Flushed",
     "FormatError",
     "FrameworkError",
+    "Fsspec",
     "FullError",
     "Fuse",
     "ImportReport",

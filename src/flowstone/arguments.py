@@ -29,6 +29,8 @@ _SCHEMES = frozenset({
     "oss", "r2", "s3", "s3a", "sftp", "ssh", "webdav", "wasb", "wasbs",
 })
 """URL schemes after `Path` has joined the two slashes into one. With two slashes any scheme counts as a URL."""
+_WITHOUT_HOST = frozenset({"file", "local", "memory"})
+_FSSPEC = "fsspec+"  # before any scheme that fsspec knows (store/objects/file_system.py)
 _OBJECT_SCHEMES = frozenset({"s3", "s3a", "gs", "az", "azure", "adl", "abfs", "abfss"})
 
 
@@ -198,12 +200,15 @@ def store_path(path: object) -> Path:
 
 def _refuse_url(text: str, scheme: str) -> None:
     inside = text.partition(":")[2].lstrip("/")
-    remedy = (
-        f"write the path alone: '/{inside}'" if scheme == "file" else
-        "mount it as a file system and give that path, or use a directory and copy checkpoints from there"
-    )
+    is_object = scheme in _OBJECT_SCHEMES or scheme.startswith(_FSSPEC)
+    remedy = f"write the path alone: '/{inside}'"
+    if scheme != "file":
+        other = "use a directory and copy checkpoints from there" if is_object else (
+            f"where fsspec knows it, write fsspec+{scheme}://{inside}"
+        )
+        remedy = f"mount it as a file system and give that path, or {other}"
     expected = "a directory of a mounted file system"
-    if scheme in _OBJECT_SCHEMES:
+    if is_object:
         expected += ": this call takes no object store"
     raise ArgumentError(f"{text!r} is a URL", expected=expected, next=remedy)
 
@@ -218,7 +223,15 @@ def object_url(path: object) -> ObjectUrl | None:
     """The URL that a path is, if it is one of an object store; `Path` has perhaps joined its two slashes."""
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
     found = _URL.match(text) if isinstance(text, str) else None
-    if text is None or found is None or found[1].lower() not in _OBJECT_SCHEMES:
+    if text is None or found is None:
+        return None
+    scheme = found[1].lower()
+    if scheme.startswith(_FSSPEC):
+        rest = text[found.end():]
+        if found[2] == "/" and scheme.removeprefix(_FSSPEC) in _WITHOUT_HOST:
+            rest = f"/{rest}"  # Path has joined three slashes
+        return ObjectUrl(f"{scheme}://{rest.rstrip('/') or rest}")
+    if scheme not in _OBJECT_SCHEMES:
         return None
     return ObjectUrl(f"{found[1].lower()}://{text[found.end():].rstrip('/')}")
 

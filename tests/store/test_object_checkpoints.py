@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import random
 import re
 import signal
@@ -93,6 +94,29 @@ def test_a_load_and_a_save_make_few_requests(url: str, server: Server) -> None:
     assert not any("step-0000000" in one for one in made if "step-00000004" not in one), made
     data = [one for one in made if one.startswith("GET") and "rank-00000" in one]
     assert len(data) == 2, "the header and the tensor"
+
+
+def test_requests_of_saves_and_loads_are_as_many_as_the_limits_say(url: str, server: Server) -> None:
+    text = " ".join(Path(__file__).parents[2].joinpath("docs/LIMITS.md").read_text().split())
+    told = re.search(r"first save of a job of one rank makes (\d+) .*? a later one (\d+), .*? a load (\d+),", text)
+    assert told is not None
+    first, later, load = map(int, told.groups())
+    has_boto3 = importlib.util.find_spec("boto3") is not None
+    small, large = ({"x": np.arange(elements, dtype=float)} for elements in (100_000, 2_500_000))  # 1 part, 3 parts
+    server.requests()
+    with fs.Checkpointer(ObjectStore(url, lease_s=600)) as ckpt:
+        for step, (state, expected) in enumerate(
+            [(small, first + has_boto3 + 1), (small, later + 1), (large, later + 3 + 2)], 1
+        ):
+            ckpt.save(step, state).committed.result(60)
+            ckpt._saves.sole_writer.drain()
+            made = server.requests()
+            assert len(made) == expected, (step, made)
+    with fs.Checkpointer(url) as ckpt:
+        server.requests()
+        ckpt.load({"x": np.zeros_like(large["x"])})
+        made = server.requests()
+    assert len(made) == load + 3, made
 
 
 @pytest.mark.parametrize("compress", ["max", "derived"])

@@ -34,6 +34,7 @@ T = TypeVar("T")
 _OF_CALL = "flowstone-call"  # an attribute of small objects: S3 tells two of equal bytes apart by the second only
 _ENDPOINTS = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AWS_ENDPOINT_URL_S3")
 _PART_ATTEMPTS_MAX = 20
+DIRECTORY_NAME = ".flowstone-directory"  # the object that makes a directory of a prefix
 _COPY_PART_BYTES = 16 * MIB  # of a copy that goes through this machine
 
 
@@ -111,7 +112,7 @@ class Client:
     def __init__(self, location: str, once: Bucket, repeating: Bucket, patience: Patience) -> None:
         self.location, self.once, self.repeating, self.patience = location, once, repeating, patience
         self._has_tokens = type(once).__name__ == "S3Store"
-        self.keeps_buffers = type(once).__name__ == "MemoryStore"  # instead of sending what is in them
+        self.keeps_buffers = type(once).__name__ in ("MemoryStore", "FileSystemBucket")  # it may, after the call
         self._tags_are_bare = False  # the server compares tags without their quotes: see `replace`
 
     def try_for(self, operation: str, path: str, act: Callable[[], T]) -> T:

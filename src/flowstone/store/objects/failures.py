@@ -17,6 +17,10 @@ _PASSING_CODES = frozenset({
     "SlowDown", "RequestTimeout", "InternalError", "ServiceUnavailable", "ConditionalRequestConflict",
     "OperationAborted",
 })
+_PASSING_ERRNOS = frozenset({
+    errno.EAGAIN, errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETRESET, errno.ESTALE,
+})
+_FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
 _FULL_CODES = frozenset({"QuotaExceeded", "InsufficientCapacity", "XMinioStorageFull"})
 _NO_BUCKET_CODES = frozenset({"NoSuchBucket", "ContainerNotFound"})
 _REDIRECT_CODES = frozenset({
@@ -66,14 +70,16 @@ def is_missing(error: BaseException) -> bool:
 def is_taken(error: BaseException) -> bool:
     """Whether the name of a conditional put has an object already, or another one than was expected."""
     if type(error).__name__ not in ("AlreadyExistsError", "PreconditionError"):
-        return False
+        return isinstance(error, FileExistsError)
     return refusal_of(error).code not in _PASSING_CODES
 
 
 def may_pass(error: BaseException) -> bool:
     """Whether the same request may succeed later: the server is busy, the connection broke, or no answer came."""
-    if not type(error).__module__.startswith("obstore"):
-        return False
+    if not type(error).__module__.startswith("obstore"):  # a file system's
+        return isinstance(error, ConnectionError | TimeoutError) or (
+            isinstance(error, OSError) and error.errno in _PASSING_ERRNOS
+        )
     said = refusal_of(error)
     if said.code in _PASSING_CODES or said.status in _PASSING:
         return True
@@ -106,6 +112,10 @@ def storage_error(
 
 def _meaning(location: str, operation: str, said: Refusal, error: BaseException) -> tuple[int, str]:
     """An errno, and what to do next."""
+    if isinstance(error, OSError) and error.errno in _FULL_ERRNOS:
+        return errno.ENOSPC, "free space, or prune old checkpoints; the previous checkpoint is untouched"
+    if isinstance(error, OSError) and error.errno == errno.ENOTSUP:
+        return errno.ENOTSUP, "use another file system, or a directory"
     if said.code in _NO_BUCKET_CODES:
         return errno.ENODEV, f"create the bucket of {location}, or check its name, region and endpoint"
     if isinstance(error, FileNotFoundError):
@@ -122,7 +132,9 @@ def _meaning(location: str, operation: str, said: Refusal, error: BaseException)
         return errno.EACCES, "the store does not know these credentials; check the keys, and whose endpoint it is"
     if said.status == 401 or any(host in said.text for host in _METADATA_HOSTS):
         return errno.EACCES, _CREDENTIALS
-    if said.status == 403 or type(error).__name__ in ("PermissionDeniedError", "UnauthenticatedError"):
+    if said.status == 403 or type(error).__name__ in (
+        "PermissionDeniedError", "UnauthenticatedError", "PermissionError"
+    ):
         return errno.EACCES, f"let these credentials {operation} there: they need to list, read, write and delete"
     if said.status == 507 or said.code in _FULL_CODES:
         return errno.ENOSPC, "raise the quota, or prune old checkpoints; the previous checkpoint is untouched"
@@ -132,7 +144,8 @@ def _meaning(location: str, operation: str, said: Refusal, error: BaseException)
         return errno.EBUSY, "the store is busy; try again later, or let fewer jobs use it at once"
     if may_pass(error):
         return errno.ETIMEDOUT, "check the network and the endpoint (AWS_ENDPOINT_URL), and try again"
-    return errno.EIO, "check the URL, and the store's own log"
+    code = error.errno if isinstance(error, OSError) else None
+    return code or errno.EIO, "check the URL, and the store's own log"
 
 
 def begins_behind(error: BaseException) -> bool:

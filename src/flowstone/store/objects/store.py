@@ -10,7 +10,7 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from flowstone import _native
 from flowstone.config import BLOCK_BYTES, Direction, EngineOptions
@@ -19,9 +19,10 @@ from flowstone.store.at_once import at_once
 from flowstone.store.base import UNPACED, Capabilities, FilePlan, Pace
 from flowstone.store.forks import forget_in_children
 from flowstone.store.jobs import JobReading
-from flowstone.store.objects.client import Client, Patience, open_bucket, same_tag
+from flowstone.store.objects.client import DIRECTORY_NAME, Client, Patience, open_bucket, same_tag
 from flowstone.store.objects.downloads import ObjectExtents, ObjectReading, give_up
 from flowstone.store.objects.failures import begins_behind, storage_error
+from flowstone.store.objects.file_system import PREFIX, FileSystemBucket, open_file_system
 from flowstone.store.objects.lease import LEASE_S, ObjectLease
 from flowstone.store.objects.orphans import abort_unfinished
 from flowstone.store.objects.uploads import ObjectPart, ObjectWriting, Upload, part_bytes
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from obstore import GetOptions
     from obstore.store import ObjectStore as Bucket
 
-DIRECTORY_NAME = ".flowstone-directory"  # the object that makes a directory of a prefix
 _UNLIMITED_BYTES = 1 << 62
 _GAP_BYTES = 1 << 40  # every byte of an object is written: gaps are zeros
 _SEEN_MAX = 10_000
@@ -45,22 +45,26 @@ _CAPABILITIES = Capabilities(
 class ObjectStore:
     """See store.base.Store. Asks the bucket nothing before the first call that needs it.
 
-    bucket    a URL (s3://bucket/path, gs://bucket/path, az://container/path), or an object store of obstore's, whose
-              root is then the store's
+    bucket    a URL (s3://bucket/path, gs://bucket/path, az://container/path, fsspec+SCHEME://path), or an object store
+              of obstore's, whose root is then the store's, or what acts as one
     location  for people; None: the URL
     lease_s   how long others wait until this writer counts as dead, if it does not renew its lease
     """
 
     def __init__(
-        self, bucket: str | Bucket, options: EngineOptions | None = None, *,
+        self, bucket: str | Bucket | FileSystemBucket, options: EngineOptions | None = None, *,
         location: str | None = None, patience: Patience | None = None, lease_s: float = LEASE_S,
     ) -> None:
         patience = patience or Patience()
-        if isinstance(bucket, str):
+        if isinstance(bucket, str) and bucket.startswith(PREFIX):
+            file_system, path, name = open_file_system(bucket)
+            once = repeating = cast("Bucket", FileSystemBucket(file_system, path))
+            location = location or name
+        elif isinstance(bucket, str):
             once, repeating = open_bucket(bucket, patience)
             location = location or bucket.rstrip("/")
         else:
-            once = repeating = bucket
+            once = repeating = cast("Bucket", bucket)
             location = location or repr(bucket)
         self.location = location
         self.options = replace(options or EngineOptions(), backend="posix", direct="off")

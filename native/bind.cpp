@@ -110,7 +110,8 @@ PyWriteExtents make_write_extents(const Array& file, const Array& offset, const 
                             std::uint64_t chunks, const std::optional<Array>& lazy, const std::optional<Array>& device,
                             const std::vector<const PyDevice*>& devices, const std::vector<Array>& samples,
                             const std::optional<Array>& seed, const std::optional<PyEncoder>& encoder, std::uint32_t encoded_from,
-                            const std::optional<DerivedColumns>& derived, const std::optional<PyFeed>& feed) {
+                            const std::optional<DerivedColumns>& derived, const std::optional<PyFeed>& feed,
+                            const std::optional<Array>& gathered) {
     const std::size_t count = row_count(file);
     const auto files = column<std::uint32_t>(file, "file", count);
     const auto offsets = column<std::uint64_t>(offset, "offset", count);
@@ -132,6 +133,10 @@ PyWriteExtents make_write_extents(const Array& file, const Array& offset, const 
     for (std::size_t i = 0; i < count; ++i)
         rows->rows.push_back(
             {offsets[i], lengths[i], addresses[i], first_chunks[i], numbers[i], files[i], flags[i], places[i], seeds[i]});
+    if (gathered) {
+        const auto are_gathered = column<bool>(*gathered, "gathered", count);
+        for (std::size_t i = 0; i < count; ++i) rows->rows[i].gathered = are_gathered[i];
+    }
     if (derived) add_derivations(*derived, rows->rows);
     if (feed) {
         if (feed->held->rows() != count) throw std::invalid_argument("feed: not as many rows");
@@ -338,12 +343,14 @@ void bind_rows(nb::module_& module) {
                             const std::optional<Array>& lazy, const std::optional<Array>& device,
                             const std::vector<const PyDevice*>& devices, const std::vector<Array>& samples,
                             const std::optional<Array>& seed, const std::optional<PyEncoder>& encoder, std::uint32_t encoded_from,
-                            const std::optional<DerivedColumns>& derived, const std::optional<PyFeed>& feed) {
+                            const std::optional<DerivedColumns>& derived, const std::optional<PyFeed>& feed,
+                            const std::optional<Array>& gathered) {
             new (self) PyWriteExtents(make_write_extents(file, offset, length, address, chunk, layout, layouts, chunks, lazy, device, devices,
-                                                   samples, seed, encoder, encoded_from, derived, feed));
+                                                   samples, seed, encoder, encoded_from, derived, feed, gathered));
         }, nb::kw_only(), "file"_a, "offset"_a, "length"_a, "address"_a, "chunk"_a, "layout"_a, "layouts"_a, "chunks"_a,
            "lazy"_a = nb::none(), "device"_a = nb::none(), "devices"_a = std::vector<const PyDevice*>(), "samples"_a = std::vector<Array>(),
-           "seed"_a = nb::none(), "encoder"_a = nb::none(), "encoded_from"_a = 0, "derived"_a = nb::none(), "feed"_a = nb::none())
+           "seed"_a = nb::none(), "encoder"_a = nb::none(), "encoded_from"_a = 0, "derived"_a = nb::none(), "feed"_a = nb::none(),
+           "gathered"_a = nb::none())
         .def("sample_digests", [](const PyWriteExtents& rows) {
             std::vector<std::uint64_t> digests;
             {

@@ -11,16 +11,41 @@
 #include <string>
 #include <system_error>
 #include <utility>
+#include <vector>
 
 #include "bind_columns.h"
 #include "bind_held.h"
 #include "device_cuda.h"
+#include "gather_kernel.h"
 
 namespace flowstone {
 
 /// A device's error numbers are its own: 2 is no missing file.
 inline void check_device(const Device& device, const char* what, int error) {
     if (error != 0) throw std::system_error(EIO, std::generic_category(), std::string(what) + " " + device.name() + " (" + device.describe(error) + ")");
+}
+
+/// What an array of gathered bytes keeps: the memory, which goes back to the device with it.
+struct GatheredArray {
+    Held<Device> device;
+    Held<const Gathered> gathered;  // goes first
+};
+
+inline nb::object gather(const PyDevice& device, std::uintptr_t stream, const Array& address, const Array& length) {
+    const std::size_t count = address.ndim() == 1 ? address.shape(0) : 0;
+    const auto addresses = column<std::uint64_t>(address, "address", count);
+    const auto lengths = column<std::uint32_t>(length, "length", count);
+    std::vector<DeviceRun> runs(count);
+    for (std::size_t i = 0; i < count; ++i) runs[i] = {addresses[i], lengths[i]};
+    std::shared_ptr<const Gathered> gathered;
+    {
+        const nb::gil_scoped_release unlocked;
+        check_device(*device.held, "gather behind a stream of", device.held->gather(stream, runs, gathered));
+    }
+    const std::span<const std::byte> bytes = gathered->bytes();
+    auto kept = std::make_unique<GatheredArray>(device.held, std::move(gathered));
+    const nb::capsule owner(kept.release(), [](void* one) noexcept { delete static_cast<GatheredArray*>(one); });
+    return nb::ndarray<nb::numpy, const std::uint8_t, nb::ndim<1>>(bytes.data(), {bytes.size()}, owner).cast();
 }
 
 inline void bind_devices(nb::module_& module) {
@@ -40,8 +65,15 @@ inline void bind_devices(nb::module_& module) {
             const nb::gil_scoped_release unlocked;
             check_device(*device.held, "order a stream behind copies of", device.held->lead(stream, early ? Copies::early : Copies::all));
         }, "stream"_a, nb::kw_only(), "early"_a = false)
+        .def("gather", &gather, "stream"_a, "address"_a, "length"_a)
+        .def("reserve_gather", [](const PyDevice& device, std::uint64_t runs, std::uint64_t bytes) {
+            const nb::gil_scoped_release unlocked;
+            device.held->reserve_gather(runs, bytes);
+        }, nb::kw_only(), "runs"_a, "bytes"_a)
         .def_prop_ro("pci_address", [](const PyDevice& device) { return device.held->pci_address(); })
         .def("is_recording", [](const PyDevice& device, std::uintptr_t stream) { return device.held->is_recording(stream); }, "stream"_a);
+    module.attr("GATHER_PTX") = gather_ptx;
+    module.attr("GATHERED_ALIGNMENT_BYTES") = gathered_alignment_bytes;
     module.def("cuda_device", [](int ordinal, std::string name) {
         const nb::gil_scoped_release unlocked;
         return PyDevice{{make_cuda_device(cuda_driver(), ordinal, std::move(name))}};

@@ -15,6 +15,8 @@
 #include <thread>
 #include <utility>
 
+#include "gather_kernel.h"
+#include "primary_context.h"
 #include "thread_name.h"
 #include "thread_start.h"
 
@@ -24,7 +26,6 @@ namespace {
 using Result = CudaDriver::Result;
 using Stream = CudaDriver::Stream;
 using Event = CudaDriver::Event;
-using Context = CudaDriver::Context;
 
 // How often the first event is asked for: a window of 8 MiB takes 150 to 700 us on today's buses. Behind a long queue of
 // training's work it is asked for less often.
@@ -63,71 +64,15 @@ CudaDriver load_driver() {
     find(library, "cuMemcpyHtoDAsync_v2", driver.from_host);
     find(library, "cuMemHostRegister_v2", driver.pin);
     find(library, "cuMemHostUnregister", driver.unpin);
+    find(library, "cuMemHostAlloc", driver.host_alloc);
+    find(library, "cuMemFreeHost", driver.host_free);
+    find(library, "cuModuleLoadData", driver.module_load);
+    find(library, "cuModuleUnload", driver.module_unload);
+    find(library, "cuModuleGetFunction", driver.module_function);
+    find(library, "cuLaunchKernel", driver.launch);
     find(library, "cuGetErrorName", driver.error_name);
     return driver;
 }
-
-std::string text_of(const CudaDriver& driver, Result error) {
-    const char* name = nullptr;
-    if (driver.error_name(error, &name) == 0 && name != nullptr) return name;
-    return "CUDA error " + std::to_string(error);
-}
-
-void check(const CudaDriver& driver, Result error, const char* call) {
-    if (error != 0) throw std::system_error(ENOSYS, std::generic_category(), std::string(call) + ": " + text_of(driver, error));
-}
-
-/// Makes a context current on a thread that may have another one, and restores that at the end.
-class Visit {
-public:
-    Visit(const CudaDriver& driver, Context context) : driver_(driver) {
-        pushed_ = driver_.push_context(context) == 0;  // if it fails, the following call fails too
-        // Another thread may be recording a graph: a call of ours that could be taken for a part of it would be refused, and
-        // would end that recording.
-        (void)driver_.exchange_capture_mode(&capture_mode_);
-    }
-    ~Visit() {
-        (void)driver_.exchange_capture_mode(&capture_mode_);
-        Context context = nullptr;
-        if (pushed_) (void)driver_.pop_context(&context);
-    }
-    Visit(const Visit&) = delete;
-    Visit& operator=(const Visit&) = delete;
-
-private:
-    const CudaDriver& driver_;
-    bool pushed_ = false;
-    int capture_mode_ = cuda_capture_relaxed;
-};
-
-/// The context that torch uses too: a GPU's primary one.
-class PrimaryContext {
-public:
-    PrimaryContext(const CudaDriver& driver, int ordinal) : driver_(driver) {
-        check(driver, driver.init(0), "cuInit");
-        check(driver, driver.device_get(&device_, ordinal), "cuDeviceGet");
-        check(driver, driver.retain_primary(&context_, device_), "cuDevicePrimaryCtxRetain");
-    }
-    ~PrimaryContext() { (void)driver_.release_primary(device_); }  // fails only if the driver has ended
-    PrimaryContext(const PrimaryContext&) = delete;
-    PrimaryContext& operator=(const PrimaryContext&) = delete;
-
-    const CudaDriver& driver() const { return driver_; }
-    Context get() const { return context_; }
-
-    /// In lower case, as the system writes it.
-    std::string pci_address() const {
-        std::array<char, 32> text{};
-        if (driver_.pci_address(text.data(), static_cast<int>(text.size()), device_) != 0) return {};
-        std::transform(text.begin(), text.end(), text.begin(), [](char one) { return one >= 'A' && one <= 'F' ? static_cast<char>(one + ('a' - 'A')) : one; });
-        return text.data();
-    }
-
-private:
-    const CudaDriver& driver_;
-    int device_ = 0;
-    Context context_ = nullptr;
-};
 
 /// A stream that nothing else uses, and its events, all made at once: a GPU that is full later cannot make a save fail.
 class OwnStream {
@@ -136,11 +81,11 @@ public:
         const Visit visit(driver_, context_.get());
         try {
             int least = 0, greatest = 0;
-            check(driver_, driver_.priority_range(&least, &greatest), "cuCtxGetStreamPriorityRange");
-            check(driver_, driver_.stream_create(&stream, cuda_non_blocking, least), "cuStreamCreateWithPriority");
-            for (Event& event : events) check(driver_, driver_.event_create(&event, cuda_event_without_timing), "cuEventCreate");
-            check(driver_, driver_.event_create(&order, cuda_event_without_timing), "cuEventCreate");
-            check(driver_, driver_.event_create(&early, cuda_event_without_timing), "cuEventCreate");
+            check_call(driver_, driver_.priority_range(&least, &greatest), "cuCtxGetStreamPriorityRange");
+            check_call(driver_, driver_.stream_create(&stream, cuda_non_blocking, least), "cuStreamCreateWithPriority");
+            for (Event& event : events) check_call(driver_, driver_.event_create(&event, cuda_event_without_timing), "cuEventCreate");
+            check_call(driver_, driver_.event_create(&order, cuda_event_without_timing), "cuEventCreate");
+            check_call(driver_, driver_.event_create(&early, cuda_event_without_timing), "cuEventCreate");
         } catch (...) {
             destroy();
             throw;
@@ -178,7 +123,7 @@ private:
 class CudaDevice final : public Device {
 public:
     CudaDevice(const CudaDriver& driver, int ordinal, std::string name)
-        : driver_(driver), name_(std::move(name)), context_(driver, ordinal), own_(context_) {
+        : driver_(driver), name_(std::move(name)), context_(std::make_shared<PrimaryContext>(driver, ordinal)), own_(*context_), kernel_(std::make_shared<GatherKernel>(context_, own_.stream)) {
         free_.assign(own_.events.begin(), own_.events.end());
         threads_ = start_threads(2, [this](std::size_t number) { number == 0 ? submit_all() : poll_all(); }, [this] { close(); });
     }
@@ -201,29 +146,36 @@ public:
         if (copies == Copies::all) return under_way_ == 0 ? 0 : order(own_.stream, as_stream(stream));
         if (early_under_way_ == 0) return 0;
         if (is_recording(stream)) return cuda_capture_unsupported;
-        const Visit visit(driver_, context_.get());
+        const Visit visit(driver_, context_->get());
         return driver_.stream_wait(as_stream(stream), own_.early, 0);
     }
 
     bool is_recording(std::uintptr_t stream) override {
-        const Visit visit(driver_, context_.get());
+        const Visit visit(driver_, context_->get());
         int status = 0;
         // It is refused for the null stream while another one records: then that must not be used either.
         return driver_.stream_capture_status(as_stream(stream), &status) >= cuda_capture_unsupported || status != 0;
     }
 
+    int gather(std::uintptr_t stream, std::span<const DeviceRun> runs, std::shared_ptr<const Gathered>& gathered) override {
+        if (is_recording(stream)) return cuda_capture_unsupported;
+        return kernel_->gather(as_stream(stream), runs, gathered);
+    }
+
+    void reserve_gather(std::uint64_t runs, std::uint64_t bytes) override { kernel_->reserve(runs, bytes); }
+
     int pin(std::byte* memory, std::uint64_t bytes) override {
-        const Visit visit(driver_, context_.get());
+        const Visit visit(driver_, context_->get());
         return driver_.pin(memory, bytes, cuda_pinned_for_all);
     }
 
     void unpin(std::byte* memory) override {
-        const Visit visit(driver_, context_.get());
+        const Visit visit(driver_, context_->get());
         (void)driver_.unpin(memory);  // fails only if the driver has released everything already
     }
 
     std::string name() const override { return name_; }
-    std::string pci_address() const override { return context_.pci_address(); }
+    std::string pci_address() const override { return context_->pci_address(); }
     std::string describe(int error) const override { return text_of(driver_, error); }
 
 private:
@@ -239,7 +191,7 @@ private:
     int order(Stream earlier, Stream later) {
         const Stream theirs = earlier == own_.stream ? later : earlier;
         if (is_recording(reinterpret_cast<std::uintptr_t>(theirs))) return cuda_capture_unsupported;
-        const Visit visit(driver_, context_.get());
+        const Visit visit(driver_, context_->get());
         const std::lock_guard lock(order_mutex_);
         const Result error = driver_.event_record(own_.order, earlier);
         return error != 0 ? error : driver_.stream_wait(later, own_.order, 0);
@@ -253,7 +205,7 @@ private:
 
     void submit_all() {
         name_this_thread("fs-copy");
-        const Visit visit(driver_, context_.get());
+        const Visit visit(driver_, context_->get());
         std::unique_lock lock(mutex_);
         while (true) {
             changed_.wait(lock, [this] { return closing_ || (first_waiting_ != nullptr && !free_.empty()); });
@@ -298,7 +250,7 @@ private:
 
     void poll_all() {
         name_this_thread("fs-poll");
-        const Visit visit(driver_, context_.get());
+        const Visit visit(driver_, context_->get());
         auto pause = pause_min;
         std::unique_lock lock(mutex_);
         while (true) {
@@ -338,8 +290,9 @@ private:
 
     const CudaDriver& driver_;
     const std::string name_;
-    PrimaryContext context_;
+    const std::shared_ptr<const PrimaryContext> context_;
     OwnStream own_;
+    const std::shared_ptr<GatherKernel> kernel_;
     std::mutex order_mutex_;  // from a record to the wait for it
     std::atomic<std::size_t> under_way_{0};  // batches
     std::atomic<std::size_t> early_under_way_{0};

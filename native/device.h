@@ -5,11 +5,13 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "backend.h"
+#include "bounds.h"
 
 namespace flowstone {
 
@@ -24,6 +26,27 @@ struct DeviceCopy {
     bool goes_on_with(const DeviceCopy& next) const {
         return to_host == next.to_host && host + bytes == next.host && device + bytes == next.device;
     }
+};
+
+/// A run of the device's memory.
+struct DeviceRun {
+    std::uint64_t address;
+    std::uint32_t bytes;
+};
+
+/// Gathered runs begin at multiples of this, with zeros between them: so a sample of a shorter row is one of the host's (Line).
+inline constexpr std::uint64_t gathered_alignment_bytes = 64;
+inline std::uint64_t gathered_bytes(std::span<const DeviceRun> runs) {
+    std::uint64_t bytes = 0;
+    for (const DeviceRun& run : runs) bytes += round_up(run.bytes, gathered_alignment_bytes);
+    return bytes;
+}
+
+/// Host memory that runs are gathered into; the device takes it back with the last reference.
+class Gathered {
+public:
+    virtual ~Gathered() = default;
+    virtual std::span<const std::byte> bytes() const = 0;
 };
 
 /// Which copies work of the caller's has to wait for: early ones are of rows that are not lazy.
@@ -49,6 +72,7 @@ struct CopyBatch {
     Queued queued;
     Done done;
     bool early = false;
+    bool waits = false;  // for what it follows, also without copies
     std::unique_ptr<CopyBatch> next;  // while a device holds it
 };
 
@@ -71,6 +95,13 @@ public:
     virtual int lead(std::uintptr_t stream, Copies copies = Copies::all) = 0;
     /// Whether what is put into `stream` becomes part of a graph instead of being executed.
     virtual bool is_recording(std::uintptr_t stream) = 0;
+
+    /// Gather runs as the work in `stream` leaves them, on the device, behind that work: they are there once a batch is over
+    /// that was submitted after a later `follow(stream)`. Takes no memory of the device's. Returns as `follow`; error 1 (invalid
+    /// value) for 4 GiB and more. Throws std::bad_alloc.
+    virtual int gather(std::uintptr_t stream, std::span<const DeviceRun> runs, std::shared_ptr<const Gathered>& gathered) = 0;
+    /// Have host memory ready for a gather of so many runs and bytes. Throws std::bad_alloc.
+    virtual void reserve_gather(std::uint64_t runs, std::uint64_t bytes) = 0;
 
     /// Let the device access host memory directly, until `unpin`, which must come before unmapping. No byte may be pinned
     /// twice. Returns 0, or the device's error: then the driver copies through memory of its own.

@@ -17,6 +17,8 @@ struct CudaDriver {
     using Stream = void*;                // CUstream
     using Event = void*;                 // CUevent
     using Context = void*;               // CUcontext
+    using Module = void*;                // CUmodule
+    using Function = void*;              // CUfunction
 
     Result (*init)(unsigned flags);
     Result (*device_get)(int* device, int ordinal);
@@ -40,15 +42,25 @@ struct CudaDriver {
     Result (*from_host)(Address, const void*, std::size_t, Stream);
     Result (*pin)(void*, std::size_t, unsigned flags);
     Result (*unpin)(void*);
+    Result (*host_alloc)(void**, std::size_t, unsigned flags);
+    Result (*host_free)(void*);
+    Result (*module_load)(Module*, const void* text);
+    Result (*module_unload)(Module);
+    Result (*module_function)(Function*, Module, const char* name);
+    Result (*launch)(Function, unsigned blocks_x, unsigned blocks_y, unsigned blocks_z, unsigned threads_x, unsigned threads_y, unsigned threads_z,
+                     unsigned shared_bytes, Stream, void** parameters, void** extra);
     Result (*error_name)(Result, const char**);
 };
 
 // Of cuda.h.
+inline constexpr int cuda_invalid_value = 1;                // CUDA_ERROR_INVALID_VALUE
 inline constexpr int cuda_not_ready = 600;                  // CUDA_ERROR_NOT_READY
 inline constexpr int cuda_capture_unsupported = 900;        // CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
 inline constexpr unsigned cuda_non_blocking = 1;            // CU_STREAM_NON_BLOCKING
 inline constexpr unsigned cuda_event_without_timing = 2;    // CU_EVENT_DISABLE_TIMING
 inline constexpr unsigned cuda_pinned_for_all = 1;          // CU_MEMHOSTREGISTER_PORTABLE: for every context
+inline constexpr unsigned cuda_host_for_all = 1;            // CU_MEMHOSTALLOC_PORTABLE: pinned for every context
+inline constexpr unsigned cuda_host_mapped = 2;             // CU_MEMHOSTALLOC_DEVICEMAP: kernels use the same address
 inline constexpr int cuda_capture_relaxed = 2;              // CU_STREAM_CAPTURE_MODE_RELAXED
 
 /// How many batches are in the stream at once, each with an event behind it: far fewer than the driver takes before a call

@@ -48,6 +48,7 @@ Engine::Engine(const EngineOptions& options, const std::vector<std::shared_ptr<E
     machine_.priority = options.priority;
     machine_.request_bytes = options.request_bytes;
     machine_.queue_depth = options.queue_depth;
+    machine_.splits_windows = caller_ == nullptr;  // a caller is told of windows beforehand, and gets each whole
 }
 
 Machine Engine::machine_locked(const Arena& arena, std::uint64_t request_bytes) const {

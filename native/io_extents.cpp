@@ -108,6 +108,7 @@ void check_extents(const WriteExtents& rows, std::span<const std::uint64_t> file
         check_layout(row.layout, rows.layouts, row.length, i);
         check_device(row.device, row.layout, rows.devices.size(), i);
         if (row.device != on_host && row.lazy) lines[static_cast<std::size_t>(row.device)] += chunk_count(row.length) * lines_per_chunk;
+        require(!row.gathered || (row.device != on_host && !row.lazy), i, "gathered, but on no device, or lazy");
         require(row.length == 0 || row.address != 0, i, "address is null");
         if (row.chunk != no_digest) require(is_inside(row.chunk, chunk_count(row.length), rows.chunks), i, "chunk is beyond chunks");
         if (before != nullptr) {

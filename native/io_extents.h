@@ -48,6 +48,7 @@ struct WriteExtent {
     std::int32_t device = on_host;  // whose memory `address` is in; a device's rows are contiguous
     std::uint64_t seed = 0;  // chooses its lines: different for each row and save
     Derivation derivation = Derivation::none;
+    bool gathered = false;  // the device puts the bytes at `address`, in host memory, before its first copy is over
     std::uint64_t follows = 0;  // index of the first chunk's digest of the row that it may follow from
 
     std::uint64_t end() const { return offset + length; }

@@ -26,6 +26,7 @@ struct Machine {
     std::shared_ptr<Workers> workers;
     std::uint64_t request_bytes = 0;
     std::uint32_t queue_depth = 0;
+    bool splits_windows = true;  // into requests; else each run of a window is one, however long
     Priority priority = Priority::normal;
 };
 

@@ -33,6 +33,12 @@ struct WriteJob::Window final : Staged<WriteJob, Window> {
     bool in_place = false;                 // captured into the mapped file: it has no block
     int memory_slot = -1;                  // of the block
     std::byte* rest = nullptr;             // of the fetched bytes: see fetch_run; null: none were fetched
+    struct Late {
+        std::byte* out;
+        const std::byte* source;
+        std::uint64_t bytes;
+    };
+    std::vector<Late> gathered;            // of rows that a device gathers: copied once they are there
     std::vector<std::unique_ptr<CopyBatch>> batches;  // into the block, one for each device, until they are submitted
     std::atomic<std::size_t> queueing{0};  // devices
     std::atomic<std::size_t> fetching{0};  // devices
@@ -139,7 +145,6 @@ void WriteJob::begin_all(const std::vector<WriteWindow>& windows) {
     // ms.
     register_files(options_.files_ready);
     arena_->use(rows_->devices);
-    const std::uint64_t window_bytes = this->window_bytes();
     Pace pace(options_.bytes_per_s);
     Pace cap(options_.cap_bytes_per_s);
     expect_early(static_cast<std::size_t>(std::count_if(windows.begin(), windows.end(), [](const WriteWindow& w) { return !w.lazy; })));
@@ -158,8 +163,8 @@ void WriteJob::begin_all(const std::vector<WriteWindow>& windows) {
         else
             block = acquire_block(window.lazy);
         if (stopping()) break;
-        pace.began(window_bytes);
-        cap.began(window_bytes);
+        pace.began(window.end - window.begin);
+        cap.began(window.end - window.begin);
         if (in_place) {
             begin_in_place(window);
             continue;
@@ -225,10 +230,9 @@ void WriteJob::post(const std::shared_ptr<Window>& window, Stage stage) noexcept
     machine_.workers->post(window->at(*this, stage, window));
 }
 
-/// Leaves room in a block for the rest of a chunk that a fetched window cuts.
+/// Those with rows on a device are as long as a block: each is one event, and fewer and longer copies keep the bus busy.
 std::uint64_t WriteJob::window_bytes() const {
-    if (rows_->devices.empty()) return machine_.request_bytes;
-    return std::min(machine_.request_bytes, arena_->block_bytes() - chunk_bytes);
+    return rows_->devices.empty() ? machine_.request_bytes : arena_->block_bytes();
 }
 
 /// Copy the window's bytes on the host, and have the others copied by their devices.
@@ -248,15 +252,17 @@ void WriteJob::expect_fetched(const std::shared_ptr<Window>& window) {
             arrived(window);
         };
         window->batches.push_back(std::make_unique<CopyBatch>([this, window] { copies_queued(window); }, fetched));
-        window->batches.back()->early = !window->planned.lazy;
     }
 }
 
 void WriteJob::list_copies(Window& window, LiveAccess& live) {
+    // Not used where the window ends with a chunk, and else behind the window: see plan_windows.
     window.rest = window.block.bytes() + (arena_->block_bytes() - chunk_bytes);
     const auto list = [&](const WriteExtent& row, std::uint64_t begin, std::uint64_t bytes, std::byte* out) {
-        const auto number = static_cast<std::size_t>(row.device);
-        window.batches[number]->add({out, row.address + begin, bytes, true});
+        CopyBatch& batch = *window.batches[static_cast<std::size_t>(row.device)];
+        if (!row.gathered) return batch.add({out, row.address + begin, bytes, true});
+        window.gathered.push_back({out, row.source() + begin, bytes});
+        batch.waits = true;
     };
     for (const WriteRun& run : runs_of(window.planned))
         if (!stopping())
@@ -266,7 +272,9 @@ void WriteJob::list_copies(Window& window, LiveAccess& live) {
 /// Continue when all copies are over, even failed ones: until then devices use the block.
 void WriteJob::submit_copies(const std::shared_ptr<Window>& window) {
     std::vector<std::unique_ptr<CopyBatch>> batches = std::move(window->batches);  // they hold the window
-    const auto is_used = [](const std::unique_ptr<CopyBatch>& batch) { return !batch->copies.empty(); };
+    const auto is_used = [](const std::unique_ptr<CopyBatch>& batch) { return batch->waits || !batch->copies.empty(); };
+    // What is gathered is safe as soon as that is in the stream.
+    for (const std::unique_ptr<CopyBatch>& batch : batches) batch->early = !window->planned.lazy && !batch->copies.empty();
     window->queueing = window->fetching = 1 + static_cast<std::size_t>(std::count_if(batches.begin(), batches.end(), is_used));
     for (std::size_t i = 0; i < batches.size(); ++i)
         if (is_used(batches[i])) rows_->devices[i]->submit(std::move(batches[i]));
@@ -290,13 +298,14 @@ void WriteJob::capture(const std::shared_ptr<Window>& window, LiveAccess& live) 
     }
     const std::int64_t begin_ns = now_ns();
     std::uint64_t bytes = 0;
+    for (const Window::Late& late : window->gathered) std::memcpy(late.out, late.source, late.bytes);
     const std::vector<WriteRun> runs = runs_of(window->planned);
     std::vector<std::unique_ptr<Op>> ops;
     ops.reserve(runs.size());
     const ChunkNotes notes{digests_, derived_ ? &*derived_ : nullptr};
     for (const WriteRun& run : runs) {
         std::byte* const image = this->image(*window) + (run.begin - window->planned.begin);
-        if (!run.appended && !window->in_place) ops.push_back(make_op(window, run.begin, {image, run.end - run.begin}));
+        if (!run.appended && !window->in_place) add_ops(ops, window, run.begin, {image, run.end - run.begin});
         capture_run(*rows_, run, image, window->rest, notes, detector_, live);
         bytes += row_bytes(*rows_, run);
         settle_run(*rows_, run, detector_);
@@ -313,7 +322,7 @@ void WriteJob::capture(const std::shared_ptr<Window>& window, LiveAccess& live) 
         const Appender::Range range = appender_->append(window->planned, window->block.bytes(), live.coding_room(), digests_);
         spans_.add(Phase::encode, encode_ns, bytes);
         if (range.bytes == 0) return end(window);  // all of it is in the base
-        ops.push_back(make_op(window, range.offset, {window->block.bytes(), range.bytes}));
+        add_ops(ops, window, range.offset, {window->block.bytes(), range.bytes});
     }
     if (window->in_place) {
         done_bytes_ += window->planned.end - window->planned.begin;
@@ -369,6 +378,15 @@ std::unique_ptr<Op> WriteJob::make_op(const std::shared_ptr<Window>& window, std
     op->stopping = &stopping_;
     op->done = [this, window, bytes = op->length()](const Outcome& outcome) { end_op(window, bytes, outcome); };
     return op;
+}
+
+/// In requests of at most request_bytes, where a window is longer.
+void WriteJob::add_ops(std::vector<std::unique_ptr<Op>>& ops, const std::shared_ptr<Window>& window, std::uint64_t offset, iovec part) {
+    const std::uint64_t most = machine_.splits_windows ? machine_.request_bytes : part.iov_len;
+    for (std::uint64_t at = 0; at < part.iov_len; at += most) {
+        const std::uint64_t length = std::min<std::uint64_t>(most, part.iov_len - at);
+        ops.push_back(make_op(window, offset + at, {static_cast<std::byte*>(part.iov_base) + at, length}));
+    }
 }
 
 /// Submit now, or once the files are ready.

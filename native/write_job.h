@@ -112,6 +112,7 @@ private:
     std::vector<WriteRun> runs_of(const WriteWindow& window) const;
     void tell_captured(const WriteRun& run);
     std::unique_ptr<Op> make_op(const std::shared_ptr<Window>& window, std::uint64_t offset, iovec part);
+    void add_ops(std::vector<std::unique_ptr<Op>>& ops, const std::shared_ptr<Window>& window, std::uint64_t offset, iovec part);
     void submit(const std::shared_ptr<Window>& window, std::vector<std::unique_ptr<Op>> ops);
     void hand_over(const std::shared_ptr<Window>& window);
     void begin_held(const std::shared_ptr<Window>& window, LiveAccess&) { hand_over(window); }

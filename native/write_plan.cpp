@@ -166,6 +166,17 @@ std::size_t first_row_after(const WriteExtents& rows, const WriteRun& run, std::
     return static_cast<std::size_t>(found - rows.rows.begin());
 }
 
+/// The last place up to `limit` at which a window that begins at `begin`, in row number `first`, cuts no chunk; or one that leaves
+/// room for a chunk's rest.
+std::uint64_t end_of_chunk(std::span<const WriteExtent> rows, std::size_t first, std::uint64_t begin, std::uint64_t limit) {
+    const auto from = rows.begin() + static_cast<std::ptrdiff_t>(first);
+    const auto ends_before = [&](const WriteExtent& row) { return row.file == from->file && row.end() <= limit; };
+    const auto cut = std::partition_point(from, rows.end(), ends_before);
+    if (cut == rows.end() || cut->file != from->file || cut->offset >= limit || cut->chunk == no_digest) return limit;
+    const std::uint64_t end = cut->offset + round_down(limit - cut->offset, chunk_bytes);
+    return end % block_alignment_bytes == 0 && end > begin ? end : limit - chunk_bytes;
+}
+
 /// Walk [begin, end) in order: `gap(low, high)` for bytes of no row, `share(row index, span)` for a row's.
 template <class Gap, class Share>
 void walk(const WriteExtents& rows, const WriteRun& run, std::uint64_t begin, std::uint64_t end, Gap gap, Share share) {
@@ -197,7 +208,7 @@ int copy_part(const WriteExtents& rows, std::size_t row, std::uint64_t begin, st
     return copy_row(rows, rows.rows[row], begin, end, out, live);
 }
 
-std::vector<WriteWindow> plan_windows(const WriteExtents& rows, std::uint64_t request_bytes) {
+std::vector<WriteWindow> plan_windows(const WriteExtents& rows, std::uint64_t window_bytes) {
     std::vector<WriteWindow> windows;
     const std::span<const WriteExtent> all(rows.rows.data(), rows.first_encoded());
     std::uint32_t file = 0;
@@ -209,7 +220,8 @@ std::vector<WriteWindow> plan_windows(const WriteExtents& rows, std::uint64_t re
             continue;
         }
         const std::uint64_t begin = std::max(block_floor(all[i].offset), planned);
-        const std::uint64_t limit = begin + request_bytes;
+        std::uint64_t limit = begin + window_bytes;
+        if (!rows.devices.empty()) limit = end_of_chunk(all, i, begin, limit);
         std::uint64_t end = begin;
         std::size_t last = i;
         bool lazy = true;

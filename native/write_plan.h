@@ -14,7 +14,7 @@
 
 namespace flowstone {
 
-/// A 4096-aligned range of one file, at most request_bytes long. Rows [first_row, last_row) are those that overlap it
+/// A 4096-aligned range of one file, at most as long as a request; of a job with devices, as a block. Rows [first_row, last_row) are those that overlap it
 /// (possibly with empty ones among them).
 /// Invariant: the windows of a plan are disjoint, ascending, and begin and end with a touched block. (Appended windows
 /// begin and end with a chunk, and are not aligned to blocks.)
@@ -32,8 +32,9 @@ struct WriteWindow {
 /// The part of a window that one request writes: no gap of untouched blocks longer than gap_bytes.
 using WriteRun = WriteWindow;
 
-/// Of the files in which chunks keep their places.
-std::vector<WriteWindow> plan_windows(const WriteExtents& rows, std::uint64_t request_bytes);
+/// Of the files in which chunks keep their places. Where rows are on devices, a window ends with a chunk; where chunks do not
+/// end with a block of the file, it leaves room behind it, in `window_bytes`, for the rest of the one that it cuts.
+std::vector<WriteWindow> plan_windows(const WriteExtents& rows, std::uint64_t window_bytes);
 
 /// Whether a row of the window is on a device.
 bool needs_fetch(const WriteExtents& rows, const WriteWindow& window);

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import flowstone as fs
+from flowstone import _native
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -190,6 +192,53 @@ def test_pinned_memory_that_the_gpu_still_writes_is_saved_when_it_has(store: Pat
         average.copy_(source, non_blocking=True)
         found = checkpointer.save(1, {"average": average}).committed.result()
     assert found.read("average").unique().tolist() == [1.0]
+
+
+@pytest.mark.parametrize("odd", [0, 1, 4, 16])
+def test_the_kernel_gathers_what_torch_reads(odd: int) -> None:
+    from flowstone.stage.own_stream import CudaStream
+
+    stream, source = CudaStream("cuda:0"), torch.randint(0, 256, (4 * MIB,), dtype=torch.uint8, device="cuda")
+    lengths = np.array([0, 1, 15, 16, 17, 63, 64, 4096, 65_535, *range(100, 3000)], np.uint32)
+    begins = (np.arange(len(lengths), dtype=np.uint64) * 1024 + odd) % (3 * MIB)
+    source[0] = 1  # behind it in the stream
+    found = stream.gather(begins + np.uint64(source.data_ptr()), lengths)
+    source_then = source.clone()
+    source.zero_()
+    stream.wait_current()
+    stream.native.synchronize()
+    expected, at = source_then.cpu().numpy(), 0
+    for begin, length in zip(begins.tolist(), lengths.tolist(), strict=True):
+        assert np.array_equal(found[at : at + length], expected[begin : begin + length]), (begin, length)
+        at += -(-length // _native.GATHERED_ALIGNMENT_BYTES) * _native.GATHERED_ALIGNMENT_BYTES
+
+
+def test_a_gpu_that_is_full_is_saved(store: Path) -> None:
+    state, hoard = training(capturable=True), []
+    with fs.Checkpointer(store) as checkpointer:
+        checkpointer.prepare(state)
+        for size in (1 << 30, 1 << 26, 1 << 21, 1 << 16, 512):
+            try:
+                while True:
+                    hoard.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
+            except torch.cuda.OutOfMemoryError:
+                pass
+        for step in (1, 2):
+            checkpointer.save(step, state).committed.result().verify()
+        del hoard
+
+
+def test_a_save_of_many_small_tensors_does_not_wait_for_each(store: Path) -> None:
+    state = {f"t{at}": torch.full((), float(at), device="cuda") for at in range(2000)}
+    with fs.Checkpointer(store) as checkpointer:
+        checkpointer.save(1, state).committed.result()
+        torch.cuda._sleep(1_000_000_000)
+        busy = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        busy.record()
+        save = checkpointer.save(2, state)
+        assert not busy.query(), "save has waited for the stream"
+        found = save.committed.result()
+    assert all(found.read(name).item() == float(name[1:]) for name in state)
 
 
 def test_a_tensor_without_elements_is_saved_and_loaded(store: Path) -> None:

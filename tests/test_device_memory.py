@@ -153,6 +153,11 @@ def test_every_checkpoint_of_a_training_holds_exactly_one_value(store: Path, far
         assert found == {float(checkpoint.step)} == {float(checkpoint.objects["step"])}
 
 
+def fill(state: dict[str, object], value: float) -> None:
+    for tensor in held(state):
+        tensor.fill_(value)
+
+
 def save_wait(save: fs.Save) -> object:
     return lambda: save.captured.result(60)
 
@@ -400,6 +405,62 @@ def test_generators_of_a_gpu_that_is_not_in_use_yet_are_saved() -> None:
         assert cuda_states() == states, "what was seeded before the first use would be lost"
         with mock.patch.object(torch.cuda, "_is_in_bad_fork", return_value=True):
             assert cuda_states() == []
+
+
+def test_a_save_asks_the_device_for_one_gather_and_no_copy_of_a_small_tensor(store: Path, far: Far) -> None:
+    small = {f"s{at}": far.tensor(torch.full((1 + at % 40,), float(at))) for at in range(300)}
+    steps = {f"t{at}": far.tensor(torch.tensor(float(at))) for at in range(300)}  # as a capturable Adam's
+    state = {"small": small, "steps": steps, "large": far.tensor(torch.ones(MIB))}
+    with opened(store) as checkpointer:
+        for step in (1, 2):
+            launches, copies = far.native.launches, far.native.copies
+            found = checkpointer.save(step, state).committed.result()
+            assert far.native.launches - launches == 1
+            assert far.native.copies - copies <= 4, "4 MiB in windows of 2"
+            found.verify()
+        for kind in ("small", "steps"):
+            for name, tensor in state[kind].items():  # type: ignore[attr-defined]
+                assert torch.equal(found.read(f"{kind}.{name}"), tensor), name
+
+
+def test_small_tensors_may_change_on_the_stream_as_soon_as_save_returns(store: Path, far: Far) -> None:
+    tensors = {f"t{at}": far.tensor(torch.full((100,), 1.0)) for at in range(50)}
+    far.sync = False
+    with opened(store) as checkpointer:
+        checkpointer.save(1, tensors).committed.result()
+        save = checkpointer.save(2, tensors)
+        for tensor in tensors.values():
+            byte_writer(far, tensor, 0)
+        found = save.committed.result(60)
+    assert {value for name in tensors for value in found.read(name).tolist()} == {1.0}
+
+
+def test_a_device_that_has_no_memory_left_is_saved(store: Path, far: Far) -> None:
+    state = training(far)
+    with opened(store, saves_in_flight=2) as checkpointer:
+        checkpointer.prepare(state)
+        made = far.native.host_allocations
+        far.native.fill(True)
+        for number in range(1, 4):
+            fill(state, number)
+            found = checkpointer.save(number, state).committed.result()
+            assert {value for name in found.tensors for value in distinct(found.read(name))} == {float(number)}
+        assert far.native.host_allocations == made, "prepare has made the memory for what is gathered"
+        far.native.fill(False)
+
+
+def test_blocks_are_as_long_as_windows_where_the_budget_holds_enough_of_them(tmp_path: Path, far: Far) -> None:
+    on_device, on_host = {"x": far.tensor(torch.ones(2 * MIB))}, {"x": torch.ones(2 * MIB)}
+    for number, (state, budget_mib, block_mib) in enumerate(
+        [(on_device, 1024, 32), (on_device, 256, 16), (on_device, 64, 8), (on_host, 1024, 8)]
+    ):
+        with fs.Checkpointer(tmp_path / str(number), budget_bytes=budget_mib * MIB) as checkpointer:
+            copied = far.native.copied_bytes
+            save = checkpointer.save(1, state)
+            save.committed.result().verify()
+            assert checkpointer._saves.captures.arena.block_bytes == block_mib * MIB  # type: ignore[attr-defined]
+            assert far.native.copied_bytes - copied in (0, 8 * MIB), "no byte is copied twice"
+            assert checkpointer.prepare(state).bytes <= budget_mib * MIB
 
 
 def test_streams_are_destroyed_with_the_last_checkpointer(store: Path) -> None:

@@ -34,6 +34,11 @@ NB_MODULE(delayed_device, module) {
             return reinterpret_cast<std::uintptr_t>(device.delayed().inside());
         })
         .def_prop_ro("copies", [](const PyDelayedDevice& device) { return device.delayed().copies(); })
+        .def_prop_ro("copied_bytes", [](const PyDelayedDevice& device) { return device.delayed().copied_bytes(); })
+        .def_prop_ro("launches", [](const PyDelayedDevice& device) { return device.delayed().module_launches(); })
+        .def_prop_ro("host_allocations", [](const PyDelayedDevice& device) { return device.delayed().host_allocations(); })
+        .def("settle", [](const PyDelayedDevice& device) { device.delayed().settle(); }, nb::call_guard<nb::gil_scoped_release>())
+        .def("fill", [](const PyDelayedDevice& device, bool is_full) { device.delayed().fill(is_full); }, "is_full"_a)
         .def_prop_ro("pinned_bytes", [](const PyDelayedDevice& device) { return device.delayed().pinned_bytes(); })
         .def_prop_ro("pins", [](const PyDelayedDevice& device) { return device.delayed().pins(); })
         .def_prop_ro("pins_beside_copies", [](const PyDelayedDevice& device) { return device.delayed().pins_beside_copies(); })

@@ -19,6 +19,10 @@ public:
     int follow(std::uintptr_t stream) override { return copier_->follow(stream); }
     int lead(std::uintptr_t stream, Copies copies = Copies::all) override { return copier_->lead(stream, copies); }
     bool is_recording(std::uintptr_t stream) override { return copier_->is_recording(stream); }
+    int gather(std::uintptr_t stream, std::span<const DeviceRun> runs, std::shared_ptr<const Gathered>& gathered) override {
+        return copier_->gather(stream, runs, gathered);
+    }
+    void reserve_gather(std::uint64_t runs, std::uint64_t bytes) override { copier_->reserve_gather(runs, bytes); }
     int pin(std::byte* memory, std::uint64_t bytes) override { return copier_->pin(memory, bytes); }
     void unpin(std::byte* memory) override { copier_->unpin(memory); }
     std::string name() const override { return copier_->name(); }

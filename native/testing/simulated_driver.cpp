@@ -1,8 +1,11 @@
 #include <algorithm>
 #include <cassert>
 #include <cstdio>
+#include <cstring>
 #include <map>
 #include <new>
+#include <regex>
+#include <string>
 #include <utility>
 
 #include "simulated_world.h"
@@ -63,6 +66,7 @@ struct SimulatedCalls {
     static Result stream_create(void** stream, unsigned flags, int priority) {
         if (const Result error = enter(true)) return error;
         const std::lock_guard lock(current()->mutex_);
+        if (current()->is_full_) return out_of_memory;
         current()->streams_.push_back(std::make_unique<Gpu::Stream>(Gpu::Stream{current(), flags, priority}));
         *stream = current()->streams_.back().get();
         return success;
@@ -112,6 +116,7 @@ struct SimulatedCalls {
     static Result event_create(void** event, unsigned) {
         if (const Result error = enter(true)) return error;
         const std::lock_guard lock(current()->mutex_);
+        if (current()->is_full_) return out_of_memory;
         current()->events_.push_back(std::make_unique<Gpu::Event>(Gpu::Event{current()}));
         *event = current()->events_.back().get();
         return success;
@@ -185,6 +190,89 @@ struct SimulatedCalls {
         gpu.pins_.erase(found);
         return gpu.error_;
     }
+    static Result host_alloc(void** memory, std::size_t bytes, unsigned flags) {
+        if (const Result error = enter(true)) return error;
+        if (flags != (cuda_host_for_all | cuda_host_mapped) || bytes == 0) return invalid_value;
+        Gpu& gpu = *current();
+        const std::lock_guard lock(gpu.mutex_);
+        if (bytes > gpu.pinned_max_ - std::min(gpu.pinned_max_, gpu.pinned_bytes_ + gpu.host_bytes_)) return out_of_memory;
+        auto* const begin = static_cast<std::byte*>(::operator new(bytes, std::align_val_t{4096}));
+        std::memset(begin, 0xCD, bytes);
+        gpu.host_memory_.emplace(begin, bytes);
+        gpu.host_bytes_ += bytes;
+        ++gpu.host_allocations_;
+        *memory = begin;
+        return success;
+    }
+    static Result host_free(void* memory) {
+        if (current() == nullptr) return invalid_context;
+        Gpu& gpu = *current();
+        const std::lock_guard lock(gpu.mutex_);
+        const auto found = gpu.host_memory_.find(static_cast<std::byte*>(memory));
+        if (found == gpu.host_memory_.end()) return invalid_value;
+        gpu.host_bytes_ -= found->second;
+        gpu.host_memory_.erase(found);
+        ::operator delete(memory, std::align_val_t{4096});
+        return gpu.error_;
+    }
+    static Result module_load(void** module, const void* text) {
+        if (const Result error = enter(true)) return error;
+        Gpu& gpu = *current();
+        auto made = std::make_unique<Gpu::Module>();
+        {
+            const std::lock_guard lock(gpu.mutex_);
+            if (gpu.refuses_modules_) return invalid_text;
+            if (gpu.is_full_) return out_of_memory;
+        }
+        const std::string ptx(static_cast<const char*>(text));
+        static const std::regex entry_text(R"(\.visible \.entry (\w+)\(([^)]*)\))"), parameter_text(R"(\.param \.u(32|64) \w+)");
+        if (!std::regex_search(ptx, std::regex(R"(^\s*\.version 6\.0\s+\.target sm_50\s+\.address_size 64)"))) return invalid_text;
+        for (std::sregex_iterator one(ptx.begin(), ptx.end(), entry_text), end; one != end; ++one) {
+            Gpu::Module::Entry entry{made.get(), (*one)[1], {}};
+            const std::string parameters = (*one)[2];
+            for (std::sregex_iterator each(parameters.begin(), parameters.end(), parameter_text); each != end; ++each)
+                entry.parameters.push_back((*each)[1] == "64" ? 8 : 4);
+            made->entries.push_back(std::move(entry));
+        }
+        const std::lock_guard lock(gpu.mutex_);
+        *module = made.get();
+        gpu.modules_.push_back(std::move(made));
+        return success;
+    }
+    static Result module_unload(void* module) {
+        if (current() == nullptr) return invalid_context;
+        Gpu& gpu = *current();
+        const std::lock_guard lock(gpu.mutex_);
+        return gpu.modules_.remove_if([&](const auto& one) { return one.get() == module; }) == 1 ? gpu.error_ : invalid_handle;
+    }
+    static Result module_function(void** function, void* module, const char* name) {
+        if (const Result error = enter(false)) return error;
+        for (Gpu::Module::Entry& entry : static_cast<Gpu::Module*>(module)->entries) {
+            if (entry.name != name) continue;
+            *function = &entry;
+            return success;
+        }
+        return not_found;
+    }
+    static Result launch(void* function, unsigned blocks_x, unsigned blocks_y, unsigned blocks_z, unsigned threads_x, unsigned threads_y,
+                         unsigned threads_z, unsigned shared_bytes, void* stream, void** parameters, void** extra) {
+        if (const Result error = enter(false)) return error;
+        if (function == nullptr) return invalid_handle;
+        const std::uint64_t threads = std::uint64_t{threads_x} * threads_y * threads_z;
+        if (blocks_x == 0 || blocks_y != 1 || blocks_z != 1 || threads == 0 || threads > 1024 || shared_bytes != 0 || extra != nullptr) return invalid_value;
+        Gpu& gpu = *current();
+        const auto& entry = *static_cast<Gpu::Module::Entry*>(function);
+        {
+            const std::lock_guard lock(gpu.mutex_);
+            if (!entry.module->is_loaded && gpu.is_full_) return out_of_memory;
+            entry.module->is_loaded = true;
+            ++gpu.module_launches_;
+        }
+        std::vector<std::uint64_t> values;
+        for (std::size_t i = 0; i < entry.parameters.size(); ++i) std::memcpy(&values.emplace_back(0), parameters[i], entry.parameters[i]);
+        if (entry.name != "flowstone_gather" || values.size() != 3) return invalid_value;
+        return gpu.launch_module(*static_cast<Gpu::Stream*>(stream), [&gpu, values] { return gpu.gather(values[0], values[1], static_cast<std::uint32_t>(values[2])); });
+    }
     static Result error_name(Result error, const char** name) {
         static const std::map<int, const char*> names{
             {1, "CUDA_ERROR_INVALID_VALUE"}, {2, "CUDA_ERROR_OUT_OF_MEMORY"}, {201, "CUDA_ERROR_INVALID_CONTEXT"},
@@ -232,6 +320,12 @@ const CudaDriver& simulated_driver() {
         .from_host = &Refusing<&Calls::from_host>::call,
         .pin = &Refusing<&Calls::pin>::call,
         .unpin = &Refusing<&Calls::unpin>::call,
+        .host_alloc = &Refusing<&Calls::host_alloc>::call,
+        .host_free = &Refusing<&Calls::host_free>::call,
+        .module_load = &Refusing<&Calls::module_load>::call,
+        .module_unload = &Refusing<&Calls::module_unload>::call,
+        .module_function = &Refusing<&Calls::module_function>::call,
+        .launch = &Refusing<&Calls::launch>::call,
         .error_name = &Refusing<&Calls::error_name>::call,
     };
     return driver;

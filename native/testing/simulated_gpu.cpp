@@ -44,6 +44,8 @@ SimulatedGpu::~SimulatedGpu() {
     hold(false);
     thread_.request_stop();
     thread_.join();
+    assert(host_memory_.empty() && "host memory of the driver's was not given back");
+    assert(modules_.empty() && "a module was not unloaded");
     assert(pins_.empty() && "memory was given back while the GPU could still write into it");
     assert(std::all_of(streams_.begin(), streams_.end(), [](const auto& stream) { return stream->others; }) && "a stream was not destroyed");
     const std::lock_guard lock(world().mutex);
@@ -89,13 +91,73 @@ std::uintptr_t SimulatedGpu::make_stream() {
 
 void SimulatedGpu::launch(std::uintptr_t stream, std::function<void()> kernel) {
     Stream& into = *reinterpret_cast<Stream*>(stream);
+    (void)launch_module(into, [kernel = std::move(kernel)] {
+        kernel();
+        return success;
+    }, false);
+}
+
+int SimulatedGpu::launch_module(Stream& stream, std::function<int()> kernel, bool is_module) {
     {
         const std::lock_guard lock(mutex_);
-        if (into.recording != nullptr) return graph_.push_back(std::move(kernel));
+        if (stream.recording != nullptr) {
+            graph_.push_back(std::move(kernel));
+            return success;
+        }
+        if (is_module) ++modules_pending_;
     }
     Item item;
+    item.is_module = is_module;
     item.kernel = std::move(kernel);
-    push(into, std::move(item));
+    push(stream, std::move(item));
+    const std::lock_guard lock(mutex_);
+    return error_;
+}
+
+void SimulatedGpu::settle() {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] {
+        const bool is_busy = std::any_of(streams_.begin(), streams_.end(), [](const auto& stream) { return stream->busy; });
+        return error_ != 0 || modules_pending_ == 0 || (!is_busy && next_ready_locked() == nullptr);
+    });
+}
+
+void SimulatedGpu::fill(bool is_full) {
+    const std::lock_guard lock(mutex_);
+    is_full_ = is_full;
+}
+
+void SimulatedGpu::refuse_modules() {
+    const std::lock_guard lock(mutex_);
+    refuses_modules_ = true;
+}
+
+/// Where a kernel finds memory: the GPU's, or pinned host memory. Null: it is neither.
+std::byte* SimulatedGpu::reach(std::uint64_t address, std::uint64_t bytes) const {
+    const std::uint64_t begin = address - this->address();
+    if (address >= this->address() && begin <= bytes_ && bytes <= bytes_ - begin) return inside_ + begin;
+    auto* const host = reinterpret_cast<std::byte*>(address);
+    const std::lock_guard lock(mutex_);
+    return is_pinned_locked(host, bytes) ? host : nullptr;
+}
+
+/// What the kernel flowstone_gather does (native/gather_kernel.cpp).
+int SimulatedGpu::gather(std::uint64_t table, std::uint64_t out, std::uint32_t parts) const {
+    const std::byte* const entries = parts == 0 ? nullptr : reach(table, std::uint64_t{parts} * 16);
+    if (parts != 0 && entries == nullptr) return illegal_address;
+    for (std::uint32_t i = 0; i < parts; ++i) {
+        std::uint64_t source = 0;
+        std::uint32_t bytes = 0, offset = 0;
+        std::memcpy(&source, entries + 16 * std::uint64_t{i}, 8);
+        std::memcpy(&bytes, entries + 16 * std::uint64_t{i} + 8, 4);
+        std::memcpy(&offset, entries + 16 * std::uint64_t{i} + 12, 4);
+        if (bytes == 0) continue;
+        const std::byte* const from = reach(source, bytes);
+        std::byte* const to = reach(out + offset, bytes);
+        if (from == nullptr || to == nullptr) return illegal_address;
+        std::memcpy(to, from, bytes);
+    }
+    return success;
 }
 
 void SimulatedGpu::synchronize(std::uintptr_t stream) {
@@ -132,7 +194,7 @@ bool SimulatedGpu::end_capture(std::uintptr_t stream) {
 }
 
 void SimulatedGpu::replay(std::uintptr_t stream) {
-    for (const std::function<void()>& kernel : graph_) launch(stream, kernel);
+    for (const std::function<int()>& kernel : graph_) (void)launch_module(*reinterpret_cast<Stream*>(stream), kernel, false);
 }
 
 void SimulatedGpu::push(Stream& stream, Item item) {
@@ -144,8 +206,8 @@ void SimulatedGpu::push(Stream& stream, Item item) {
 }
 
 bool SimulatedGpu::is_pinned_locked(const std::byte* memory, std::uint64_t bytes) const {
-    return std::any_of(pins_.begin(), pins_.end(),
-                       [&](const auto& pin) { return pin.first <= memory && memory + bytes <= pin.first + pin.second; });
+    const auto holds = [&](const auto& pinned) { return pinned.first <= memory && memory + bytes <= pinned.first + pinned.second; };
+    return std::any_of(host_memory_.begin(), host_memory_.end(), holds) || std::any_of(pins_.begin(), pins_.end(), holds);
 }
 
 int SimulatedGpu::push_copy(Stream& stream, std::byte* host, std::uint64_t device, std::uint64_t bytes, bool to_host) {
@@ -195,8 +257,10 @@ void SimulatedGpu::run(const std::stop_token& stop) {
         stream->busy = true;
         lock.unlock();
         if (item.target != nullptr) std::this_thread::sleep_for(delay_);
-        if (item.kernel) item.kernel();
+        const int error = item.kernel ? item.kernel() : success;
         lock.lock();
+        if (item.is_module) --modules_pending_;
+        if (error != success) drop_all_locked(error);
         finish_locked(item);
         stream->busy = false;
         changed_.notify_all();
@@ -208,6 +272,7 @@ void SimulatedGpu::finish_locked(Item& item) {
         if (copies_left_ == 0) return drop_all_locked(launch_failed);
         --copies_left_;
         ++copies_;
+        copied_bytes_ += item.bytes;
         std::memcpy(item.target, item.staged.empty() ? item.source : item.staged.data(), item.bytes);
     }
     if (item.over != nullptr && !item.waits) {

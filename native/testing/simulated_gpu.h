@@ -7,6 +7,7 @@
 #include <deque>
 #include <functional>
 #include <list>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <thread>
@@ -27,6 +28,9 @@ namespace flowstone {
 /// - while a stream records a graph, calls that could be taken for a part of it are refused on threads that have not
 ///   exchanged their capture mode (900), and end that recording; work put into it is not executed, and a stream that waits
 ///   for an event of it records too;
+/// - a kernel is launched by its text's entry, with as many parameters, of as many bytes, as that has; they are read at the call,
+///   what they point at when the stream comes there; it reaches the GPU's memory and pinned host memory (700 elsewhere). Its code
+///   is loaded at the first launch, which takes memory of the GPU;
 /// - an error of a copy or kernel is the context's from then on: pending work is dropped, and every call returns it.
 const CudaDriver& simulated_driver();
 
@@ -54,6 +58,7 @@ public:
     /// Refuse the next copy that is asked for with error 1 (invalid value), which harms nothing else.
     void refuse_next();
     std::uint64_t copies() const { return read(copies_); }
+    std::uint64_t copied_bytes() const { return read(copied_bytes_); }
     std::uint64_t pageable_copies() const { return read(pageable_); }
     std::uint64_t pinned_bytes() const { return read(pinned_bytes_); }
     /// Ranges that were pinned so far.
@@ -72,6 +77,16 @@ public:
     std::uintptr_t make_stream();
     /// While the stream records, the kernel becomes part of its graph instead.
     void launch(std::uintptr_t stream, std::function<void()> kernel);
+    /// All memory of the GPU is in use: what needs some is refused with error 2 (out of memory).
+    void fill(bool is_full);
+    /// Kernels of modules that were launched. Refuse modules, as a driver that does not understand them.
+    std::uint64_t module_launches() const { return read(module_launches_); }
+    /// Waits until these are over, as far as nothing is in their way.
+    void settle();
+    void refuse_modules();
+    /// Host memory that the driver gave out.
+    std::uint64_t host_bytes() const { return read(host_bytes_); }
+    std::uint64_t host_allocations() const { return read(host_allocations_); }
     /// Waits until all that the stream holds now is over, or the GPU has failed.
     void synchronize(std::uintptr_t stream);
     /// `mode`: as CUstreamCaptureMode.
@@ -92,6 +107,7 @@ private:
     struct Item;
     struct Stream;
     struct Event;
+    struct Module;
 
     template <class Number> Number read(const Number& number) const {
         const std::lock_guard lock(mutex_);
@@ -102,6 +118,9 @@ private:
     void finish_locked(Item& item);
     void drop_all_locked(int error);
     void push(Stream& stream, Item item);
+    int launch_module(Stream& stream, std::function<int()> kernel, bool is_module = true);
+    std::byte* reach(std::uint64_t address, std::uint64_t bytes) const;
+    int gather(std::uint64_t table, std::uint64_t out, std::uint32_t parts) const;
     int push_copy(Stream& stream, std::byte* host, std::uint64_t device, std::uint64_t bytes, bool to_host);
     bool is_pinned_locked(const std::byte* memory, std::uint64_t bytes) const;
 
@@ -114,12 +133,21 @@ private:
     std::condition_variable_any changed_;
     std::list<std::unique_ptr<Stream>> streams_;
     std::list<std::unique_ptr<Event>> events_;
-    std::vector<std::function<void()>> graph_;
+    std::list<std::unique_ptr<Module>> modules_;
+    std::map<std::byte*, std::uint64_t> host_memory_;
+    std::vector<std::function<int()>> graph_;
     std::uintptr_t current_ = 0;
     bool held_ = false;
     bool refuses_ = false;
+    bool refuses_modules_ = false;
+    bool is_full_ = false;
+    std::uint64_t module_launches_ = 0;
+    std::size_t modules_pending_ = 0;
+    std::uint64_t host_bytes_ = 0;
+    std::uint64_t host_allocations_ = 0;
     int error_ = 0;  // sticky
     std::uint64_t copies_ = 0;
+    std::uint64_t copied_bytes_ = 0;
     std::uint64_t pageable_ = 0;
     std::uint64_t copies_left_ = UINT64_MAX;
     std::uint64_t pinned_bytes_ = 0;

@@ -1,11 +1,14 @@
 // What simulated GPUs and their driver share.
 #pragma once
 
+#include <array>
 #include <deque>
 #include <functional>
+#include <list>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -15,7 +18,7 @@ namespace flowstone::simulated {
 
 // Of cuda.h.
 inline constexpr int success = 0, invalid_value = 1, out_of_memory = 2, invalid_device = 101, invalid_context = 201, invalid_handle = 400,
-              already_pinned = 712, launch_failed = 719, captured_event = 907;
+              invalid_text = 218, not_found = 500, illegal_address = 700, already_pinned = 712, launch_failed = 719, captured_event = 907;
 inline constexpr int global_mode = 0, local_mode = 1, relaxed_mode = 2;
 
 struct World {
@@ -36,7 +39,18 @@ inline World& world() {
     return one;
 }
 
-inline thread_local std::vector<SimulatedGpu*> current_contexts;
+/// Of a thread. Takes no memory: a test refuses that to threads that have just begun.
+struct ContextStack {
+    std::array<SimulatedGpu*, 16> held{};
+    std::size_t count = 0;
+
+    bool empty() const { return count == 0; }
+    SimulatedGpu* back() const { return held[count - 1]; }
+    void push_back(SimulatedGpu* gpu) { held.at(count++) = gpu; }
+    void pop_back() { --count; }
+};
+
+inline thread_local ContextStack current_contexts;
 inline thread_local int capture_mode = global_mode;
 
 /// Whether a call that may be unsafe is refused on this thread; then it ends the recordings that refuse it.
@@ -70,10 +84,22 @@ struct SimulatedGpu::Item {
     std::byte* target = nullptr;
     const std::byte* source = nullptr;
     std::uint64_t bytes = 0;
-    std::function<void()> kernel = nullptr;
+    std::function<int()> kernel = nullptr;  // returns its error
     std::shared_ptr<bool> over = nullptr;  // of a record, also of the one that is waited for
     bool waits = false;
+    bool is_module = false;  // a kernel of a module
     std::vector<std::byte> staged = {};
+};
+
+/// A module's text, as far as the driver has to understand it.
+struct SimulatedGpu::Module {
+    struct Entry {
+        Module* module;
+        std::string name;
+        std::vector<std::size_t> parameters;  // bytes of each
+    };
+    bool is_loaded = false;  // at the first launch
+    std::list<Entry> entries = {};
 };
 
 struct SimulatedGpu::Stream {

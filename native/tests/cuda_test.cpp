@@ -293,6 +293,98 @@ TEST_CASE("a copy into memory that is not pinned holds up the device's own threa
     CHECK(pageable.get()[4095] == std::byte{5});
 }
 
+TEST_CASE("runs are gathered as the stream before left them, by one launch that takes no memory of the GPU") {
+    Bench bench;
+    for (std::uint64_t i = 0; i < bench.bytes; ++i) bench.gpu.inside()[i] = static_cast<std::byte>(i * 7 + i / 256);
+    const std::uint64_t begin = bench.gpu.address();
+    const std::vector<DeviceRun> runs{{begin, 64}, {begin + 1000, 1}, {begin + 17, 333}, {begin, 0}, {begin + 16, 4096}, {begin + bench.bytes - 5, 5}};
+    bench.device->reserve_gather(runs.size(), 8 * kib);
+    const std::uint64_t launches = bench.gpu.module_launches(), allocations = bench.gpu.host_allocations();
+    bench.gpu.fill(true);
+    const std::uintptr_t stream = bench.gpu.current();
+    for (int round = 0; round < 3; ++round) {
+        std::atomic<bool> go{false};
+        bench.gpu.launch(stream, [&] {
+            while (!go) std::this_thread::yield();
+            bench.gpu.inside()[20] = static_cast<std::byte>(round);
+        });
+        std::shared_ptr<const Gathered> gathered;
+        REQUIRE(bench.device->gather(stream, runs, gathered) == 0);
+        REQUIRE(bench.device->follow(stream) == 0);
+        bench.device->submit(bench.results.batch());  // of nothing: for what it follows
+        std::vector<std::byte> now(bench.gpu.inside(), bench.gpu.inside() + bench.bytes);
+        now[20] = static_cast<std::byte>(round);
+        bench.gpu.launch(stream, [&] { std::memset(bench.gpu.inside(), 0, 64); });
+        go = true;
+        CHECK(bench.results.errors(static_cast<std::size_t>(round) + 1).back() == 0);
+        REQUIRE(gathered->bytes().size() == gathered_bytes(runs));
+        std::uint64_t at = 0;
+        for (const DeviceRun& run : runs) {
+            CHECK(std::memcmp(gathered->bytes().data() + at, now.data() + (run.address - begin), run.bytes) == 0);
+            at += round_up(run.bytes, gathered_alignment_bytes);
+        }
+        bench.gpu.synchronize(stream);
+    }
+    CHECK(bench.gpu.module_launches() == launches + 3);
+    CHECK(bench.gpu.host_allocations() == allocations);
+    bench.gpu.fill(false);
+}
+
+TEST_CASE("memory that is gathered into is used again when the kernel is over, not before") {
+    Bench bench;
+    const std::uintptr_t stream = bench.gpu.current();
+    const std::vector<DeviceRun> run{{bench.gpu.address(), 64}};
+    std::atomic<bool> go{false};
+    bench.gpu.launch(stream, [&] { while (!go) std::this_thread::yield(); });
+    std::shared_ptr<const Gathered> first, second, third;
+    REQUIRE(bench.device->gather(stream, run, first) == 0);
+    const std::byte* const memory = first->bytes().data();
+    first = nullptr;  // as if the save had failed
+    REQUIRE(bench.device->gather(stream, run, second) == 0);
+    CHECK(second->bytes().data() != memory);
+    go = true;
+    bench.gpu.synchronize(stream);
+    REQUIRE(bench.device->gather(stream, run, third) == 0);
+    CHECK(third->bytes().data() == memory);
+    bench.gpu.synchronize(stream);
+}
+
+TEST_CASE("where the driver refuses the kernel, or pinned memory, runs are copied one by one") {
+    for (const bool has_memory : {true, false}) {
+        CAPTURE(has_memory);
+        Bench bench;
+        bench.device->unpin(bench.memory.get());
+        bench.gpu.refuse_modules();
+        bench.device = nullptr;
+        bench.device = make_cuda_device(simulated_driver(), bench.gpu.ordinal(), "cuda:0");
+        REQUIRE(bench.device->pin(bench.memory.get(), bench.bytes) == 0);
+        if (!has_memory) bench.gpu.limit_pinned(bench.bytes);
+        std::memset(bench.gpu.inside(), 6, bench.bytes);
+        const std::vector<DeviceRun> runs{{bench.gpu.address(), 64}, {bench.gpu.address() + 999, 77}};
+        std::shared_ptr<const Gathered> gathered;
+        REQUIRE(bench.device->gather(bench.gpu.current(), runs, gathered) == 0);
+        bench.gpu.synchronize(bench.gpu.current());
+        CHECK(bench.gpu.copies() == 2);
+        CHECK(gathered->bytes()[64 + 76] == std::byte{6});
+    }
+}
+
+TEST_CASE("a stream that records gathers nothing, and a run outside of the GPU's memory fails all that comes after it") {
+    Bench bench;
+    const std::uintptr_t stream = bench.gpu.current();
+    std::shared_ptr<const Gathered> gathered;
+    bench.gpu.begin_capture(stream, 0);
+    CHECK(bench.device->gather(stream, std::vector<DeviceRun>{{bench.gpu.address(), 64}}, gathered) == cuda_capture_unsupported);
+    CHECK(gathered == nullptr);
+    CHECK(bench.gpu.end_capture(stream));
+    constexpr int illegal_address = 700;
+    const int error = bench.device->gather(stream, std::vector<DeviceRun>{{bench.gpu.address() + bench.bytes - 1, 2}}, gathered);
+    CHECK((error == 0 || error == illegal_address));
+    bench.gpu.synchronize(stream);
+    bench.device->submit(bench.batch(0, kib));
+    CHECK(bench.results.errors(1) == std::vector<int>{illegal_address});
+}
+
 TEST_CASE("a GPU that there is none of is refused with the driver's word for it") {
     try {
         (void)make_cuda_device(simulated_driver(), 1'000'000, "cuda:1000000");

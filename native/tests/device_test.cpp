@@ -14,7 +14,7 @@ namespace {
 
 using std::chrono::microseconds;
 
-/// A sample of which every other contiguous row lies on a device.
+/// A sample of which every other contiguous row, or each, lies on a device.
 struct Far {
     std::shared_ptr<DelayedDevice> device;
     std::vector<std::uint64_t> place;  // per row, in the device's memory; or nowhere
@@ -23,10 +23,10 @@ struct Far {
 
     static constexpr std::uint64_t nowhere = ~std::uint64_t{0};
 
-    explicit Far(const Sample& sample, microseconds delay = microseconds(0)) : place(sample.rows.rows.size(), nowhere), rows(sample.rows) {
+    explicit Far(const Sample& sample, microseconds delay = microseconds(0), std::size_t every = 2) : place(sample.rows.rows.size(), nowhere), rows(sample.rows) {
         std::uint64_t bytes = 0;
         for (std::size_t i = 0; i < rows.rows.size(); ++i)
-            if (rows.rows[i].layout == contiguous && i % 2 == 0) place[i] = bytes, bytes += rows.rows[i].length + i % 7;
+            if (rows.rows[i].layout == contiguous && i % every == 0) place[i] = bytes, bytes += rows.rows[i].length + i % 7;
         device = std::make_shared<DelayedDevice>(bytes + 1, delay);
         rows.devices = {device};
         rows.samples = {{}};
@@ -197,7 +197,7 @@ TEST_CASE("a change on the device that came before its copy is found") {
 TEST_CASE("a device that fails ends the job, with its name, and gives every block back") {
     for (std::uint64_t copies = 0; copies < 8; ++copies) {
         CAPTURE(copies);
-        const Sample sample = plain_sample(9 * mib);
+        const Sample sample = plain_sample(17 * mib);
         Far far(sample, microseconds(50));
         Bed bed(setups().front(), sample.file_bytes, nullptr, 3);
         far.device->fail_after(copies);
@@ -212,7 +212,7 @@ TEST_CASE("a device that fails ends the job, with its name, and gives every bloc
         const auto written = other.run(sample.rows);
         std::vector<Memory> targets;
         ReadExtents back = read_back(sample, written->digests(), targets, 0);
-        const auto device = std::make_shared<DelayedDevice>(9 * mib, microseconds(50));
+        const auto device = std::make_shared<DelayedDevice>(17 * mib, microseconds(50));
         device->fail_after(copies);
         back.devices = {device};
         back.rows[0].address = device->address();
@@ -237,6 +237,72 @@ TEST_CASE("blocks are pinned for the device until the arena closes") {
         bed.arena->close();
         CHECK(far.device->pinned_bytes() == 0);
     }
+}
+
+TEST_CASE("rows in slots are copied once, in windows as long as a block, and written in requests") {
+    constexpr std::uint64_t block = 8 * mib, request = 2 * mib;
+    const std::uint64_t lengths[] = {20 * mib, 3 * mib + 17, 64 * kib, 9 * mib + 4096, 100 * kib};
+    Sample sample;
+    for (const std::uint64_t length : lengths) {
+        Sample one = plain_sample(length);
+        WriteExtent row = one.rows.rows[0];
+        row.offset = sample.file_bytes;
+        row.chunk = sample.rows.chunks;
+        sample.rows.rows.push_back(row);
+        sample.rows.chunks += chunk_count(length);
+        sample.memory.push_back(std::move(one.memory[0]));
+        sample.expected.insert(sample.expected.end(), one.expected.begin(), one.expected.end());
+        sample.expected.resize(sample.expected.size() + block_alignment_bytes, std::byte{0xEE});  // of the slot, not written
+        sample.file_bytes = sample.expected.size();
+    }
+    Far far(sample, microseconds(0), 1);
+    far.be_lazy();
+    ScratchFile scratch(false, sample.file_bytes);
+    const auto arena = std::make_shared<Arena>(4 * block, block);
+    Engine engine({"posix", 4, request, 2, nullptr});
+    const auto job = engine.write(arena, {{scratch.file(), sample.file_bytes}}, std::make_shared<WriteExtents>(far.rows), {});
+    REQUIRE(job->wait(forever_s));
+    REQUIRE_FALSE(job->fault());
+    CHECK(same(scratch.contents(), sample.expected));
+    std::uint64_t bytes = 0;
+    for (const std::uint64_t length : lengths) bytes += length;
+    CHECK(far.device->copied_bytes() == bytes);
+    CHECK(job->windows().size() == 5);  // 33 MiB
+    CHECK(job->requests() >= sample.file_bytes / request);
+}
+
+TEST_CASE("rows that the device gathers are captured once they are there, and change afterwards as they like") {
+    const Sample sample = random_sample(3, 40);
+    Far far(sample, microseconds(100), 1);
+    std::vector<DeviceRun> runs;
+    for (WriteExtent& row : far.rows.rows)
+        if (row.device != on_host && row.length < 64 * kib) runs.push_back({row.address, static_cast<std::uint32_t>(row.length)});
+    REQUIRE(runs.size() > 10);
+    const std::uintptr_t stream = far.device->current();
+    std::atomic<bool> go{false};
+    far.device->launch(stream, [&] { while (!go) std::this_thread::yield(); });
+    std::shared_ptr<const Gathered> gathered;
+    REQUIRE(far.device->gather(stream, runs, gathered) == 0);
+    std::uint64_t at = reinterpret_cast<std::uint64_t>(gathered->bytes().data());
+    for (WriteExtent& row : far.rows.rows) {
+        if (row.device == on_host || row.length >= 64 * kib) continue;
+        row.gathered = true;
+        row.address = at;
+        at += round_up(row.length, gathered_alignment_bytes);
+    }
+    REQUIRE(far.device->follow(stream) == 0);
+    Bed bed(setups().front(), sample.file_bytes, nullptr, 40);
+    bed.arena->grow(40 * huge_page_bytes);
+    const auto job = start(bed, far.rows);
+    REQUIRE(job->wait_early(forever_s));
+    CHECK_FALSE(job->wait_captured(0.02));
+    go = true;
+    REQUIRE(job->wait(forever_s));
+    REQUIRE_FALSE(job->fault());
+    CHECK(same(bed.scratch.contents(), sample.expected));
+    far.rows.rows[0].gathered = true;
+    far.rows.rows[0].lazy = true;
+    CHECK_THROWS_AS((void)bed.start(far.rows), std::invalid_argument);
 }
 
 TEST_CASE("a capture pins no block by itself") {

@@ -67,6 +67,45 @@ TEST_CASE("runs without gaps are exactly the touched blocks, each once") {
     }
 }
 
+TEST_CASE("with devices, a window ends with a chunk, or leaves room for the rest of the one that it cuts") {
+    std::mt19937_64 random(11);
+    std::size_t cuts = 0, windows = 0;
+    for (int round = 0; round < 400; ++round) {
+        WriteExtents rows = random_extents(random);
+        rows.devices = {nullptr};
+        const bool is_aligned = round % 2 == 0;
+        std::uint64_t at = 0;
+        for (WriteExtent& row : rows.rows) {
+            if (is_aligned) {  // as the slots of rows on devices are
+                at = &row == rows.rows.data() || (&row)[-1].file != row.file ? 0 : at;
+                row.offset = at;
+                at = block_ceil(row.end()) + page * (random() % 3);
+            }
+            row.chunk = rows.chunks;
+            rows.chunks += chunk_count(row.length);
+        }
+        const std::uint64_t window_bytes = 2 * mib + page * (random() % 700);
+        Blocks written;
+        for (const WriteWindow& window : plan_windows(rows, window_bytes)) {
+            ++windows;
+            REQUIRE(window.end > window.begin);
+            REQUIRE(window.end - window.begin <= window_bytes);
+            for (const WriteRun& run : split_runs(rows, window, 0))
+                for (std::uint64_t block = run.begin; block < run.end; block += page) REQUIRE(written.insert({run.file, block}).second);
+            for (const WriteExtent& row : rows.rows) {
+                if (row.file != window.file || row.offset >= window.end || row.end() <= window.end) continue;
+                if ((window.end - row.offset) % chunk_bytes == 0) continue;
+                ++cuts;
+                REQUIRE_FALSE(is_aligned);
+                REQUIRE(window.end - window.begin <= window_bytes - chunk_bytes);
+            }
+        }
+        REQUIRE(written == touched_blocks(rows));
+    }
+    CHECK(cuts > 50);
+    CHECK(cuts < windows / 2);
+}
+
 TEST_CASE("gap_bytes joins runs across short gaps only") {
     const WriteExtents rows{{write_row(0, 100), write_row(3 * page, 100), write_row(9 * page, 100)}, {}, 0};
     const WriteWindow window = plan_windows(rows, mib).at(0);

@@ -226,6 +226,15 @@ class Device:
         """What `stream` gets from now on waits for the copies that are queued now; `early`: for those of rows that are
         not lazy. Raises OSError, as `follow`.
         """
+    def gather(
+        self, stream: int, address: NDArray[np.uint64], length: NDArray[np.uint32]
+    ) -> NDArray[np.uint8]:
+        """Have `stream` gather runs of the device's memory into host memory, each at the next multiple of
+        GATHERED_ALIGNMENT_BYTES: there once a copy is over that is queued after a later `follow`. The device takes the
+        memory back with the array. Takes no memory of the device's. Raises OSError, as `follow`.
+        """
+    def reserve_gather(self, *, runs: int, bytes: int) -> None:
+        """Have host memory ready for a gather of so many runs, and bytes."""
     @property
     def pci_address(self) -> str: ...  # as below /sys/bus/pci/devices; "" if unknown
     def is_recording(self, stream: int) -> bool:
@@ -233,6 +242,10 @@ class Device:
 
 def cuda_device(*, ordinal: int, name: str) -> Device:
     """Copies on a CUDA stream of their own, of the GPU of that number. Raises OSError where there is no driver."""
+
+GATHERED_ALIGNMENT_BYTES: int
+GATHER_PTX: str
+"""The kernel's text."""
 
 LINE_BYTES: int
 """A sample of a lazy row."""
@@ -350,6 +363,8 @@ class WriteExtents:
     derived: how each of the encoder's rows may follow from another one (0: it does not, 1: it has the same bytes, 2
     and 3: it is what the other one's float32 numbers are rounded to as bfloat16 and float16), and the first chunk of
     that one, which is as long, or twice as long, and captured no later. None: no row does.
+    gathered[i]: the device puts the row's bytes at `address[i]` in host memory (Device.gather), before its first copy
+    is over; such a row is not lazy. None: none does.
     feed: rows have their bytes once it says so; such rows are on the host, not lazy, and for no encoder. None: at once.
     """
 
@@ -361,6 +376,7 @@ class WriteExtents:
         samples: Sequence[NDArray[np.uint8]] = (), seed: NDArray[np.uint64] | None = None,
         encoder: Encoder | None = None, encoded_from: int = 0,
         derived: tuple[NDArray[np.uint8], NDArray[np.uint64]] | None = None, feed: Feed | None = None,
+        gathered: NDArray[np.bool_] | None = None,
     ) -> None: ...
     def sample_digests(self) -> NDArray[np.uint64]:
         """For each row a digest of a few lines of it, as they are now (of a device's: as `samples` has them).

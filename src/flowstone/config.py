@@ -44,6 +44,10 @@ INTERRUPTS_MAX = 100  # of the wait until a load that is given up has stopped wr
 
 ARENA_SHARE_OF_AVAILABLE = 4  # the default budget is a quarter of the memory that is available
 READ_ARENA_BYTES = 256 * MIB  # loads and checks never need more to reach the device's rate
+DEVICE_WINDOW_BYTES = 32 * MIB
+"""Of memory on devices, as long as a block of the arena then: 0.6 ms of a bus of 55 GB/s, and one event for it."""
+GATHERED_BYTES_MAX = 256 * MIB  # of small pieces of a save; more are copied as larger ones are
+DEVICE_BLOCKS_MIN = 16  # an arena of fewer has shorter blocks: some are written while others are filled
 FIRST_ARENA_BYTES = 128 * MIB  # of staging memory for a first save: sixteen requests of 8 MiB
 RING_HALF_BYTES = 16 * MIB  # of half a ring buffer, which passes bytes to other ranks of the node
 READ_AHEAD_BYTES_MIN = 16 * MIB  # less is read faster than a second way to read it is prepared

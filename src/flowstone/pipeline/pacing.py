@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterable
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -13,10 +14,14 @@ from flowstone.events import Fenced
 from flowstone.pipeline.save_run import SaveRun
 from flowstone.plan.write import WritePlan
 from flowstone.stage.arena import default_budget_bytes, open_write_arena
+from flowstone.stage.device import side_stream
 from flowstone.store.base import Pace, Store
+from flowstone.table.pieces import Memory
 
 if TYPE_CHECKING:
     from flowstone.pipeline.preparing import Preparation
+
+_BLOCKS_MIN = 4  # for a save: some are written while others are filled
 
 
 class Captures:
@@ -36,9 +41,21 @@ class Captures:
     def arena(self) -> _native.Arena:
         """The arena for saves, opened by the first one. It grows in the background, within the budget."""
         if self._arena is None:
-            budget = default_budget_bytes() if self._budget_bytes is None else self._budget_bytes
-            self._arena = open_write_arena(self._store, budget)
+            self._arena = open_write_arena(self._store, self.budget_bytes)
         return self._arena
+
+    def open_for(self, memories: Iterable[Memory]) -> _native.Arena:
+        """The arena; made with blocks that suit this memory, if it is not open yet."""
+        if self._arena is None:
+            devices = {memory.device for memory in memories} - {"cpu"}
+            is_far = any(side_stream(device) is not None for device in devices)
+            self._arena = open_write_arena(self._store, self.budget_bytes, is_far=is_far)
+        return self._arena
+
+    @cached_property
+    def budget_bytes(self) -> int:
+        """That of the arena, about: it has whole blocks."""
+        return default_budget_bytes() if self._budget_bytes is None else self._budget_bytes
 
     @cached_property
     def preparation(self) -> Preparation:
@@ -94,7 +111,9 @@ class Captures:
         The fence is expected after the shortest of the last overlaps. While none is known, only memory is kept free.
         """
         # Twice what the device has: it ends all requests at about the same time, and would wait for the next ones.
-        blocks = 2 * tuning.queue_depth + tuning.workers
+        requests = 2 * tuning.queue_depth + tuning.workers
+        block_bytes = self.arena.block_bytes
+        blocks = max(_BLOCKS_MIN, requests * min(tuning.request_bytes, block_bytes) // block_bytes)
         overlap_s = CAPTURE_SHARE_OF_OVERLAP * min(self._overlaps_s, default=0.0)
         return Pace(blocks, int(plan.bytes / overlap_s) + 1 if overlap_s else None, self._cap)
 

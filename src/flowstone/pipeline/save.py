@@ -143,7 +143,9 @@ class Saves:
         check_not_recording("prepare", SAVE_OUTSIDE)
         with self.fencing.state_lock:
             described = describe(state, rank=self._group.rank, whole=self._group.alone)
-        captures.preparation.use(captures.arena, described.places.apart.values())
+        memories = described.places.apart.values()
+        captures.preparation.use(captures.open_for(memories), memories)
+        captures.preparation.reserve(described.layout, described.places)
         needed = staging_bytes(described.layout, self._group.size)
         if captures.preparation.device:
             needed = with_rests(needed, captures.arena)
@@ -212,7 +214,7 @@ class Saves:
         if self._plan is None and (idiom := found_in(state)):
             warn_of_save(idiom)
         layout = known.layout if known is not None and self._coordinator.assignment(known.layout) is not None else None
-        room = None if self._coordinator.knows_every_layout else self.captures.arena.budget_bytes // 2
+        room = None if self._coordinator.knows_every_layout else self.captures.budget_bytes // 2
         described = describe(
             state, rank=self._group.rank, known=layout, whole=self._group.alone, frozen=self._frozen,
             copied_bytes_max=room,
@@ -237,11 +239,11 @@ class Saves:
 
     def _begin_capture(self, run: SaveRun, cached: CachedPlan, described: Described) -> None:
         """Called uninterrupted; on failure no draft is left."""
-        plan, arena = cached.plan, self.captures.arena
+        memories = described.places.apart.values()
+        plan, arena = cached.plan, self.captures.open_for(memories)
         run.compress = "" if self._coding is None else self._coding.why
         if cached.waiter == "optimizers" and plan.lazy_bytes:
             self.fencing.hooks.guard(described.optimizers)
-        memories = described.places.apart.values()
         if any(memory.device != "cpu" for memory in memories):
             self.captures.preparation.use(arena, memories)
         pace = self.captures.pace(plan, self._store.settings("write").tuning)
@@ -268,6 +270,7 @@ class Saves:
         from flowstone.pipeline.unplanned import unplanned  # a group of one has a plan at once
 
         self._turn.uninterrupted(partial(self.fencing.hooks.guard, described.optimizers))
+        self.captures.open_for(described.places.apart.values())
         streams = as_on_this_thread(memory.device for memory in described.places.apart.values())
         assert run.looked is not None, "what has no plan is looked at whole"
         with run.spans.phase("copied"):

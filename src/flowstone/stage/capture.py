@@ -47,6 +47,7 @@ from flowstone.format.segment import encode_chunks_header, encode_header
 from flowstone.plan.write import SegmentPlan, WritePlan, data_offsets
 from flowstone.stage.device import SideStream, side_stream
 from flowstone.stage.encode import BaseChunks, encoder_of
+from flowstone.stage.gather import gather_for
 from flowstone.store.base import UNPACED, FilePlan, Pace, Store, Writing
 from flowstone.table.pieces import Memory, Places, row_bytes
 
@@ -124,7 +125,7 @@ def start_capture(
     headers, digests = (known or Headers()).of(plan, offsets)
     count = len(headers)
     seeds = _seeds(len(address), seed)
-    samples = [_samples(at, stream, plan, device, places, seeds) for at, stream in enumerate(streams)]
+    gathered = gather_for(plan, streams, device, address, seeds)
 
     def column(first: object, rest: NDArray[Any], kind: type[_Number]) -> NDArray[_Number]:
         return np.concatenate([np.asarray(first, kind), rest.astype(kind, copy=False)])[plan.order]
@@ -133,14 +134,17 @@ def start_capture(
         file=column(np.arange(count), plan.segment, np.uint32),
         offset=column(np.zeros(count), offsets, np.uint64),
         length=column([len(header) for header in headers], plan.length, np.uint64),
-        address=column([np.frombuffer(header, np.uint8).ctypes.data for header in headers], address, np.uint64),
+        address=column(
+            [np.frombuffer(header, np.uint8).ctypes.data for header in headers], gathered.address, np.uint64
+        ),
         chunk=column(np.full(count, _native.NO_DIGEST, np.uint64), plan.chunk, np.uint64),
         layout=column(np.full(count, -1), layout, np.int64),
         layouts=layouts, chunks=plan.chunks,
         # Headers are ours and do not change, but a thread that waits for everything waits for them too.
         lazy=column(np.full(count, plan.lazy.any()), plan.lazy, np.bool_),
         device=column(np.full(count, -1), device, np.int32), devices=[stream.native for stream in streams],
-        samples=samples, seed=column(np.zeros(count), seeds, np.uint64),
+        gathered=column(np.zeros(count), gathered.whole, np.bool_) if streams else None,
+        samples=gathered.samples, seed=column(np.zeros(count), seeds, np.uint64),
         encoder=encoder_of(target.base, plan),
         encoded_from=sum(not segment.chunks for segment in plan.segments),
         derived=None if not plan.derivation.any() else (
@@ -157,7 +161,7 @@ def start_capture(
     ]
     writing = store.write(files, rows, arena, pace, reserved=reserved)
     _check_watched(writing, plan)
-    return Staged(writing, offsets, digests, places, (hosted, headers, samples), streams)
+    return Staged(writing, offsets, digests, places, (hosted, headers, gathered), streams)
 
 
 def _check_watched(writing: Writing, plan: WritePlan) -> None:
@@ -188,29 +192,35 @@ def _header(plan: WritePlan, file: SegmentPlan, offsets: NDArray[np.uint64]) -> 
     return encode_header(rows, header_bytes=file.header_bytes, file_bytes=file.bytes, packed=file.packed)
 
 
-def within_reach(places: Places, *, fetched_bytes_min: int = 1) -> tuple[
+def within_reach(places: Places) -> tuple[
     NDArray[np.uint64], NDArray[np.int64], list[_native.GatherLayout], NDArray[np.int32], tuple[SideStream, ...],
     list[Memory],
 ]:
     """How the engine reads each piece: its address, how strided memory is gathered, and on which device.
 
-    Device memory that no side stream can copy as it is, or of less than `fetched_bytes_min`, is copied to the host
-    here. The last result is that host memory: keep it alive.
+    Device memory that no side stream can copy as it is, or of no bytes, is copied to the host here. The last result is
+    that host memory: keep it alive.
     """
     address, layout = places.address, np.full(len(places.address), -1, np.int64)
     device = np.full(len(places.address), -1, np.int32)
     layouts: list[_native.GatherLayout] = []
     streams: list[SideStream] = []
     hosted: list[Memory] = []
+    numbers: dict[str, int] = {}  # of each device, that of its stream; -1: it has none
+    lengths: dict[tuple[object, ...], int] = {}  # in bytes, of memory of a kind, if it is one run; else -1
     for position, memory in places.apart.items():
         if memory.device != "cpu":
-            is_fetched = memory.contiguous and row_bytes(memory) >= fetched_bytes_min
-            stream = side_stream(memory.device) if is_fetched else None
-            if stream is not None:
-                if stream not in streams:
-                    streams.append(stream)
-                device[position] = streams.index(stream)
-                continue
+            kind = memory.shape, memory.strides_bytes, memory.item_bytes
+            length = lengths.get(kind)
+            if length is None:
+                lengths[kind] = length = row_bytes(memory) if memory.contiguous else -1
+            if length > 0:
+                number = numbers.get(memory.device)
+                if number is None:
+                    numbers[memory.device] = number = _number_of(memory.device, streams)
+                device[position] = number
+                if number >= 0:
+                    continue
             memory = host_copy(memory)
             hosted.append(memory)
             address = address.copy() if len(hosted) == 1 else address
@@ -225,20 +235,18 @@ def within_reach(places: Places, *, fetched_bytes_min: int = 1) -> tuple[
     return address, layout, layouts, device, tuple(streams), hosted
 
 
+def _number_of(device: str, streams: list[SideStream]) -> int:
+    """The position in `streams` of a device's stream, which is added; -1 if it has none."""
+    stream = side_stream(device)
+    if stream is None:
+        return -1
+    streams.append(stream)
+    return len(streams) - 1
+
+
 def _seeds(pieces: int, seed: int) -> NDArray[np.uint64]:
     """A seed for each piece and save, so that lines not sampled in one save are sampled in another."""
     return np.arange(pieces, dtype=np.uint64) + np.uint64((seed << 32) % (1 << 64))
-
-
-def _samples(
-    at: int, stream: SideStream, plan: WritePlan, device: NDArray[np.int32], places: Places, seeds: NDArray[np.uint64]
-) -> NDArray[np.uint8]:
-    """The samples of the lazy rows on device number `at`, for the engine to compare: lines of each, in row order."""
-    order = plan.order - len(plan.segments)
-    order = order[order >= 0]  # the others are headers
-    lazy = order[plan.lazy[order] & (device[order] == at)]
-    rows = [places.apart[position] for position in lazy.tolist()]
-    return stream.sample(rows, seeds[lazy]) if rows else np.zeros(0, np.uint8)
 
 
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}

@@ -2,7 +2,7 @@
 
 The engine's copies have a stream of their own on each device, which nothing else uses (`native/device_cuda.h`). The
 CPU never touches device memory: a window with device bytes is fetched into its arena block, and continues like a copied
-one when the event behind its copies is over (docs/decisions/028-events-and-own-streams.md). When `save` returns, the
+one when the event behind its copies is over (docs/decisions/029-events-and-own-streams.md). When `save` returns, the
 current stream waits for the copies of what is not lazy. At the fence, the CPU waits until all copies are queued, and
 the current stream until they are done. A load does the reverse.
 
@@ -12,7 +12,7 @@ executed at each replay. So a current stream that records is neither waited for 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from functools import cache
 from threading import Lock
@@ -26,7 +26,6 @@ from numpy.typing import NDArray
 from flowstone import _native
 from flowstone.log import log
 from flowstone.stage.fence import recording_error
-from flowstone.table.pieces import Memory
 
 
 class SideStream(Protocol):
@@ -56,10 +55,11 @@ class SideStream(Protocol):
         raises  StateError if the current stream records a graph
         """
 
-    def sample(self, rows: Sequence[Memory], seeds: NDArray[np.uint64]) -> NDArray[np.uint8]:
-        """A few lines of each chunk of dense rows, as the current stream sees them: those at `own_stream.lines_of`.
+    def gather(self, address: NDArray[np.uint64], length: NDArray[np.uint32]) -> NDArray[np.uint8]:
+        """Runs of the device's memory, as the current stream sees them: each at the next multiple of
+        GATHERED_ALIGNMENT_BYTES, all by one kernel. The array is filled before the first copy after a `wait_current`.
 
-        The array is filled before the first copy after a `wait_current`. Each row has at least one line.
+        raises  as `wait_current`
         """
 
 

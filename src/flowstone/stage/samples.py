@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from flowstone import _native
 from flowstone.stage.capture import within_reach
 from flowstone.stage.device import SideStream
+from flowstone.stage.gather import sample
 from flowstone.table.pieces import Memory, Places
 
 
@@ -47,14 +48,12 @@ def take_samples(places: Places, rows: NDArray[np.int64], lengths: NDArray[np.ui
     seed    chooses the lines: the same for all ranks that compare, different for each comparison
     raises  OSError  memory is gone
     """
-    address, layout, layouts, device, streams, hosted = within_reach(
-        _some(places, rows), fetched_bytes_min=_native.LINE_BYTES
-    )
+    address, layout, layouts, device, streams, hosted = within_reach(_some(places, rows))
     is_far = device >= 0
     samples = []
     for at, stream in enumerate(streams):
-        mine = [places.apart[row] for row in rows[device == at].tolist()]
-        samples.append(stream.sample(mine, np.full(len(mine), seed, np.uint64)))
+        mine = device == at
+        samples.append(sample(stream, address[mine], lengths[mine], np.full(int(mine.sum()), seed, np.uint64)))
         stream.wait_current()
 
     def batch(chosen: NDArray[np.bool_]) -> _native.WriteExtents:

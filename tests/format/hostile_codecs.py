@@ -215,8 +215,10 @@ class Forger:
             prefix = self.random.choice([one for one in ("chunk.", "chunk.base_") if f"{one}offset" in columns] or [""])
             if not prefix or f"{prefix}bytes" not in columns:
                 return
+            names = [f"{prefix}{name}" for name in ("offset", "bytes", "segment", "digest")]
+            count = min(columns[name].size for name in names)  # a change before this one may have made one longer
             at = self.random.randrange(columns[f"{prefix}offset"].size or 1)
-            if not columns[f"{prefix}offset"].size or not int(columns[f"{prefix}bytes"][at]):
+            if at >= count or not int(columns[f"{prefix}bytes"][at]):
                 return
             rows = json.loads((self.checkpoint / "manifest.json").read_bytes())["segments"]
             path = self.checkpoint / rows[int(columns[f"{prefix}segment"][at]) % len(rows)]["name"]

@@ -34,6 +34,10 @@ def test_forged_checkpoints_of_every_codec_end_with_an_error_or_with_values(tmp_
         assert found[f"{kind} done"] > 0, "some only change values, or are told by `inspect`"
 
 
+def test_a_chunk_is_forged_where_the_change_before_it_has_made_a_column_longer(tmp_path: Path) -> None:
+    assert sum(count for kind, count in outcomes(tmp_path, 2206, 2207).items() if kind.startswith("near ")) == 3
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("part", range(10))
 def test_very_many_forged_checkpoints_end_with_an_error_or_with_values(tmp_path: Path, part: int) -> None:

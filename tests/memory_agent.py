@@ -50,15 +50,26 @@ def kill(pid: int, number: int) -> None:
         os.close(gone)
 
 
-def memory_files(directory: Path) -> list[str]:
-    """Files in memory that an agent of that directory has open, or a child of it."""
+def processes_of(directory: Path) -> list[Path]:
+    """The agent of that directory, and its children: where the system tells of them."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
             command = (process / "cmdline").read_bytes()
             told = command + (process / "environ").read_bytes()
             if b"flowstone.agent" in command and str(directory).encode() in told:
-                found += [os.readlink(fd) for fd in (process / "fd").iterdir()]
+                found.append(process)
+        except OSError:
+            continue  # it has ended
+    return found
+
+
+def memory_files(directory: Path) -> list[str]:
+    """Files in memory that an agent of that directory has open, or a child of it."""
+    found = []
+    for process in processes_of(directory):
+        try:
+            found += [os.readlink(fd) for fd in (process / "fd").iterdir()]
         except OSError:
             continue  # it has ended
     return [name for name in found if "memfd:flowstone" in name]

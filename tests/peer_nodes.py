@@ -31,7 +31,7 @@ class Nodes:
         self.directories = list(directories)
 
     def stores(
-        self, run: str, replicas: int = 2, nodes: Sequence[int] | None = None, **options: object
+        self, run: str, replicas: int | None = 2, nodes: Sequence[int] | None = None, **options: object
     ) -> list[PeerMemory]:
         """A store on each of these nodes, which have met."""
         made, said = [], []

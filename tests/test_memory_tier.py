@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from memory_agent import agent_process, kill, own_agent
+from memory_agent import agent_process, files_of, kill, memory_files, own_agent, processes_of
 from warm_start import warm_start
 
 import flowstone as fs
@@ -166,6 +166,48 @@ def test_memory_goes_once_no_job_has_used_it_for_a_while_and_the_agent_with_it(a
         _soon(lambda: not NodeMemory("run").exists())
     finally:
         os.close(gone)
+
+
+_PEER = """
+import sys
+import numpy as np
+import flowstone as fs
+memory = fs.PeerMemory("run", secret="a secret of 32 characters, or so", interface="127.0.0.1", linger_s=0)
+checkpointer = fs.Checkpointer(memory)
+checkpointer.save(1, {"x": np.zeros(2_000_000)}).committed.result()
+print("committed", flush=True)
+sys.stdin.read(1)
+if sys.argv[1] == "ends":
+    checkpointer.close()
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("how", ["ends", "is killed"])
+def test_a_job_leaves_no_process_no_memory_and_no_file(agent: Path, how: str) -> None:
+    """With a server for other nodes, too. `linger_s` is 0: the agent lets all go, and ends."""
+    named = set(os.listdir("/dev/shm"))
+    with subprocess.Popen(
+        [sys.executable, "-c", _PEER, how], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as trainer:
+        assert trainer.stdin is not None
+        assert trainer.stdout is not None
+        try:
+            assert trainer.stdout.readline() == "committed\n"
+            assert len(processes_of(agent)) == 2, "agent and server"
+            assert memory_files(agent)
+            if how == "ends":
+                trainer.stdin.write("x")
+                trainer.stdin.flush()
+                _soon(lambda: not memory_files(agent))
+                assert trainer.poll() is None, "it lives still, and holds nothing"
+        finally:
+            trainer.kill()
+    _soon(lambda: not processes_of(agent))
+    assert not memory_files(agent)
+    assert files_of(agent) <= {"agent.log"}
+    left = [name for name in set(os.listdir("/dev/shm")) - named if "flowstone" in name]
+    assert not left
 
 
 def test_a_flush_that_fails_is_told_and_what_is_there_already_is_left(agent: Path, tmp_path: Path) -> None:

@@ -112,6 +112,7 @@ REPLICAS = 2  # nodes that keep a checkpoint, its owner included
 PEER_MESSAGE_BYTES_MAX = 4 * MIB  # without the bytes of files, which come behind a message
 PEER_PUT_BYTES_MAX = 4096 * MIB  # of an index, or of objects
 PEER_PART_BYTES = 4 * MIB  # of a file that is copied: with one digest
+PEER_DESCRIPTION_BYTES_MAX = 4 * MIB  # of what a file with parity is of
 PEER_PARTS_UNDER_WAY = 4  # of one copy, before the first one is confirmed
 PEER_CONNECTIONS_MAX = 256
 PEER_STRANGERS_MAX = 32  # connections that have not shown yet that they know the job's secret

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,9 +15,11 @@ SECRET = "a secret of 32 characters, or so"
 ROWS = 300_001
 
 
-def _store(rank: int, base: str, replicas: int, node: int | None = None) -> fs.PeerMemory:
+def _store(rank: int, base: str, replicas: int | list[int], node: int | None = None) -> fs.PeerMemory:
+    """`replicas`: how many, or what parity."""
     os.environ[DIRECTORY_VARIABLE] = f"{base}/node-{rank if node is None else node}/agent"
-    return fs.PeerMemory("run", secret=SECRET, interface="127.0.0.1", replicas=replicas)
+    how: dict[str, Any] = {"replicas": replicas} if isinstance(replicas, int) else {"parity": tuple(replicas)}
+    return fs.PeerMemory("run", secret=SECRET, interface="127.0.0.1", **how)
 
 
 def _state(rank: int, size: int, step: int) -> dict[str, object]:
@@ -38,7 +41,7 @@ def _check(state: dict[str, object], rank: int, size: int) -> int:
     return step
 
 
-def save(rank: int, base: str, replicas: int, *steps: int) -> list[str]:
+def save(rank: int, base: str, replicas: int | list[int], *steps: int) -> list[str]:
     """What this node has then."""
     size = int(os.environ["WORLD_SIZE"])
     with fs.Checkpointer(_store(rank, base, replicas)) as checkpointer:
@@ -49,7 +52,17 @@ def save(rank: int, base: str, replicas: int, *steps: int) -> list[str]:
         return list(fs.NodeMemory("run").names(newest)) if store.exists(newest) else []
 
 
-def load(rank: int, base: str, replicas: int, tiers: str = "", nodes: list[int] | None = None) -> list[object]:
+def save_at(rank: int, base: str, replicas: int | list[int], nodes: list[int], *steps: int) -> None:
+    """`nodes`: of each rank."""
+    size = int(os.environ["WORLD_SIZE"])
+    with fs.Checkpointer(_store(rank, base, replicas, nodes[rank])) as checkpointer:
+        for step in steps:
+            checkpointer.save(step, _state(rank, size, step)).committed.result(60)
+
+
+def load(
+    rank: int, base: str, replicas: int | list[int], tiers: str = "", nodes: list[int] | None = None
+) -> list[object]:
     """The step, the tier and the reason; -1: there is nothing to load. `nodes`: of each rank."""
     size = int(os.environ["WORLD_SIZE"])
     store = _store(rank, base, replicas, None if nodes is None else nodes[rank])
@@ -63,7 +76,7 @@ def load(rank: int, base: str, replicas: int, tiers: str = "", nodes: list[int] 
         return [report.step, report.tier, report.why]
 
 
-def save_to_both(rank: int, base: str, replicas: int, disk: str, *steps: int) -> None:
+def save_to_both(rank: int, base: str, replicas: int | list[int], disk: str, *steps: int) -> None:
     size = int(os.environ["WORLD_SIZE"])
     with fs.Checkpointer([_store(rank, base, replicas), Path(disk)]) as checkpointer:
         for step in steps:
@@ -72,7 +85,7 @@ def save_to_both(rank: int, base: str, replicas: int, disk: str, *steps: int) ->
             assert checkpointer.drain(60) == {}
 
 
-def train(rank: int, base: str, replicas: int) -> None:
+def train(rank: int, base: str, replicas: int | list[int]) -> None:
     """Go on from what there is, and save every step, until killed."""
     size = int(os.environ["WORLD_SIZE"])
     checkpointer = fs.Checkpointer(_store(rank, base, replicas))

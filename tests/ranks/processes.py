@@ -18,9 +18,14 @@ import traceback
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from bench.networks import Networks
 
 HERE = Path(__file__).resolve().parent
 TIMEOUT_S = 120.0
+_CLONE_NEWNET = 0x40000000
 LEFT_S = 20.0  # for ranks to end once another has failed
 
 
@@ -86,9 +91,11 @@ def nursery() -> Nursery:
 
 
 class Ranks:
-    """`size` processes that run `module.function(rank, *arguments)`."""
+    """`size` processes that run `module.function(rank, *arguments)`. `networks`: each in one of its own."""
 
-    def __init__(self, size: int, module: str, function: str, *arguments: object) -> None:
+    def __init__(
+        self, size: int, module: str, function: str, *arguments: object, networks: Networks | None = None
+    ) -> None:
         import torch.distributed as dist
 
         self._desk = tempfile.TemporaryDirectory()
@@ -97,7 +104,8 @@ class Ranks:
         self.processes = []
         for rank in range(size):
             act = [module, function, json.dumps(arguments), self._file(rank)]
-            pid = nursery().ask("start", rank, size, self._store.port, *act)
+            where = ["127.0.0.1", ""] if networks is None else [networks.host, networks.names[rank]]
+            pid = nursery().ask("start", rank, size, [self._store.port, *where], *act)
             assert pid is not None
             self.processes.append(Rank(pid))
 
@@ -177,14 +185,16 @@ def tend() -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def _become_rank(rank: int, size: int, port: int, module: str, function: str, arguments: str, path: str) -> None:
+def _become_rank(
+    rank: int, size: int, where: tuple[int, str, str], module: str, function: str, arguments: str, path: str
+) -> None:
     """This process is a rank from here on, and does not return."""
     said = os.open(f"{path}.said", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     nothing = os.open(os.devnull, os.O_RDONLY)
     for fd, own in ((nothing, 0), (said, 1), (said, 2)):
         os.dup2(fd, own)
     try:
-        result = _act(rank, size, port, module, function, arguments)
+        result = _act(rank, size, where, module, function, arguments)
     except BaseException:
         traceback.print_exc()
         sys.stdout.flush()
@@ -194,13 +204,30 @@ def _become_rank(rank: int, size: int, port: int, module: str, function: str, ar
     os._exit(0)  # without the end of gloo's threads, which aborts one process in eight, whatever it has run
 
 
-def _act(rank: int, size: int, port: int, module: str, function: str, arguments: str) -> object:
+def _act(
+    rank: int, size: int, where: tuple[int, str, str], module: str, function: str, arguments: str
+) -> object:
+    """`where`: the job's store, its port and address; and the network to be in, "" for the one of all others."""
     import torch.distributed as dist
 
+    port, address, network = where
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_PORT": str(port)}
-    store = dist.TCPStore("127.0.0.1", port, None, False)
+    if network:
+        _enter(network)
+        os.environ |= {"MASTER_ADDR": address, "GLOO_SOCKET_IFNAME": "eth0"}
+    store = dist.TCPStore(address, port, None, False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
     return getattr(importlib.import_module(module), function)(rank, *json.loads(arguments))
+
+
+def _enter(network: str) -> None:
+    """This thread, and what it starts, is in that network from here on."""
+    import ctypes
+
+    with open(f"/run/netns/{network}") as namespace:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.setns(namespace.fileno(), _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"setns to {network}")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from peer_nodes import Nodes, several_nodes
 import flowstone as fs
 from flowstone.commit import catalog
 from flowstone.errors import LockedError, StorageError
+from flowstone.store.peers.erasure import is_there
 from flowstone.store.peers.node import Link, Node
 from flowstone.store.peers.store import PeerMemory
 from flowstone.store.peers.wire import Ask
@@ -34,6 +36,9 @@ def nodes() -> Iterator[Nodes]:
 class TestPeerMemory(StoreContract):
     """On two nodes, each of which keeps a copy of the other's files."""
 
+    run = "contract"
+    how: ClassVar[dict[str, Any]] = {}
+
     @pytest.fixture(autouse=True)
     def _nodes(self, nodes: Nodes, kept: list[PeerMemory]) -> Iterator[None]:
         self.nodes = nodes
@@ -47,14 +52,22 @@ class TestPeerMemory(StoreContract):
     @pytest.fixture(scope="class")
     def kept(self, nodes: Nodes) -> list[PeerMemory]:
         """Open for as long, so that the servers stay."""
-        return nodes.stores("contract")
+        return nodes.stores(self.run, **self.how)
 
     def open_store(self, root: Path) -> PeerMemory:
-        self.opened += (both := self.nodes.stores("contract"))
+        self.opened += (both := self.nodes.stores(self.run, **self.how))
         return both[0]
 
     def location(self, root: Path) -> str:
-        return "memory://contract"
+        return f"memory://{self.run}"
+
+
+@pytest.mark.skipif(not is_there(), reason="ISA-L is not installed: pip install 'flowstone[parity]'")
+class TestPeerMemoryWithParity(TestPeerMemory):
+    """The same with parity."""
+
+    run = "contract-parity"
+    how: ClassVar[dict[str, Any]] = {"replicas": None, "parity": (1, 1)}
 
 
 # What is on which node

@@ -18,6 +18,7 @@ from flowstone.errors import ArgumentError, PeerError
 from flowstone.store.peers import wire
 from flowstone.store.peers.interfaces import address_of
 from flowstone.store.peers.node import Link, Place
+from flowstone.store.peers.parity import Contribution
 from flowstone.store.peers.placement import groups, is_survived, keepers, survival
 from flowstone.store.peers.view import Source, see
 from flowstone.store.peers.wire import Ask, Channel, Greeting, Held, HeldStep, Introduction, Told, greet, welcome
@@ -131,7 +132,7 @@ def test_a_client_of_another_protocol_is_told_so_and_the_node_tells_its_log() ->
     with _pair() as (client, server):
         said = Introduction(9, "99.0", "run", b"n" * 16, b"p" * 32)
         client.sendall(_framed({**msgspec.structs.asdict(said), "new": 1}))
-        with pytest.raises(PeerError, match=r"protocol 9 \(flowstone 99\.0\), not 1"):
+        with pytest.raises(PeerError, match=r"protocol 9 \(flowstone 99\.0\), not 2"):
             welcome(server, "run", KEY, "node")
         assert b"protocol 9" in client.recv(10_000)
 
@@ -265,12 +266,16 @@ def _segments(directory: str, manifest: str, source: Source) -> Mapping[str, int
     return dict.fromkeys("abcd"[: int(manifest[1])], 10)
 
 
+def _undescribed(directory: str, parity: Mapping[str, tuple[Source, ...]]) -> Mapping[str, Contribution]:
+    raise AssertionError("there is no parity")
+
+
 ONE, TWO = "step-00000001", "step-00000002"
 
 
 def test_a_step_is_whole_if_each_segment_is_somewhere() -> None:
     first, second = (_held(1, (ONE, "m2", letter), (TWO, "m3", letter)) for letter in "ab")
-    found = see({0: first, 1: second}, 1, _segments)
+    found = see({0: first, 1: second}, 1, _segments, _undescribed)
     assert list(found.steps) == [ONE]
     assert found.names == ("flowstone.json", ONE)
     assert found.lacks == {TWO: "c of 3 segments in the memory of no node that answers"}
@@ -278,18 +283,18 @@ def test_a_step_is_whole_if_each_segment_is_somewhere() -> None:
 
 
 def test_files_of_another_checkpoint_of_that_step_do_not_count() -> None:
-    found = see({0: _held(1, (ONE, "m2", "a")), 1: _held(1, (ONE, "n2", "b"))}, 0, _segments)
+    found = see({0: _held(1, (ONE, "m2", "a")), 1: _held(1, (ONE, "n2", "b"))}, 0, _segments, _undescribed)
     assert not found.steps
 
 
 def test_what_only_a_node_has_that_was_away_is_of_before() -> None:
     held = {0: _held(2, (ONE, "m1", "a")), 1: _held(1, (ONE, "m1", "a"), (TWO, "m1", "a"))}
-    found = see(held, 0, _segments)
+    found = see(held, 0, _segments, _undescribed)
     assert list(found.steps) == [ONE]
     assert found.lacks == {TWO: "it is of before the job that saved last"}
     assert [source.node for source in found.steps[ONE].files["a"]] == [0, 1], "what others know counts"
 
 
 def test_a_new_node_without_anything_takes_nothing_away() -> None:
-    assert list(see({0: _held(2, (ONE, "m1", "a")), 1: _held(0)}, 1, _segments).steps) == [ONE]
-    assert see({}, 0, _segments).steps == {}
+    assert list(see({0: _held(2, (ONE, "m1", "a")), 1: _held(0)}, 1, _segments, _undescribed).steps) == [ONE]
+    assert see({}, 0, _segments, _undescribed).steps == {}

@@ -14,10 +14,12 @@ import socket
 import sys
 import threading
 
+from flowstone.agent.parities import Parities, Shares
 from flowstone.commit.entries import step_of
 from flowstone.config import (
     MANIFEST_BYTES_MAX,
     PEER_CONNECTIONS_MAX,
+    PEER_DESCRIPTION_BYTES_MAX,
     PEER_PART_BYTES,
     PEER_PUT_BYTES_MAX,
     PEER_STRANGERS_MAX,
@@ -68,6 +70,7 @@ class PeerServer:
         self._open = self._strangers = 0
         self._writer: Channel | None = None
         self._holder = ""
+        self.parities = Parities(self.tree)
         self._manifests: dict[int, str] = {}  # digests, by the number of the file
 
     def serve(self) -> None:
@@ -168,6 +171,7 @@ class Attendance:
         self._server, self._channel, self._tree = server, channel, server.tree
         self._read: dict[int, MemoryFile] = {}
         self._created: dict[int, MemoryFile] = {}
+        self._shares = Shares(server.parities, server.tree)
 
     def serve(self) -> None:
         """Until the client ends it. Raises EOFError, OSError, PeerError; MemoryAgentError once the agent is gone."""
@@ -195,6 +199,8 @@ class Attendance:
             return self._put(asked)
         if asked.verb == "fill":
             return self._fill(asked)
+        if asked.verb in ("gather", "add"):
+            return self._add(asked)
         if asked.payload_bytes:
             raise PeerError("a peer sends bytes that nobody has asked for", next="use one release on all nodes")
         try:
@@ -267,6 +273,24 @@ class Attendance:
         self._channel.receive_into(target)
         if digest(target) != asked.text:
             return Told(errno=errno.EBADMSG, error=f"bytes {asked.offset}..{end} arrived changed")
+        return Told(yes=True)
+
+
+    def _add(self, asked: Ask) -> Told:
+        """A share of parity: first what it is, then its bytes."""
+        is_first = asked.verb == "gather"
+        if asked.payload_bytes > (PEER_DESCRIPTION_BYTES_MAX if is_first else PEER_PART_BYTES):
+            raise PeerError("a peer sends more than belongs together", next="use one release on all nodes")
+        if not is_first:
+            self._shares.check(asked)
+        content = bytearray(asked.payload_bytes)
+        self._channel.receive_into(memoryview(content))
+        try:
+            if is_first:
+                return Told(number=self._shares.gather(asked, bytes(content)))
+            self._shares.add(asked, content)
+        except OSError as error:
+            raise _RefusedError(error.errno, error.strerror) from error
         return Told(yes=True)
 
 

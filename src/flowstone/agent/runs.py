@@ -175,9 +175,12 @@ class Runs:
         promised = sum(run.unallocated_bytes for run in self)
         return max(0, self._available_bytes() - promised - AGENT_HEADROOM_BYTES)
 
-    def make_room(self, run: Run, path: str, size_bytes: int, writer: object) -> None:
-        """Before a file is made: raise NoRoomError unless it fits, with all generations of its draft."""
-        fresh = run.fresh_bytes(size_bytes, writer)
+    def make_room(self, run: Run, path: str, size_bytes: int, writer: object, *, is_new: bool = False) -> None:
+        """Before a file is made: raise NoRoomError unless it fits, with all generations of its draft.
+
+        is_new  it is so much more of a file that is there
+        """
+        fresh = size_bytes if is_new else run.fresh_bytes(size_bytes, writer)
         draft = run.draft_bytes(path) + size_bytes if path.startswith(SAVING) else 0
         more = max(0, run.generations * draft - run.held_bytes - fresh)
         if not fresh + more:

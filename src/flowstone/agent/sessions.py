@@ -215,8 +215,11 @@ class Session:
         file = run.files.get(request.number)
         if file is None or file.writer is not self:
             raise OSError(errno.EPERM, "no file that this client has created, and that is in no checkpoint yet")
-        if not 0 <= request.size_bytes <= file.size_bytes:
-            raise OSError(errno.EINVAL, "a file is only made shorter")
+        if not 0 <= request.size_bytes < 1 << 62:
+            raise OSError(errno.EINVAL, "no size of a file")
+        if request.size_bytes > file.size_bytes:
+            path = next((name for name, one in run.contents.files.items() if one is file), "")
+            self._runs.make_room(run, path, request.size_bytes - file.size_bytes, self, is_new=True)
         file.resize(request.size_bytes)
 
     def _make_directory(self, run: Run, request: Request) -> None:

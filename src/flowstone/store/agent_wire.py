@@ -21,7 +21,7 @@ import msgspec
 from flowstone.config import AGENT_MESSAGE_BYTES_MAX
 from flowstone.errors import ArgumentError, StorageError
 
-PROTOCOL = 2
+PROTOCOL = 3
 DIRECTORY_VARIABLE = "FLOWSTONE_AGENT_DIR"
 SOCKET_NAME, LOCK_NAME, LOG_NAME = "agent.sock", "agent.lock", "agent.log"
 _RUN = re.compile(r"[\w.-]+(/[\w.-]+)*", re.ASCII)

@@ -1,5 +1,4 @@
-"""Copies of this node's segments in the memory of other nodes: sent in parts, several under way, each verified there.
-"""
+"""This node's segments for the memory of other nodes, as copies or for parity: in parts, each verified there."""
 
 from __future__ import annotations
 
@@ -7,13 +6,18 @@ import errno
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Literal
+
+import msgspec
 
 from flowstone.config import PEER_PART_BYTES, PEER_PARTS_UNDER_WAY
 from flowstone.errors import CancelledError, FlowstoneError, PeerError, StorageError
 from flowstone.format.digest import digest
 from flowstone.store.contents import MemoryFile
+from flowstone.store.peers.erasure import coefficient
 from flowstone.store.peers.memory import view_of
 from flowstone.store.peers.node import Link, checked
+from flowstone.store.peers.parity import Share, contributions, parity_name, parts
 from flowstone.store.peers.wire import Ask
 
 
@@ -34,32 +38,78 @@ class Pace:
         self._due = max(self._due, time.monotonic()) + length / self._bytes_per_s
 
 
-def copy_to(
-    links: Sequence[Link], files: Sequence[tuple[str, MemoryFile]], bytes_per_s: float | None,
-    is_cancelled: Callable[[], bool],
+class Sending(msgspec.Struct, frozen=True, eq=False):
+    """What one node is sent for one of its files: first what makes that, then ranges of ours, one after the other.
+
+    asked    what makes it; `payload` follows
+    verb     what each part of the ranges is for
+    ranges   of files: where they begin, and their length
+    """
+
+    asked: Ask
+    payload: bytes
+    verb: Literal["fill", "add"]
+    ranges: Sequence[tuple[MemoryFile, int, int]]
+
+
+def copies_of(files: Sequence[tuple[str, MemoryFile]]) -> list[Sending]:
+    """Of whole files, by their paths."""
+    return [
+        Sending(Ask("create", path, size_bytes=file.size_bytes), b"", "fill", [(file, 0, file.size_bytes)])
+        for path, file in files
+    ]
+
+
+def shares_of(
+    files: Sequence[tuple[str, MemoryFile]], shares: Sequence[Share], writer: str
+) -> dict[int, list[Sending]]:
+    """What each node is sent for the parity of files of one directory. `writer`: see parity_name."""
+    sendings: dict[int, list[Sending]] = {}
+    if not shares or not files:
+        return sendings
+    directory = files[0][0].rpartition("/")[0]
+    by_name = {path.rpartition("/")[2]: file for path, file in files}
+    sizes = [(name, file.size_bytes) for name, file in by_name.items()]
+    columns, rows = shares[0].columns, len(shares[0].keepers)
+    for share, contribution in zip(shares, contributions(sizes, columns, rows), strict=True):
+        ranges = [(by_name[part.file], part.offset, part.length) for part in parts(contribution)]
+        described = msgspec.msgpack.encode(contribution)
+        for row, node in enumerate(share.keepers):
+            asked = Ask(
+                "gather", f"{directory}/{parity_name(share, writer, row)}", target=str(share.column),
+                number=coefficient(columns, rows, row, share.column), size_bytes=contribution.length,
+                payload_bytes=len(described),
+            )
+            if ranges:
+                sendings.setdefault(node, []).append(Sending(asked, described, "add", ranges))
+    return sendings
+
+
+def send(
+    sendings: Sequence[tuple[Link, Sequence[Sending]]], bytes_per_s: float | None, is_cancelled: Callable[[], bool]
 ) -> None:
-    """Copy files, by their paths, to each of these nodes. They are there, and verified, when this returns.
+    """Send to several nodes at once. All is there, and verified, when this returns.
 
     bytes_per_s  that this node sends; None: no limit
 
     raises  StorageError, FullError, PeerError: the first failure; CancelledError
     """
-    if not links or not files:
+    if not sendings:
         return
-    each = None if bytes_per_s is None else bytes_per_s / len(links)
-    with ThreadPoolExecutor(len(links), thread_name_prefix="flowstone-copy") as executor:
-        copies = [executor.submit(_copy, link, files, Pace(each), is_cancelled) for link in links]
-    for copy in copies:
-        copy.result()
+    each = None if bytes_per_s is None else bytes_per_s / len(sendings)
+    with ThreadPoolExecutor(len(sendings), thread_name_prefix="flowstone-copy") as executor:
+        under_way = [executor.submit(_send, link, what, Pace(each), is_cancelled) for link, what in sendings]
+    for one in under_way:
+        one.result()
 
 
-def _copy(
-    link: Link, files: Sequence[tuple[str, MemoryFile]], pace: Pace, is_cancelled: Callable[[], bool]
-) -> None:
+def _send(link: Link, sendings: Sequence[Sending], pace: Pace, is_cancelled: Callable[[], bool]) -> None:
+    path = ""
     try:
-        for path, file in files:
-            number = checked(link.ask(Ask("create", path, size_bytes=file.size_bytes)), link.place).number
-            _fill(link, number, file, pace, is_cancelled)
+        for sending in sendings:
+            path = sending.asked.path
+            number = link.ask(sending.asked, sending.payload).number
+            _send_ranges(link, number, sending, pace, is_cancelled)
     except FlowstoneError:
         raise
     except OSError as error:
@@ -71,25 +121,32 @@ def _copy(
         link.close()
 
 
-def _fill(link: Link, number: int, file: MemoryFile, pace: Pace, is_cancelled: Callable[[], bool]) -> None:
-    mapping = file.mapped(writable=False)
-    under_way = 0
-    for begin in range(0, file.size_bytes, PEER_PART_BYTES):
-        length = min(PEER_PART_BYTES, file.size_bytes - begin)
-        if is_cancelled():
-            raise CancelledError("the save was cancelled", next="save again")
-        pace.wait(length)
-        assert mapping is not None, "it has bytes"
-        said = digest(view_of(mapping.address + begin, length))
-        link.send_file(Ask("fill", text=said, number=number, offset=begin, payload_bytes=length), file.fd)
-        under_way += 1
-        if under_way == PEER_PARTS_UNDER_WAY:
-            _confirmed(link, file)
-            under_way -= 1
+def _send_ranges(
+    link: Link, number: int, sending: Sending, pace: Pace, is_cancelled: Callable[[], bool]
+) -> None:
+    under_way = target = 0
+    for file, begin, length in sending.ranges:
+        mapping = file.mapped(writable=False)
+        for offset in range(begin, begin + length, PEER_PART_BYTES):
+            part_bytes = min(PEER_PART_BYTES, begin + length - offset)
+            if is_cancelled():
+                raise CancelledError("the save was cancelled", next="save again")
+            pace.wait(part_bytes)
+            assert mapping is not None, "it has bytes"
+            said = digest(view_of(mapping.address + offset, part_bytes))
+            asked = Ask(sending.verb, text=said, number=number, offset=target, payload_bytes=part_bytes)
+            link.send_file(asked, file.fd, offset)
+            target += part_bytes
+            under_way += 1
+            if under_way == PEER_PARTS_UNDER_WAY:
+                _confirmed(link, sending)
+                under_way -= 1
     for _ in range(under_way):
-        _confirmed(link, file)
+        _confirmed(link, sending)
 
 
-def _confirmed(link: Link, file: MemoryFile) -> None:
+def _confirmed(link: Link, sending: Sending) -> None:
     if not checked(link.receive(), link.place).yes:
-        raise PeerError(f"the node at {link.place.shown} has not confirmed a part of {file.path}", next="save again")
+        raise PeerError(
+            f"the node at {link.place.shown} has not confirmed a part of {sending.asked.path}", next="save again"
+        )

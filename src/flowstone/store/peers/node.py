@@ -45,12 +45,12 @@ class Link:
         except OSError as error:
             raise self._lost(error) from error
 
-    def send_file(self, asked: Ask, fd: int) -> None:
-        """The same, with payload_bytes of a file from `offset` on."""
+    def send_file(self, asked: Ask, fd: int, offset: int) -> None:
+        """The same, with payload_bytes of a file from `offset` on, which is not that of what is asked."""
         self.send(asked)
         assert self._channel is not None, "it is connected"
         try:
-            self._channel.send_file(fd, asked.offset, asked.payload_bytes)
+            self._channel.send_file(fd, offset, asked.payload_bytes)
         except (OSError, EOFError) as error:
             raise self._lost(error) from error
 

@@ -21,8 +21,9 @@ from flowstone.store.base import ReadReceipt
 from flowstone.store.jobs import JobReading
 from flowstone.store.peers.memory import view_of
 from flowstone.store.peers.node import Link
+from flowstone.store.peers.parity import Part, Rebuilt, rebuild
 from flowstone.store.peers.tree import PeersTree
-from flowstone.store.peers.view import Source
+from flowstone.store.peers.view import Source, WholeStep
 from flowstone.store.peers.wire import Ask
 
 
@@ -33,6 +34,7 @@ class Located(msgspec.Struct, frozen=True, eq=False):
     paths       of the files; the engine numbers them from `first_file` on
     sources     the nodes that have each, by its path
     local       of these, the files that this node has: they are copied
+    rebuilt     files that are on no node, with their checkpoints
     """
 
     location: str
@@ -40,6 +42,7 @@ class Located(msgspec.Struct, frozen=True, eq=False):
     first_file: int
     sources: Mapping[str, tuple[Source, ...]]
     local: Mapping[str, _native.Mapping | None]
+    rebuilt: Mapping[str, tuple[WholeStep, Rebuilt]] = {}
 
 
 class PeerReading(JobReading):
@@ -50,7 +53,7 @@ class PeerReading(JobReading):
     ) -> None:
         super().__init__(Path(located.location), job, located)
         self._tree, self._location, self._engine, self._paths = tree, located.location, engine, located.paths
-        self._sources, self._local = located.sources, located.local
+        self._sources, self._local, self._rebuilt = located.sources, located.local, located.rebuilt
         self._numbers = located.first_file, located.first_file + len(located.paths)
         self._refusal: FlowstoneError | None = None
         self._threads = [
@@ -98,12 +101,33 @@ class PeerReading(JobReading):
             if mapping is not None and moved:
                 ctypes.memmove(address, mapping.address + offset, moved)
             return moved
+        target = view_of(address, length)
+        if path not in self._rebuilt:
+            return self._fetch(links, path, self._sources[path], offset, target)
+        step, rebuilt = self._rebuilt[path]
+        directory = path.partition("/")[0]
+
+        def read(part: Part, into: memoryview) -> None:
+            there = f"{directory}/{part.file}"
+            sources = step.files.get(part.file) or step.parity[part.file]
+            if self._fetch(links, there, sources, part.offset, into) != part.length:
+                raise StorageError(
+                    f"cannot read {self._location}/{there}", errno=errno.EIO, reason="a file that became shorter",
+                    next="load again: an older checkpoint, or a farther tier, may be whole",
+                )
+
+        return rebuild(rebuilt, offset, target, read)
+
+    def _fetch(
+        self, links: dict[int, Link], path: str, sources: Sequence[Source], offset: int, target: memoryview
+    ) -> int:
+        """From the first node that gives it. How many bytes."""
         failure: Exception | None = None
-        for source in self._sources[path]:
+        for source in sources:
             link = links.setdefault(source.node, self._tree.link_of(source.node).link)
-            asked = Ask("read", path, number=source.number, offset=offset, size_bytes=length)
+            asked = Ask("read", path, number=source.number, offset=offset, size_bytes=len(target))
             try:
-                return link.read_into(asked, view_of(address, length))
+                return link.read_into(asked, target)
             except (PeerError, OSError) as error:
                 log.warning("cannot read %s from the node at %s: %s", path, link.place.shown, error)
                 failure = error

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
@@ -24,12 +25,14 @@ from flowstone.store.forks import forget_in_children
 from flowstone.store.jobs import JobReading
 from flowstone.store.node_memory import NodeMemory
 from flowstone.store.os_errors import MORE_THREADS, translated
-from flowstone.store.peers.copies import copy_to
+from flowstone.store.peers import erasure
+from flowstone.store.peers.copies import copies_of, send, shares_of
 from flowstone.store.peers.interfaces import address_of
 from flowstone.store.peers.node import Link, Place
+from flowstone.store.peers.parity import shares
 from flowstone.store.peers.placement import keepers
 from flowstone.store.peers.reading import Located, PeerReading
-from flowstone.store.peers.tree import PeersTree
+from flowstone.store.peers.tree import DRAFT, PeersTree
 from flowstone.store.peers.wire import Ask
 
 SECRET_VARIABLE = "FLOWSTONE_PEERS_SECRET"  # noqa: S105  (its name)
@@ -41,6 +44,8 @@ class _Introduction(msgspec.Struct, frozen=True):
     place: Place
     run: str
     replicas: int
+    parity: tuple[int, int]
+    rank: str  # tells ranks of one node apart
 
 
 class PeerMemory(NodeMemory):
@@ -50,26 +55,38 @@ class PeerMemory(NodeMemory):
     secret       that all nodes of the job know, and no one else: 16 bytes at least; None: FLOWSTONE_PEERS_SECRET
     replicas     how many nodes keep what a node saves, itself included: groups of so many keep each other's (Gemini,
                  SOSP 2023). So many less one may be lost at once, and more where they are of different groups
+    parity       (k, m), in place of replicas: groups of k + m nodes or more, any m of which may be lost at once, for
+                 m / k of the memory of what is saved; see docs/PEERS.md. Needs `flowstone[parity]`
     interface    the network that joins the nodes: its name, or this node's address in it; None: the one that leads to
                  MASTER_ADDR. Nothing is served at any other address
     port         where this node is served; 0: any free one
     addresses    of all nodes, as "host:port", for a process outside of a job: nothing is exchanged then
+    state_bytes  of one checkpoint, that the ranks of this node save, if it is known: what does not fit, with what is
+                 kept for other nodes, is refused here
     bytes_per_s  that a rank sends to make copies; None: no limit
 
-    Other options are those of NodeMemory. Needs memory for `replicas` x `generations` of what a node's ranks save.
+    Other options are those of NodeMemory. Needs memory for `replicas` x `generations` of what a node's ranks save, or
+    (1 + m / k) x `generations`.
 
-    raises  ArgumentError
+    raises  ArgumentError; BudgetError if this node has less memory than that; FrameworkError if what parity needs is
+            not installed
     """
 
     def __init__(
-        self, name: str, *, secret: str | bytes | None = None, replicas: int = REPLICAS, interface: str | None = None,
-        port: int = 0, addresses: Sequence[str] = (), bytes_per_s: float | None = None, generations: int = GENERATIONS,
-        linger_s: float = AGENT_LINGER_S, options: EngineOptions | None = None,
+        self, name: str, *, secret: str | bytes | None = None, replicas: int | None = None,
+        parity: tuple[int, int] | None = None, interface: str | None = None,
+        port: int = 0, addresses: Sequence[str] = (), bytes_per_s: float | None = None,
+        state_bytes: int | None = None, generations: int = GENERATIONS, linger_s: float = AGENT_LINGER_S,
+        options: EngineOptions | None = None,
     ) -> None:
         super().__init__(name, generations=generations, linger_s=linger_s, options=options)
-        self.replicas = whole_number("replicas", replicas)
+        self.replicas = whole_number("replicas", REPLICAS if replicas is None else replicas)
         if self.replicas < 1:
             raise ArgumentError(f"replicas {replicas} is less than 1", next="a node's own is the first one")
+        self.parity = (0, 0) if parity is None else _parity(parity, replicas)
+        if state_bytes is not None:
+            own, (columns, rows) = whole_number("state_bytes", state_bytes), self.parity
+            self._check_room(own - (-own * rows // columns) if rows else own * self.replicas)
         if bytes_per_s is not None and not bytes_per_s > 0:
             raise ArgumentError(f"bytes_per_s {bytes_per_s!r:.60} is not above 0", next="leave it out for no limit")
         self._bytes_per_s, self._addresses = bytes_per_s, [_place(address) for address in addresses]
@@ -81,6 +98,8 @@ class PeerMemory(NodeMemory):
         self._guard = Lock()
         self._caller_engines: dict[int, _native.Engine] = {}
         self._next_file = 0
+        self._number_on_node = 0  # of this rank
+        self._draft, self._writes = "", 0  # the last one that was written into, and how often
         self._has_met = False
         self._peers.find = self._find
         forget_in_children(self)
@@ -89,19 +108,23 @@ class PeerMemory(NodeMemory):
 
     def introduce(self) -> bytes:
         """What this rank tells the others, so that their nodes find this one. Starts agent and server if need be."""
-        return msgspec.msgpack.encode(_Introduction(self._peers.introduce(self._keep), self.run, self.replicas))
+        place = self._peers.introduce(self._keep)
+        return msgspec.msgpack.encode(
+            _Introduction(place, self.run, self.replicas, self.parity, secrets.token_hex(8))
+        )
 
     def meet(self, said: Sequence[bytes], own: bytes) -> None:
         """Take what all ranks have told for the nodes of the job. Raises ArgumentError where they differ."""
         introductions = [msgspec.msgpack.decode(one, type=_Introduction) for one in said]
         mine = msgspec.msgpack.decode(own, type=_Introduction)
         for rank, one in enumerate(introductions):
-            if (one.run, one.replicas) != (mine.run, mine.replicas):
+            if (one.run, one.replicas, one.parity) != (mine.run, mine.replicas, mine.parity):
                 raise ArgumentError(
-                    f"rank {rank} saves to another memory of several nodes",
-                    expected=f"{mine.run}, {mine.replicas} replicas", found=f"{one.run}, {one.replicas} replicas",
+                    f"rank {rank} saves to another memory of several nodes", expected=_shown(mine), found=_shown(one),
                     next="give every rank the same store",
                 )
+        before = introductions[: list(said).index(own)]
+        self._number_on_node = sum(1 for one in before if one.place.node == mine.place.node)
         self._peers.meet(mine.place, tuple({one.place.node: one.place for one in introductions}.values()))
         self._has_met = True
 
@@ -142,26 +165,42 @@ class PeerMemory(NodeMemory):
     # Bulk bytes
 
     def secure(self, files: Sequence[tuple[str, MemoryFile]], job: _native.WriteJob) -> FlowstoneError | None:
-        """Make the copies of what was written. The reason why there are none."""
-        nodes = self._peers.nodes
-        links = [self._peers.link_of(at).link for at in keepers(self._peers.own, len(nodes), self.replicas)[1:]]
+        """Make the copies of what was written, or its parity. The reason why there are none."""
+        if not files:
+            return None
+        own, nodes = self._peers.own, len(self._peers.nodes)
+        draft, (columns, rows) = files[0][0].partition("/")[0], self.parity
+        if rows and draft.startswith(DRAFT):
+            to = shares_of(files, shares(own, nodes, columns, rows), self._writer(draft))
+        else:  # what belongs to no checkpoint has copies in any case: its name may be used again
+            replicas = 1 + rows if rows else self.replicas
+            to = dict.fromkeys(keepers(own, nodes, replicas)[1:], copies_of(files))
         try:
-            copy_to(links, files, self._bytes_per_s, lambda: job.cancelled)
+            sendings = [(self._peers.link_of(node).link, what) for node, what in to.items()]
+            send(sendings, self._bytes_per_s, lambda: job.cancelled)
         except FlowstoneError as error:
             return error
         return None
+
+    def _writer(self, draft: str) -> str:
+        """Tells the files of one write apart from those of others into the draft, of this node: see parity_name."""
+        with self._guard:
+            self._draft, self._writes = draft, self._writes + 1 if draft == self._draft else 0
+            return f"{self._number_on_node}-{self._writes}"
 
     def read_extents(
         self, paths: Sequence[str], rows: _native.ReadExtents, arena: _native.Arena, *, wanted_bytes: int,
         stop_at_bad: bool = True, past_cache: bool = False, ahead: bool = False,
     ) -> JobReading:
         wanted = sorted(set(chain.from_iterable(rows.file_groups)))
-        sources, local = {}, {}
+        sources, local, rebuilt = {}, {}, {}
         for number in wanted:
             path = paths[number]
             with self._acting("open", path):
                 sources[path] = self._peers.sources(path)
-                if sources[path][0].node == self._peers.own:
+                if not sources[path] and (found := self._peers.step_of(path)) is not None:
+                    rebuilt[path] = found
+                elif sources[path][0].node == self._peers.own:
                     local[path] = self._peers.open(path).mapped(writable=False)
         if len(local) == len(sources):
             return super().read_extents(
@@ -180,7 +219,7 @@ class PeerMemory(NodeMemory):
             job = engine.read(
                 arena, natives, rows, stop_at_bad=stop_at_bad, in_place=False, request_bytes=request_bytes, ahead=ahead
             )
-            located = Located(self.location, paths, first, sources, local)
+            located = Located(self.location, paths, first, sources, local, rebuilt)
             return PeerReading(self._peers, engine, job, located, max(1, -(-wanted_bytes // request_bytes)))
 
     def _caller_engine(self, request_bytes: int) -> _native.Engine:
@@ -213,6 +252,27 @@ def _place(address: str) -> Place:
             f"{address!r:.60} is no address of a node", expected="host:port", next="write 10.0.0.3:7000"
         )
     return Place("", host.strip("[]"), int(port))
+
+
+def _parity(given: tuple[int, int], replicas: int | None) -> tuple[int, int]:
+    """Raises ArgumentError, FrameworkError."""
+    if replicas is not None:
+        raise ArgumentError("parity and replicas exclude each other", next="give one of them")
+    if not isinstance(given, tuple) or len(given) != 2:
+        raise ArgumentError(f"parity {given!r:.60} is no pair of numbers", next="write parity=(3, 1)")
+    columns, rows = (whole_number("parity", one) for one in given)
+    if columns < 1 or rows < 1 or 2 * (columns + rows) > erasure.SHARDS_MAX:
+        raise ArgumentError(
+            f"parity {given!r:.60} cannot be", expected=f"1 and more, together {erasure.SHARDS_MAX // 2} at most",
+            next="write parity=(3, 1): of groups of four nodes, any one may be lost",
+        )
+    erasure.library()
+    return columns, rows
+
+
+def _shown(one: _Introduction) -> str:
+    columns, rows = one.parity
+    return f"{one.run}, " + (f"parity ({columns}, {rows})" if rows else f"{one.replicas} replicas")
 
 
 def _secret(given: str | bytes | None) -> bytes:

@@ -15,19 +15,28 @@ from threading import RLock
 
 import msgspec
 
-from flowstone.config import MANIFEST_BYTES_MAX, MARKER_BYTES_MAX, PEER_SILENCE_S, POLL_S, READ_REQUEST_BYTES
+from flowstone.config import (
+    MANIFEST_BYTES_MAX,
+    MARKER_BYTES_MAX,
+    PEER_DESCRIPTION_BYTES_MAX,
+    PEER_SILENCE_S,
+    POLL_S,
+    READ_REQUEST_BYTES,
+)
 from flowstone.errors import FormatError, MemoryAgentError, PeerError
 from flowstone.format.manifest import MANIFEST_NAME, MARKER_NAME, decode_manifest
 from flowstone.log import log
 from flowstone.store.agent_wire import Request
 from flowstone.store.contents import MemoryFile
 from flowstone.store.node_memory import AgentTree
+from flowstone.store.peers.erasure import is_there
 from flowstone.store.peers.node import Node, Place, ask_all, checked
-from flowstone.store.peers.view import Source, View, is_step, see
+from flowstone.store.peers.parity import Contribution, Part, Rebuilt, is_parity, rebuild
+from flowstone.store.peers.view import Source, View, WholeStep, is_step, see
 from flowstone.store.peers.wire import Ask, Told
 
 _SERVE_S = 60.0
-_DRAFT, _NOTE = ".saving-", ".rewound-"
+DRAFT, _NOTE = ".saving-", ".rewound-"
 
 
 class PeersTree(AgentTree):
@@ -41,6 +50,7 @@ class PeersTree(AgentTree):
         self.own = 0  # which of them is this one
         self._guard = RLock()  # of the nodes' connections
         self._segments: dict[str, Mapping[str, int]] = {}  # of checkpoints, by their manifest's digest
+        self._described: dict[int, Contribution] = {}  # what parity is of, by the number of the file that says it
         self._is_locked = False
         self._told: set[str] = set()  # what the log has been told of checkpoints that are not whole
 
@@ -105,12 +115,20 @@ class PeersTree(AgentTree):
                     log.warning("%s", answer.message)
                 elif answer.held is not None:
                     held[at] = answer.held
-            found = see(held, self.own, self._segments_of)
+            found = see(held, self.own, self._segments_of, self._described_by)
         for name, why in found.lacks.items():
-            if (said := f"{name} in {self._location} is not whole: {why}{self._down()}") not in self._told:
-                self._told.add(said)
-                log.warning("%s", said)
+            self._tell(f"{name} in {self._location} is not whole: {why}{self._down()}")
+        for name, step in found.steps.items():
+            if step.rebuilt:
+                which = ", ".join(sorted(step.rebuilt))
+                self._tell(f"{which} of {name} in {self._location} follow from parity{self._down()}")
         return found
+
+    def _tell(self, what: str) -> None:
+        """The log, once."""
+        if what not in self._told:
+            self._told.add(what)
+            log.warning("%s", what)
 
     def _down(self) -> str:
         down = [node.place.shown for node in self._nodes if node.why_down]
@@ -132,6 +150,29 @@ class PeersTree(AgentTree):
                 self._segments[manifest] = {}  # the load of it tells what is wrong
         return self._segments[manifest]
 
+    def _described_by(self, directory: str, parity: Mapping[str, tuple[Source, ...]]) -> Mapping[str, Contribution]:
+        """What parity is of, by the names of the files that say it; nothing where it could not be used."""
+        if not is_there():
+            return {}
+        found = {}
+        for name, (source, *_) in parity.items():
+            if "." not in name.removeprefix("."):
+                continue  # parity itself
+            if source.number not in self._described:
+                content = self.read_from(source, f"{directory}/{name}", 0, PEER_DESCRIPTION_BYTES_MAX)
+                try:
+                    self._described[source.number] = msgspec.msgpack.decode(content, type=Contribution)
+                except msgspec.DecodeError:
+                    return {}  # a column that is not known would be taken for zeros
+            found[name] = self._described[source.number]
+        return found
+
+    def step_of(self, path: str) -> tuple[WholeStep, Rebuilt] | None:
+        """A checkpoint, and how to rebuild that file of it; None for one that is somewhere, or nowhere."""
+        directory, _, name = path.partition("/")
+        step = self.view().steps.get(directory) if is_step(directory) else None
+        return None if step is None or name not in step.rebuilt else (step, step.rebuilt[name])
+
     def read_from(self, source: Source, path: str, begin: int, end: int) -> bytes:
         """A part of a node's file. Raises OSError, PeerError."""
         content = bytearray(max(0, min(end, source.size_bytes) - begin))
@@ -145,12 +186,17 @@ class PeersTree(AgentTree):
         return bytes(content)
 
     def sources(self, path: str) -> tuple[Source, ...]:
-        """The nodes that have a file, in the order in which they are to be asked. Raises OSError, ENOENT, EISDIR."""
+        """The nodes that have a file, in the order in which they are to be asked; none for one that is to be rebuilt.
+
+        raises  OSError, ENOENT, EISDIR
+        """
         directory, _, name = path.partition("/")
         if is_step(directory):
             step = self.view().steps.get(directory)
             if step is not None and not name:
                 raise OSError(errno.EISDIR, "a directory")
+            if step is not None and name in step.rebuilt:
+                return ()
             if step is None or name not in step.files:
                 raise OSError(errno.ENOENT, "no such file")
             return step.files[name]
@@ -168,7 +214,7 @@ class PeersTree(AgentTree):
         directory, _, name = path.partition("/")
         if is_step(directory):
             step = self.view().steps.get(directory)
-            return step is not None and (not name or name in step.files)
+            return step is not None and (not name or name in step.names)
         return any(answer.yes for _, answer in self._ask_up(Ask("exists", path)))
 
     def names(self, path: str) -> tuple[str, ...]:
@@ -176,14 +222,19 @@ class PeersTree(AgentTree):
             return self.view().names
         if is_step(path):
             step = self.view().steps.get(path)
-            return () if step is None else tuple(sorted(step.files))
-        return tuple(sorted({name for _, answer in self._ask_up(Ask("names", path)) for name in answer.names}))
+            return () if step is None else step.names
+        names = {name for _, answer in self._ask_up(Ask("names", path)) for name in answer.names}
+        return tuple(sorted(name for name in names if not is_parity(name)))
 
     def look(self, path: str) -> tuple[int, int]:
+        if (found := self.step_of(path)) is not None:
+            return found[1].number, found[1].size_bytes
         first = self.sources(path)[0]
         return first.number, first.size_bytes
 
     def open(self, path: str) -> MemoryFile:
+        if (found := self.step_of(path)) is not None:
+            return RebuiltFile(self, *found, path, f"{self._location}/{path}")
         first = self.sources(path)[0]
         if first.node == self.own:
             return super().open(path)
@@ -218,17 +269,29 @@ class PeersTree(AgentTree):
                 checked(told, self.nodes[at].place)
 
     def remove(self, path: str) -> None:
+        if "/" not in path:
+            self._remove_parity(path)
         told = self._ask_each(Ask("remove", path))
         refused = [one for one in told if one.errno and one.errno != errno.ENOENT]
         if refused or all(one.errno for one in told):
             checked((refused or told)[0], self.nodes[self.own].place)
+
+    def _remove_parity(self, directory: str) -> None:
+        """It is in no list, so it goes with the directory, once nothing else is in that."""
+        held = self._ask_each(Ask("names", directory))
+        if not all(is_parity(name) for told in held for name in told.names):
+            return
+        with self._guard:
+            for node, told in zip(self.nodes, held, strict=True):
+                for name in told.names:
+                    checked(node.link.ask(Ask("remove", f"{directory}/{name}")), node.place)
 
     def rename(self, source: str, target: str, *, directories: bool) -> None:
         """On all nodes, or on none: what was done is undone where one refuses. A draft has to be on each."""
         assert directories, "they are moved as a whole"
         with self._guard:
             told = ask_all(self.nodes, Ask("rename", source, target))
-            is_draft = source.startswith(_DRAFT)
+            is_draft = source.startswith(DRAFT)
             refused = [
                 (at, one) for at, one in enumerate(told)
                 if isinstance(one, PeerError) or (one.errno and (is_draft or one.errno != errno.ENOENT))
@@ -347,3 +410,22 @@ class RemoteFile(MemoryFile):
 
     def read(self, begin: int, end: int) -> bytes:
         return self._tree.read_from(self._source, self._path, begin, end)
+
+
+class RebuiltFile(MemoryFile):
+    """A file that follows from others. It is read in small parts, as a RemoteFile."""
+
+    def __init__(self, tree: PeersTree, step: WholeStep, rebuilt: Rebuilt, path: str, shown: str) -> None:
+        self.number, self.size_bytes, self.path, self.touched_bytes = rebuilt.number, rebuilt.size_bytes, shown, 0
+        self.links, self.writer = 0, None
+        self._tree, self._step, self._rebuilt, self._directory = tree, step, rebuilt, path.partition("/")[0]
+
+    def read(self, begin: int, end: int) -> bytes:
+        content = bytearray(max(0, min(end, self.size_bytes) - begin))
+        rebuild(self._rebuilt, begin, memoryview(content), self._part)
+        return bytes(content)
+
+    def _part(self, part: Part, target: memoryview) -> None:
+        source = (self._step.files.get(part.file) or self._step.parity[part.file])[0]
+        path = f"{self._directory}/{part.file}"
+        target[:] = self._tree.read_from(source, path, part.offset, part.offset + part.length)

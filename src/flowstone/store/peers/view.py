@@ -1,4 +1,4 @@
-"""Which checkpoints several nodes have together, from what each of them holds. Pure."""
+"""Which checkpoints several nodes have together, from what each of them holds."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from flowstone.format.manifest import MANIFEST_NAME
+from flowstone.store.peers.parity import Contribution, Rebuilt, is_parity, rebuilt
 from flowstone.store.peers.wire import Held
 
 HIDDEN = ".peer-"  # begins names of what is on its way between nodes
@@ -23,10 +24,20 @@ class Source(msgspec.Struct, frozen=True):
 
 
 class WholeStep(msgspec.Struct, frozen=True):
-    """A checkpoint that is whole: its files, and which nodes have each, in the order in which they are to be asked."""
+    """A checkpoint that is whole: its files, and which nodes have each, in the order in which they are to be asked.
+
+    parity   the same of files with parity, which are in no list
+    rebuilt  files that no node has, but that follow from the others
+    """
 
     manifest: str
     files: Mapping[str, tuple[Source, ...]]
+    parity: Mapping[str, tuple[Source, ...]] = {}
+    rebuilt: Mapping[str, Rebuilt] = {}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(sorted((*self.files, *self.rebuilt)))
 
 
 class View(msgspec.Struct, frozen=True):
@@ -48,16 +59,21 @@ def is_step(name: str) -> bool:
     return _STEP.fullmatch(name) is not None
 
 
-def see(held: Mapping[int, Held], own: int, segments: Callable[[str, str, Source], Mapping[str, int]]) -> View:
+def see(
+    held: Mapping[int, Held], own: int, segments: Callable[[str, str, Source], Mapping[str, int]],
+    described: Callable[[str, Mapping[str, tuple[Source, ...]]], Mapping[str, Contribution]],
+) -> View:
     """What there is together.
 
     held      by node, of those that answer
     own       this node: its files are read first, then those of the nodes that follow
     segments  names and sizes of a checkpoint's segments, from its directory, its manifest's digest, and where that is
+    described  what its parity is of, from its directory, and the files of that; {}: parity is of no use here
 
-    A checkpoint is whole if each of its segments is somewhere, on a node that has the same manifest: so no file of
-    another one of that step is taken for it. A node that was away when a later job began to save, so that its epoch is
-    older, adds files to checkpoints that others know, but none of its own: these are of before.
+    A checkpoint is whole if each of its segments is somewhere, on a node that has the same manifest, or follows from
+    what is on such nodes: so no file of another one of that step is taken for it. A node that was away when a later job
+    began to save, so that its epoch is older, adds files to checkpoints that others know, but none of its own: these
+    are of before.
     """
     epoch = max((one.epoch for one in held.values()), default=0)
     known = {(name, step.manifest) for one in held.values() if one.epoch == epoch for name, step in one.steps.items()}
@@ -69,18 +85,26 @@ def see(held: Mapping[int, Held], own: int, segments: Callable[[str, str, Source
             if (name, manifest) not in known:
                 lacks.setdefault(name, "it is of before the job that saved last")
                 continue
-            files = _files(held, name, manifest, own)
-            lack = _lack(files, segments(name, manifest, files[MANIFEST_NAME][0]))
-            if lack:
-                lacks[name] = lack
+            files, parity = _files(held, name, manifest, own)
+            missing = _missing(files, wanted := segments(name, manifest, files[MANIFEST_NAME][0]))
+            again: Mapping[str, Rebuilt] = {}
+            if missing and parity:
+                again = _rebuilt(missing, files, parity, described(name, parity))
+                missing = {one: size_bytes for one, size_bytes in missing.items() if one not in again}
+            if missing:
+                lacks[name] = _lack(missing, len(wanted), is_short=bool(parity))
             else:
-                steps[name] = WholeStep(manifest, files)
+                files = {one: sources for one, sources in files.items() if one not in again}
+                steps[name] = WholeStep(manifest, files, parity, again)
         if name in steps:
             lacks.pop(name, None)
     return View(epoch, tuple(sorted(names - lacks.keys())), steps, lacks)
 
 
-def _files(held: Mapping[int, Held], name: str, manifest: str, own: int) -> dict[str, tuple[Source, ...]]:
+def _files(
+    held: Mapping[int, Held], name: str, manifest: str, own: int
+) -> tuple[dict[str, tuple[Source, ...]], dict[str, tuple[Source, ...]]]:
+    """Which nodes have each file; and those with parity apart."""
     found: dict[str, list[Source]] = {}
     last = max(held) + 1
     for node in sorted(held, key=lambda node: (node - own) % last):
@@ -88,16 +112,35 @@ def _files(held: Mapping[int, Held], name: str, manifest: str, own: int) -> dict
         if step is not None and step.manifest == manifest:
             for file, (number, size_bytes) in step.files.items():
                 found.setdefault(file, []).append(Source(node, number, size_bytes))
-    return {file: tuple(sources) for file, sources in found.items()}
+    files: dict[str, tuple[Source, ...]] = {}
+    parity: dict[str, tuple[Source, ...]] = {}
+    for file, sources in found.items():
+        (parity if is_parity(file) else files)[file] = tuple(sources)
+    return files, parity
 
 
-def _lack(files: Mapping[str, tuple[Source, ...]], segments: Mapping[str, int]) -> str:
-    """What is missing; "" if nothing is."""
-    missing = [
-        name for name, size_bytes in segments.items()
+def _missing(files: Mapping[str, tuple[Source, ...]], segments: Mapping[str, int]) -> dict[str, int]:
+    return {
+        name: size_bytes for name, size_bytes in segments.items()
         if not any(source.size_bytes == size_bytes for source in files.get(name, ()))
-    ]
-    if not missing:
-        return ""
-    shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
-    return f"{shown} of {len(segments)} segments in the memory of no node that answers"
+    }
+
+
+def _rebuilt(
+    missing: Mapping[str, int], files: Mapping[str, tuple[Source, ...]], parity: Mapping[str, tuple[Source, ...]],
+    described: Mapping[str, Contribution],
+) -> Mapping[str, Rebuilt]:
+    if not described:
+        return {}
+    available = {
+        name: sources[0].size_bytes for name, sources in {**files, **parity}.items() if name not in missing
+    }
+    return rebuilt(missing, available, described, lambda name: parity[name][0].number)
+
+
+def _lack(missing: Mapping[str, int], segments: int, *, is_short: bool) -> str:
+    """In words."""
+    names = list(missing)
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    more = ", and too little else of its group to rebuild it" if is_short else ""
+    return f"{shown} of {segments} segments in the memory of no node that answers{more}"

@@ -23,7 +23,7 @@ from flowstone._version import __version__
 from flowstone.config import PEER_ANSWER_S, PEER_GREETING_S, PEER_MESSAGE_BYTES_MAX, PEER_SILENCE_S
 from flowstone.errors import PeerError
 
-PEER_PROTOCOL = 1
+PEER_PROTOCOL = 2
 _MAGIC = b"flowstone peer\n"
 _GREETING_BYTES_MAX = 4096
 _LENGTH = struct.Struct(">I")
@@ -33,7 +33,7 @@ _UNANSWERED = 3  # of struct tcp_info (linux/tcp.h): probes of the connection th
 
 PeerVerb = Literal[
     "exists", "names", "look", "make_directory", "remove", "rename", "agree", "free", "held", "read", "put", "create",
-    "fill", "lock", "unlock", "lost_lock",
+    "fill", "gather", "add", "lock", "unlock", "lost_lock",
 ]
 
 
@@ -74,6 +74,9 @@ class Ask(msgspec.Struct, frozen=True):
     create  a new file of size_bytes at `path`, to fill
     fill    payload_bytes that follow, from `offset` on of the file `number` that this connection has created; `text` is
             their digest
+    gather  at least size_bytes of parity at `path`, in a draft, to which this connection will add `number` times what
+            it sends; `target`: the column; its Contribution follows. The first one makes the file
+    add     as fill, to what was gathered
     lock    text: the holder; the lock ends with the connection
     """
 

@@ -1,0 +1,273 @@
+"""Parity of what nodes save: codes, where shards are, what can be rebuilt; and a store whose nodes are lost."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from collections.abc import Iterator
+from itertools import combinations
+
+import numpy as np
+import pytest
+from peer_nodes import HERE, SECRET, Nodes, several_nodes
+
+import flowstone as fs
+from flowstone.config import AGENT_LINGER_S
+from flowstone.errors import ArgumentError, BudgetError, FrameworkError
+from flowstone.format.digest import digest
+from flowstone.store.peers import erasure
+from flowstone.store.peers.parity import (
+    Contribution,
+    Part,
+    Rebuilt,
+    contributions,
+    parity_name,
+    parts,
+    rebuild,
+    rebuilt,
+    ring,
+    shares,
+)
+from flowstone.store.peers.wire import Ask
+
+MISSING = "ISA-L is not installed: pip install 'flowstone[parity]'"
+pytestmark = pytest.mark.skipif(not erasure.is_there(), reason=MISSING)
+
+
+def _times(one: int, other: int) -> int:
+    """In GF(256) with the polynomial of ISA-L, by hand."""
+    product = 0
+    while other:
+        product ^= one if other & 1 else 0
+        one = (one << 1) ^ (0x11D if one & 0x80 else 0)
+        other >>= 1
+    return product
+
+
+@pytest.mark.parametrize("length", [1, 7, 31, 32, 64, 1000, 4097])
+def test_what_is_accumulated_is_the_product_in_the_field(length: int) -> None:
+    source, target = random.Random(length).randbytes(length), bytearray(range(256)) * 17
+    for factor in (1, 2, 0x8E, 255):
+        wanted = bytes(before ^ _times(factor, byte) for before, byte in zip(target, source, strict=False))
+        into = (ctypes.c_char * len(target)).from_buffer(target)
+        given = ctypes.create_string_buffer(source, length)
+        erasure.accumulate(factor, ctypes.addressof(given), ctypes.addressof(into), length)
+        del into
+        assert target[:length] == wanted
+        assert target[length : length + 64] == (bytearray(range(256)) * 17)[length : length + 64], "and no byte more"
+
+
+# Where shards are
+
+
+@pytest.mark.parametrize("nodes", range(1, 14))
+@pytest.mark.parametrize("parity", [(1, 1), (3, 1), (2, 2), (4, 2)])
+def test_no_stripe_has_two_shards_on_a_node_and_all_keep_equally_much(nodes: int, parity: tuple[int, int]) -> None:
+    found = {node: shares(node, nodes, *parity) for node in range(nodes)}
+    kept = dict.fromkeys(range(nodes), 0)
+    stripes: dict[tuple[int, int], list[int]] = {}
+    for node, own in found.items():
+        first, length = ring(node, nodes, sum(parity))
+        assert first <= node < first + length
+        assert length >= min(nodes, sum(parity))
+        for share in own:
+            assert len(own) == share.columns == length - len(share.keepers)
+            assert len(share.keepers) == min(parity[1], length - 1), "as many as may be lost"
+            stripes.setdefault((share.group, share.stripe), [*share.keepers]).append(node)
+            for keeper in share.keepers:
+                kept[keeper] += 1
+    assert all(len(set(on)) == len(on) for on in stripes.values())
+    assert nodes == 1 or len({kept[node] for node in range(*_first_group(nodes, parity))}) == 1
+    assert not shares(0, 1, *parity), "one node alone keeps no parity"
+
+
+def _first_group(nodes: int, parity: tuple[int, int]) -> tuple[int, int]:
+    first, length = ring(0, nodes, sum(parity))
+    return first, first + length
+
+
+# What can be rebuilt
+
+
+class Group:
+    """Nodes of one group with files, and the parity of these, as dictionaries."""
+
+    def __init__(
+        self, nodes: int, parity: tuple[int, int], seed: int, lengths: tuple[int, ...] = (1, 63, 5000, 20_001)
+    ) -> None:
+        draw = random.Random(seed)
+        self.files: dict[str, bytes] = {}
+        self.on: list[set[str]] = [set() for _ in range(nodes)]
+        self.described: dict[str, Contribution] = {}
+        for node in range(nodes):
+            sizes = [(f"{node}-{one}", draw.choice(lengths)) for one in range(draw.randrange(4))]
+            for name, size_bytes in sizes:
+                self.files[name] = draw.randbytes(size_bytes)
+                self.on[node].add(name)
+            self._protect(sizes, shares(node, nodes, *parity))
+        self.sizes = {name: len(content) for name, content in self.files.items()}
+
+    def _protect(self, sizes: list[tuple[str, int]], own: tuple[object, ...]) -> None:
+        if not own:
+            return
+        for share, one in zip(own, contributions(sizes, len(own), len(own[0].keepers)), strict=True):  # type: ignore[attr-defined]
+            content = b"".join(self.files[part.file][part.offset : part.offset + part.length] for part in parts(one))
+            assert len(content) == one.length
+            for row, keeper in enumerate(share.keepers if content else ()):  # type: ignore[attr-defined]
+                name = parity_name(share, "0-0", row)  # type: ignore[arg-type]
+                factor = erasure.coefficient(one.columns, one.rows, row, share.column)  # type: ignore[attr-defined]
+                before = np.frombuffer(self.files.get(name, b"").ljust(one.length, b"\0"), np.uint8)
+                added = np.frombuffer(content, np.uint8)
+                table = np.array([_times(factor, byte) for byte in range(256)], np.uint8)
+                after = before.copy()
+                after[: one.length] ^= table[added]
+                self.files[name] = after.tobytes()
+                self.on[keeper] |= {name, f"{name}.{share.column}"}  # type: ignore[attr-defined]
+                self.described[f"{name}.{share.column}"] = one  # type: ignore[attr-defined]
+
+    def without(self, lost: tuple[int, ...]) -> tuple[dict[str, int], dict[str, int]]:
+        """Names and sizes of segments that are missing then, and of all files that are available."""
+        there = set().union(*(on for node, on in enumerate(self.on) if node not in lost))
+        sizes = {name: len(self.files.get(name, b"x")) for name in there}
+        segments = {name: size for name, size in self.sizes.items() if not name.startswith(".")}
+        return {name: size for name, size in segments.items() if name not in there}, sizes
+
+    def read(self, there: dict[str, int], part: Part, target: memoryview) -> None:
+        assert part.file in there, "what is lost is not read"
+        target[:] = self.files[part.file][part.offset : part.offset + part.length]
+
+
+@pytest.mark.parametrize("parity", [(1, 1), (3, 1), (2, 2), (4, 2), (3, 3)])
+def test_any_nodes_that_may_be_lost_are_rebuilt_bit_for_bit_from_the_others(parity: tuple[int, int]) -> None:
+    for seed in range(6):
+        nodes = sum(parity) + seed % 3
+        group = Group(nodes, parity, seed)
+        for lost in combinations(range(nodes), parity[1]):
+            missing, there = group.without(lost)
+            described = {name: one for name, one in group.described.items() if name in there}
+            found = rebuilt(missing, there, described, lambda name: 7)
+            assert set(found) == set(missing), f"seed {seed}, lost {lost}"
+            for name, one in found.items():
+                _check(group, there, name, one, random.Random(seed))
+
+
+def _check(group: Group, there: dict[str, int], name: str, one: Rebuilt, draw: random.Random) -> None:
+    content = group.files[name]
+    for _ in range(3):
+        begin = draw.randrange(len(content))
+        target = bytearray(draw.randrange(1, 2 * len(content)))
+        moved = rebuild(one, begin, memoryview(target), lambda part, into: group.read(there, part, into))
+        assert moved == min(len(target), len(content) - begin)
+        assert target[:moved] == content[begin : begin + moved]
+        assert not any(target[moved:])
+
+
+def test_one_node_more_is_not_made_up() -> None:
+    group = Group(4, (3, 1), 1, (20_001,))
+    lost = next(one for one in combinations(range(4), 2) if all(group.on[node] & group.sizes.keys() for node in one))
+    missing, there = group.without(lost)
+    described = {name: one for name, one in group.described.items() if name in there}
+    assert missing
+    assert not rebuilt(missing, there, described, lambda name: 7), "each has bytes in a stripe that lacks two shards"
+
+
+# Options
+
+
+@pytest.mark.parametrize(("given", "words"), [
+    ({"parity": (3, 1), "replicas": 2}, "exclude each other"), ({"parity": (0, 1)}, "cannot be"),
+    ({"parity": (3, 0)}, "cannot be"), ({"parity": (200, 3)}, "cannot be"), ({"parity": 3}, "no pair"),
+])
+def test_parity_that_cannot_be_is_refused_when_the_store_is_made(given: dict[str, object], words: str) -> None:
+    with pytest.raises(ArgumentError, match=words):
+        fs.PeerMemory("run", secret=SECRET, interface=HERE, linger_s=AGENT_LINGER_S, **given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("how", "needed"), [
+    ({"replicas": 2}, 2 << 60), ({"replicas": 3}, 3 << 60), ({"parity": (3, 1)}, (1 << 60) + (1 << 60) // 3 + 1),
+    ({"parity": (2, 2)}, 2 << 60),
+])
+def test_a_node_with_less_memory_than_all_it_keeps_is_refused_with_the_numbers(
+    how: dict[str, object], needed: int
+) -> None:
+    with pytest.raises(BudgetError, match="cannot hold 2 generations") as caught:
+        fs.PeerMemory("run", secret=SECRET, interface=HERE, state_bytes=1 << 60, **how)  # type: ignore[arg-type]
+    assert caught.value.facts["needed"] == f"2 x {needed} bytes"
+    assert int(str(caught.value.facts["available"]).split()[0]) > 1 << 20
+
+
+def test_without_the_library_parity_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(erasure, "_SYSTEMS", "libnothing.so.0")
+    monkeypatch.setattr(erasure, "_WHEELS", "nothing-of-the-kind")
+    monkeypatch.setattr(erasure, "library", erasure.library.__wrapped__)
+    with pytest.raises(FrameworkError, match=r"parity needs ISA-L") as caught:
+        fs.PeerMemory("run", secret=SECRET, interface=HERE, parity=(3, 1))
+    assert "flowstone[parity]" in str(caught.value)
+    assert not erasure.is_there()
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Nodes]:
+    with several_nodes(3) as three:
+        yield three
+
+
+@pytest.fixture
+def store(nodes: Nodes) -> Iterator[fs.PeerMemory]:
+    (store,) = nodes.stores("strangers", nodes=[0], replicas=None, parity=(2, 1))
+    store.make_directory()
+    store.make_directory(".saving-00000001-a")
+    yield store
+    store.remove(".saving-00000001-a")
+    store.close()
+
+
+PATH = ".saving-00000001-a/.parity-0-0-0-0-0"
+
+
+def _gather(path: str = PATH, column: int = 0, **how: int) -> Ask:
+    told = {"number": 1, "size_bytes": 1000, "payload_bytes": 2} | how
+    return Ask("gather", path, target=str(column), **told)  # type: ignore[arg-type]
+
+
+def test_shares_of_several_lengths_add_up_and_a_column_is_taken_once(store: fs.PeerMemory) -> None:
+    first, second = store._peers.link_of(0).link, store._peers.link_of(0).link
+    draw = random.Random(5)
+    short, long = draw.randbytes(1000), draw.randbytes(5000)
+    number = first.ask(_gather(), b"{}").number
+    first.ask(Ask("add", text=digest(short), number=number, payload_bytes=1000), short)
+    assert second.ask(_gather(column=1, number=2, size_bytes=5000), b"{}").number == number, "one file, which has grown"
+    with pytest.raises(OSError, match="arrived changed"):
+        second.ask(Ask("add", text=digest(short), number=number, payload_bytes=5000), long)
+    second.ask(Ask("add", text=digest(long), number=number, payload_bytes=5000), long)
+    with pytest.raises(OSError, match="taken"):
+        second.ask(_gather(column=1), b"{}")
+    found = bytearray(5000)
+    assert first.read_into(Ask("read", PATH, number=number, size_bytes=5000), memoryview(found)) == 5000
+    assert found == bytes(
+        _times(2, two) ^ one for one, two in zip(short.ljust(5000, b"\0"), long, strict=True)
+    )
+    assert store.names(".saving-00000001-a") == (), "parity is in no list"
+
+
+@pytest.mark.parametrize("asked", [
+    _gather("step-00000001/.parity-0-0-0-0-0"), _gather(".saving-00000001-a/rank-00000.safetensors"),
+    _gather(number=0), _gather(number=256), _gather(size_bytes=0), _gather(size_bytes=1 << 62),
+    Ask("add", number=77, payload_bytes=2), Ask("add", number=77, offset=-1, payload_bytes=2),
+], ids=lambda asked: f"{asked.verb}-{asked.path[:8]}-{asked.number}-{asked.size_bytes}-{asked.offset}")
+def test_what_adds_to_no_parity_is_refused(store: fs.PeerMemory, asked: Ask) -> None:
+    with pytest.raises(OSError, match=r"a peer (asks|adds|sends)"):
+        store._peers.link_of(0).link.ask(asked, b"{}")
+    assert store._peers.link_of(0).link.ask(Ask("names", ".saving-00000001-a")).names == (), "and leaves nothing"
+
+
+def test_ranks_that_differ_in_parity_are_told(nodes: Nodes) -> None:
+    (one,) = nodes.stores("differs", nodes=[0])
+    (other,) = nodes.stores("differs", nodes=[0], replicas=None, parity=(1, 1))
+    own, said = one.introduce(), other.introduce()
+    with pytest.raises(ArgumentError, match="another memory") as caught:
+        one.meet([own, said], own)
+    assert caught.value.facts["found"] == "differs, parity (1, 1)"
+    one.close()
+    other.close()
+

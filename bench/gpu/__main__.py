@@ -24,7 +24,7 @@ from typing import TextIO
 from bench.gpu.faults import judged
 from bench.gpu.options import Options, Row
 from bench.gpu.stage import STAGES
-from bench.gpu.table import lines, text
+from bench.gpu.table import CHECKS, lines, text
 
 LIMITS_S: Mapping[str, float] = {
     "facts": 20, "ceilings": 60, "correctness": 140, "faults": 90, "performance": 120, "transformer": 60, "rivals": 45,
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     shown = text(stages, took)
     (options.out / "table.txt").write_text(shown)
     print(shown)
-    checked = lines(stages)[:3] if options.simulate else lines(stages)
+    checked = lines(stages)[:CHECKS] if options.simulate else lines(stages)
     ended_well = not any(why.endswith("!") for why in took.values())
     return 0 if ended_well and all(line.passed for line in checked if line.measured is not None) else 1
 
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(stage: str, options: Options, log: TextIO) -> tuple[list[Row], str]:
     """What a stage has found until its end or its limit, and how it ended; "!" at the end: not well."""
     if stage == "faults":
-        return list(judged(options, log)), ""
+        return list(judged(options, log, LIMITS_S[stage])), ""
     command = [sys.executable, "-m", "bench.gpu.stage", stage, "--scratch", str(options.scratch)]
     if options.simulate:
         command.append("--simulate")

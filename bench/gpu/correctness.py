@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Mapping
 from pathlib import Path
 
+from bench.gpu import bounded
 from bench.gpu.options import Options, emit, note, parse
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -19,6 +19,7 @@ CONFIGURATIONS: Mapping[str, Mapping[str, str]] = {
     "cudaMallocAsync": {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"},
     "one connection": {"CUDA_DEVICE_MAX_CONNECTIONS": "1"},
 }
+LIMIT_S = 34.0  # of one configuration: one that stands still leaves the others their time
 SIMULATED = ("tests/test_device_memory.py", "-k", "stored_as_one_on_the_host")
 
 
@@ -44,9 +45,10 @@ def _run(name: str, variables: Mapping[str, str], options: Options) -> None:
             sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"--junitxml={report}",
             f"--basetemp={folder}/tests", *tests(options),
         ]
-        done = subprocess.run(
-            command, cwd=ROOT, env={**os.environ, **variables}, capture_output=True, text=True, check=False
-        )
+        done = bounded.run(command, LIMIT_S, cwd=ROOT, env={**os.environ, **variables})
+        if done is None:
+            emit(f"tests, {name}", f"stood still for {LIMIT_S:.0f} s")
+            return
         note(f"== {name}\n{done.stdout}{done.stderr}")
         if not report.exists():
             emit(f"tests, {name}", f"pytest ended with {done.returncode}: {done.stderr.strip()[-300:]}")

@@ -9,13 +9,14 @@ import argparse
 import multiprocessing
 import os
 import shutil
-import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TextIO
 
 import flowstone as fs
+from bench.gpu import bounded
 from bench.gpu.accelerator import Accelerator, opened
 from bench.gpu.loop import Loop
 from bench.gpu.options import Options, Row, parse
@@ -110,11 +111,17 @@ CASES: Mapping[str, Case] = {
 }
 
 
-def judged(options: Options, log: TextIO) -> Iterator[Row]:
-    """Run every case, and say how it ended."""
+def judged(options: Options, log: TextIO, limit_s: float) -> Iterator[Row]:
+    """Run every case, and say how it ended. All together end after `limit_s`."""
+    end = time.monotonic() + limit_s
     for name in CASES:
-        yield {"what": f"fault: {name}", "unit": "", **_judge(name, options, log)}
-    yield {"what": "fault: memory sanitizer", "unit": "", **_sanitizer(options, log)}
+        yield {"what": f"fault: {name}", "unit": "", **_judge(name, options, log, end)}
+    yield {"what": "fault: memory sanitizer", "unit": "", **_sanitizer(options, log, end)}
+
+
+def _left(end: float) -> float:
+    """Seconds that a case may take."""
+    return min(CASE_LIMIT_S, end - time.monotonic())
 
 
 def _command(name: str, options: Options) -> list[str]:
@@ -122,14 +129,14 @@ def _command(name: str, options: Options) -> list[str]:
     return [*command, "--simulate"] if options.simulate else command
 
 
-def _judge(name: str, options: Options, log: TextIO) -> Row:
+def _judge(name: str, options: Options, log: TextIO, end: float) -> Row:
+    limit_s = _left(end)
+    if limit_s <= 0:
+        return {"value": "not run: the cases before took all the time", "passed": False}
     shutil.rmtree(_store(options), ignore_errors=True)
-    try:
-        done = subprocess.run(
-            _command(name, options), capture_output=True, text=True, check=False, timeout=CASE_LIMIT_S
-        )
-    except subprocess.TimeoutExpired:
-        return {"value": f"stood still for {CASE_LIMIT_S:.0f} s", "passed": False}
+    done = bounded.run(_command(name, options), limit_s)
+    if done is None:
+        return {"value": f"stood still for {limit_s:.0f} s", "passed": False}
     print(f"== {name}\n{done.stdout}{done.stderr}", file=log, flush=True)
     if done.returncode != 0:
         return {"value": f"ended with {done.returncode}: {done.stderr.strip()[-300:]}", "passed": False}
@@ -142,17 +149,19 @@ def _judge(name: str, options: Options, log: TextIO) -> Row:
     return {"value": f"step {newest.step} is there and whole", "passed": passed, "told": done.stdout.strip()}
 
 
-def _sanitizer(options: Options, log: TextIO) -> Row:
+def _sanitizer(options: Options, log: TextIO, end: float) -> Row:
     """compute-sanitizer's memcheck over saves of a small state."""
     tool = shutil.which("compute-sanitizer")
     if options.simulate or tool is None:
         return {"value": "skipped: " + ("the simulated device" if options.simulate else "not installed")}
+    limit_s = _left(end)
+    if limit_s <= 0:
+        return {"value": "skipped: the cases before took all the time"}
     shutil.rmtree(_store(options), ignore_errors=True)
     command = [tool, "--tool", "memcheck", "--error-exitcode", "9", *_command("full device", options)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=CASE_LIMIT_S)
-    except subprocess.TimeoutExpired:
-        return {"value": f"skipped: did not end within {CASE_LIMIT_S:.0f} s"}
+    done = bounded.run(command, limit_s)
+    if done is None:
+        return {"value": f"skipped: did not end within {limit_s:.0f} s"}
     print(f"== sanitizer\n{done.stdout}{done.stderr}", file=log, flush=True)
     summary = [line for line in done.stdout.splitlines() if "ERROR SUMMARY" in line]
     return {"value": " ".join(summary) or f"ended with {done.returncode}", "passed": done.returncode == 0}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,10 @@ class Told:
 
     def fences_s(self) -> float:
         return sum(one.waited_s for one in self.seen if isinstance(one, events.Fenced))
+
+    def failed(self) -> int:
+        """How many saves have failed."""
+        return sum(isinstance(one, events.SaveFailed) for one in self.seen)
 
     def captured(self, step: int) -> events.Captured:
         return next(one for one in self.seen if isinstance(one, events.Captured) and one.step == step)
@@ -80,24 +85,33 @@ class Trained:
     others_s: list[float]
 
 
-def train(loop: Loop, steps: int, *, every: int = 0, checkpointer: fs.Checkpointer | None = None) -> Trained:
-    """So many steps, with a save after each `every` of them."""
+def train(
+    loop: Loop, steps: int, *, every: int = 0, checkpointer: fs.Checkpointer | None = None, limit_s: float = math.inf
+) -> Trained:
+    """So many steps, or for so long, with a save after each `every` of them, unless the one before is under way still:
+    that would be waited for, and what is asked is what `save` itself blocks.
+    """
     blocked: list[float] = []
+    last: fs.Save | None = None
+    saved = False
     optimizer: list[tuple[bool, Callable[[], float]]] = []
     loop.device.synchronize()
     begin = perf_counter()
-    for at in range(1, steps + 1):
-        optimizer.append((every > 0 and at % every == 1 and at > 1, loop.step()))
-        if every and at % every == 0 and checkpointer is not None:
+    done = 0
+    while done < steps and perf_counter() - begin < limit_s:
+        done += 1
+        optimizer.append((saved, loop.step()))
+        saved = checkpointer is not None and every > 0 and done % every == 0 and (last is None or last.committed.done())
+        if checkpointer is not None and saved:
             loop.number += 1
             started = perf_counter()
-            checkpointer.save(loop.number, loop.state)
+            last = checkpointer.save(loop.number, loop.state)
             blocked.append(perf_counter() - started)
     loop.device.synchronize()
     seconds = perf_counter() - begin
     found = [(behind, passed()) for behind, passed in optimizer]
     behind_s, others_s = ([took for behind, took in found if behind == which] for which in (True, False))
-    return Trained(seconds, steps, blocked, behind_s, others_s)
+    return Trained(seconds, done, blocked, behind_s, others_s)
 
 
 def folder(options: Options, name: str) -> Path:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from bench.gpu.options import Row
 
+CHECKS = 4
+"""So many lines, the first, are not about speed."""
 Stages = Mapping[str, Sequence[Row]]
 
 
@@ -71,11 +73,10 @@ def lines(stages: Stages) -> list[Line]:
 
 
 def _failures(stages: Stages) -> Iterator[Line]:
-    """Tests and faults, counted; and whatever was compared bit by bit."""
+    """Tests and faults, counted; whatever was compared bit by bit; and saves that failed though nothing was changed."""
     rows = [row for of in stages.values() for row in of]
-    tests = [row for row in rows if str(row["what"]).startswith("tests, ")]
-    counts = [row["value"] for row in tests]
-    failed = sum(one for one in counts if isinstance(one, int)) + sum(not isinstance(one, int) for one in counts)
+    tests = [row["value"] for row in rows if str(row["what"]).startswith("tests, ")]
+    failed = sum(one for one in tests if isinstance(one, int)) + sum(not isinstance(one, int) for one in tests)
     yield Line("tests that fail: none", float(failed) if tests else None, bool(tests) and failed == 0)
     faults = [row for row in rows if str(row["what"]).startswith("fault: ") and "passed" in row]
     bad = sum(not row["passed"] for row in faults)
@@ -83,6 +84,9 @@ def _failures(stages: Stages) -> Iterator[Line]:
     same = [row for row in rows if isinstance(row["value"], bool)]
     different = sum(not row["value"] for row in same)
     yield Line("loads of other bits: none", float(different) if same else None, bool(same) and different == 0)
+    counts = [row["value"] for row in rows if row["what"] == "saves, false alarms"]
+    alarms = sum(one for one in counts if isinstance(one, int))
+    yield Line("false alarms: none", float(alarms) if counts else None, bool(counts) and alarms == 0)
 
 
 def text(stages: Stages, took: Mapping[str, str]) -> str:

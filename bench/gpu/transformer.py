@@ -52,7 +52,9 @@ def main() -> None:
         device.slots(optimizer)
         told, where = Told(), folder(options, "transformer")
         usual = _seconds(device, step, EVERY)
-        with fs.Checkpointer(where, keep=2, on_event=told.seen.append) as checkpointer:
+        with fs.Checkpointer(
+            where, keep=2, on_event=told.seen.append, on_error="continue", max_unsaved_steps=None
+        ) as checkpointer:
             blocked, begin = [], perf_counter()
             for number in range(1, STEPS + 1):
                 step()
@@ -71,6 +73,7 @@ def main() -> None:
             report = checkpointer.load({"model": model, "optimizer": optimizer, "step": 0})
         same = all(torch.equal(a, b) for a, b in zip(model.parameters(), weights, strict=True))
         emit("saved, overwritten, loaded: the same bits", same and report.step == STEPS)
+        emit("saves, false alarms", told.failed(), "", of=len(blocked))
         emit("save blocked", median(blocked), "ms", all=blocked)
         emit("fence, for each save", 1e3 * told.fences_s() / len(blocked), "ms")
         emit("steps with saves, of steps without", trained / STEPS / usual, "", usual_s=usual)

@@ -6,14 +6,15 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from warm_start import warm_start
 
 from bench.gpu import __main__ as session
-from bench.gpu import table
-from bench.gpu.options import Row
+from bench.gpu import bounded, correctness, faults, table
+from bench.gpu.options import Options, Row
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -32,6 +33,7 @@ GOOD: table.Stages = {
     "performance": [
         row("save, p95", 9.5), row("capture, warm", 50.0), row("durable, later", 2.8), row("load, cold", 5.6),
         row("step time lost outside of the fence", 0.5), row("what was loaded is what was saved", True),
+        row("saves, false alarms", 0, of=20),
     ],
     "rivals": [row("flowstone: perceived", 980.0), row("torch.save: perceived", 20.0)],
 }
@@ -50,6 +52,7 @@ def test_a_session_in_which_all_is_well_passes_every_line() -> None:
     ("correctness", row("tests, default: failed", "pytest ended with 4"), "tests that fail: none"),
     ("faults", row("fault: fork", "stood still", passed=False), "faults that end badly: none"),
     ("performance", row("what was loaded is what was saved", False), "loads of other bits: none"),
+    ("performance", row("saves, false alarms", 1, of=20), "false alarms: none"),
     ("performance", row("save, p95", 10.5), "save, p95, under 10 ms"),
     ("performance", row("capture, warm", 48.0), "warm capture, of the pinned rate, 0.9 and more"),
     ("performance", row("durable, later", 2.6), "durable, of the disk's rate, 0.9 and more"),
@@ -80,6 +83,41 @@ def test_a_stage_that_stands_still_is_ended_and_leaves_what_it_has_found(
         rows, ended = session.run("facts", session.Options(True, tmp_path), log)
     assert rows == [{"what": "a", "value": 1, "unit": ""}]
     assert ended == ", stopped after 3 s!"
+
+
+def test_cases_of_faults_together_end_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(faults, "_command", lambda *_: [sys.executable, "-c", "import time; time.sleep(600)"])
+    begin = time.monotonic()
+    with (tmp_path / "log").open("w") as log:
+        found = list(faults.judged(Options(True, tmp_path), log, 2.0))
+    assert time.monotonic() - begin < 30
+    assert [row["passed"] for row in found if "passed" in row] == [False] * len(faults.CASES)
+    assert found[1]["value"] == "not run: the cases before took all the time"
+
+
+def test_a_configuration_that_stands_still_leaves_the_others_their_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    limit_s = correctness.LIMIT_S
+    monkeypatch.setattr(correctness, "LIMIT_S", 1.0)
+    own = bounded.run
+    stands = [sys.executable, "-c", "import time; time.sleep(600)"]
+    monkeypatch.setattr(bounded, "run", lambda _, limit_s, **how: own(stands, limit_s, **how))
+    monkeypatch.setattr(correctness, "parse", lambda: Options(False, tmp_path))
+    correctness.main()
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["what"] for row in rows] == [f"tests, {name}" for name in correctness.CONFIGURATIONS]
+    assert {row["value"] for row in rows} == {"stood still for 1 s"}
+    assert len(correctness.CONFIGURATIONS) * limit_s < session.LIMITS_S["correctness"]
+
+
+def test_a_process_is_ended_with_those_that_it_has_started() -> None:
+    begin = time.monotonic()
+    assert bounded.run(["sh", "-c", "sleep 600 & echo said; sleep 600"], 0.5) is None
+    assert time.monotonic() - begin < 60, "a child that holds the pipe is not waited for"
+    done = bounded.run(["sh", "-c", "echo said; exit 3"], 60)
+    assert done is not None
+    assert (done.returncode, done.stdout) == (3, "said\n")
 
 
 def test_a_session_takes_less_than_nine_minutes() -> None:

@@ -64,6 +64,26 @@ def test_a_directory_that_is_no_store_is_named(tmp_path: Path) -> None:
         assert "check the path" in str(caught.value.facts["next"])
 
 
+@pytest.mark.parametrize(("names", "writer", "source"), [
+    ((".metadata", "__0_0.distcp"), "torch.distributed.checkpoint", ""),
+    ((".snapshot_metadata", "0"), "TorchSnapshot", ""),
+    (("_METADATA", "d"), "Orbax", ""),
+    (("latest_checkpointed_iteration.txt", "iter_0000010"), "Megatron-core", ""),
+    (("latest", "global_step10"), "DeepSpeed", ""),
+    (("config.json", "model.safetensors"), "safetensors", ""),
+    (("config.json", "pytorch_model.bin"), "torch.save", "/pytorch_model.bin"),
+])
+def test_a_checkpoint_of_others_is_told_how_to_come_in(
+    tmp_path: Path, names: tuple[str, ...], writer: str, source: str
+) -> None:
+    for name in names:
+        (tmp_path / name).write_text("")
+    for ask in (lambda: fs.open(tmp_path), lambda: _load(tmp_path, state())):
+        with pytest.raises(fs.NotAStoreError) as caught:
+            ask()
+        assert f"{writer} writes: `flowstone import {tmp_path}{source} RUN`" in str(caught.value.facts["next"])
+
+
 def test_a_file_that_is_no_store_is_named(tmp_path: Path) -> None:
     path = tmp_path / "model.pt"
     path.write_bytes(b"PK")
@@ -71,6 +91,7 @@ def test_a_file_that_is_no_store_is_named(tmp_path: Path) -> None:
         with pytest.raises(fs.NotAStoreError, match=r"model\.pt is neither a store nor a checkpoint") as caught:
             ask()
         assert caught.value.facts["found"] == "a file"
+        assert f"`flowstone import {path} RUN`" in str(caught.value.facts["next"])
     with fs.Checkpointer(path) as checkpointer, pytest.raises(fs.StorageError, match=r"cannot .*model\.pt"):
         checkpointer.save(1, state())
 

@@ -198,6 +198,18 @@ def test_a_target_that_something_stands_in_the_way_of_is_refused_with_what_to_do
     assert (tmp_path / "file").read_text() == "mine"
 
 
+@pytest.mark.parametrize(("names", "said"), [
+    (("pytorch_model.bin",), "give the file of torch.save that is in it: .*/pytorch_model.bin"),
+    (("pytorch_model-1.bin", "pytorch_model-2.bin"), "pytorch_model-1.bin to pytorch_model-2.bin; parts of one model"),
+    (("readme",), "check the path"),
+])
+def test_a_directory_of_files_of_torch_says_what_to_do(tmp_path: Path, names: tuple[str, ...], said: str) -> None:
+    for name in names:
+        (tmp_path / name).write_bytes(b"PK\x03\x04" if name != "readme" else b"")
+    with pytest.raises(fs.NotAStoreError, match=said):
+        fs.import_checkpoint(tmp_path, tmp_path / "run")
+
+
 @pytest.mark.parametrize(("call", "error", "said"), [
     (lambda s, t: fs.export(s, t, section="other"), fs.NoTensorError, "no tensor .* section 'other'"),
     (lambda s, t: fs.export(s, t, dtype="int8"), fs.ArgumentError, "dtype 'int8'"),

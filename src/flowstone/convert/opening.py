@@ -58,7 +58,20 @@ def open_source(path: str | os.PathLike[str] | Store | Checkpoint, step: int | N
         f"{place} is no checkpoint that Flowstone knows",
         expected="a store or checkpoint of Flowstone, safetensors (a file, or a directory with its index), a file of "
         "torch.save, or a directory of torch.distributed.checkpoint, Megatron-core, DeepSpeed, TorchSnapshot or Orbax",
-        next="check the path",
+        next=_remedy(place),
+    )
+
+
+def _remedy(place: Path) -> str:
+    """What to do about a path that is no checkpoint: files of torch.save are converted one by one."""
+    files = sorted(inner for inner in place.iterdir() if is_torch_file(inner)) if place.is_dir() else []
+    if not files:
+        return "check the path"
+    if len(files) == 1:
+        return f"give the file of torch.save that is in it: {files[0]}"
+    return (
+        f"give one of the {len(files)} files that look like torch.save's: {files[0].name} to {files[-1].name}; parts "
+        "of one model become safetensors by its library (transformers: `save_pretrained`), and these are imported together"
     )
 
 

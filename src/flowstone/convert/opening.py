@@ -71,7 +71,7 @@ def _remedy(place: Path) -> str:
         return f"give the file of torch.save that is in it: {files[0]}"
     return (
         f"give one of the {len(files)} files that look like torch.save's: {files[0].name} to {files[-1].name}; parts "
-        "of one model become safetensors by its library (transformers: `save_pretrained`), and these are imported together"
+        "of one model become safetensors by its library (transformers: `save_pretrained`), which come in together"
     )
 
 

@@ -205,6 +205,34 @@ def test_one_that_moves_to_free_names_alone_serves(tmp_path: Path) -> None:
     assert fs.open(f"fsspec+file://{tmp_path}/run").verify().sound
 
 
+class LosesAnswers(LocalFileSystem):
+    """It moves, and then the connection breaks."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.deleted: list[str] = []
+
+    def mv(self, path1: str, path2: str, **kwargs: Any) -> None:
+        super().mv(path1, path2, **kwargs)
+        raise OSError(errno.ECONNRESET, "the answer did not arrive")
+
+    def rm_file(self, path: str) -> None:
+        self.deleted.append(path)
+        super().rm_file(path)
+
+
+@pytest.mark.parametrize("mode", ["create", "overwrite"])
+def test_a_move_whose_answer_is_lost_deletes_nothing(tmp_path: Path, mode: str) -> None:
+    file_system = LosesAnswers(skip_instance_cache=True)
+    bucket = FileSystemBucket(file_system, str(tmp_path))
+    if mode == "overwrite":
+        (tmp_path / "name").write_bytes(b"the old one")
+    bucket.put("name", b"the new one", mode=mode)
+    assert (tmp_path / "name").read_bytes() == b"the new one"
+    assert file_system.deleted == []
+    assert [path.name for path in tmp_path.iterdir()] == ["name"]
+
+
 class Refuses(LocalFileSystem):
     protocol = "other"
     error: Exception = OSError(errno.EIO, "")

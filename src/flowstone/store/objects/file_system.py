@@ -173,7 +173,7 @@ class FileSystemBucket:
             raise FileExistsError(errno.EEXIST, "the name is taken", path)
         place = self._place(path)
         if not self._appears_whole:
-            self._put_moved(place, data, chunk_size, replaces=found is not None)
+            self._put_moved(path, data, chunk_size, found)
         elif isinstance(data, bytes):
             how = "create" if mode == "create" else "overwrite"
             self._ask(lambda: self._fs.pipe_file(place, data, mode=how), place)
@@ -205,17 +205,21 @@ class FileSystemBucket:
             if self._entries(directory) == ([], []):
                 self._ask(lambda: self._fs.rmdir(place), place)
 
-    def _put_moved(self, place: str, data: bytes | Iterable[bytes], chunk_bytes: int, *, replaces: bool) -> None:
-        part = f"{place.rpartition('/')[0]}/{_PART_PREFIX}{secrets.token_hex(8)}"
+    def _put_moved(
+        self, path: str, data: bytes | Iterable[bytes], chunk_bytes: int, replaced: Mapping[str, Any] | None
+    ) -> None:
+        part = f"{self._place(path).rpartition('/')[0]}/{_PART_PREFIX}{secrets.token_hex(8)}"
         try:
-            self._send(part, [data] if isinstance(data, bytes) else data, chunk_bytes)
-            self._move(part, place, replaces=replaces)
+            sent = self._send(part, [data] if isinstance(data, bytes) else data, chunk_bytes)
+            self._move(part, path, sent, replaced)
         except BaseException:
             with suppress(Exception):  # safe: it is swept with the draft; the reason is on its way
                 self._ask(lambda: self._fs.rm_file(part), part)
             raise
 
-    def _move(self, part: str, place: str, *, replaces: bool) -> None:
+    def _move(self, part: str, path: str, sent: int, replaced: Mapping[str, Any] | None) -> None:
+        place = self._place(path)
+
         def move() -> None:
             if _is_generic(self._fs, "mv"):  # by patterns, and for directories
                 self._fs.cp_file(part, place)
@@ -226,13 +230,18 @@ class FileSystemBucket:
         try:
             self._ask(move, place)
         except OSError:
-            if not replaces or self._look_at(place) is None:
+            # It may have been done, and its answer lost: then what is there is all that there is of the new file.
+            left, there = self._look_at(part), self._look(path)
+            is_new = there is not None and (replaced is None or there["e_tag"] != replaced["e_tag"])
+            if left is None and there is not None and is_new and there["size"] == sent:
+                return
+            if left is None or left["size"] != sent or replaced is None or there is None:
                 raise
             self._ask(lambda: self._fs.rm_file(place), place)  # some move to free names alone
             self._ask(move, place)
 
-    def _send(self, place: str, pieces: Iterable[bytes], chunk_bytes: int, **how: bool) -> None:
-        """Write a new file. One that does not come to its end is given up: to close it would complete it."""
+    def _send(self, place: str, pieces: Iterable[bytes], chunk_bytes: int, **how: bool) -> int:
+        """Write a new file; its bytes. One that does not come to its end is given up: to close it would complete it."""
         length, sent = max(chunk_bytes, _PART_BYTES_MIN), 0
         file = self._ask(lambda: self._opened(place, length, how), place)
         try:
@@ -252,6 +261,7 @@ class FileSystemBucket:
             raise
         finally:
             self._fs.invalidate_cache(place)
+        return sent
 
     def _check_sent(self, place: str, sent: int) -> None:
         """Some tell late, or not at all, that a write has failed."""

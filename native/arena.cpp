@@ -224,7 +224,9 @@ int Arena::place(int node) {
     nodes[static_cast<std::uint64_t>(node) / bits] = 1UL << (static_cast<std::uint64_t>(node) % bits);
     // Preferred, not bound: where that node is full, memory of another one is better than none. (One bit more than there are:
     // the kernel reads one less than it is told.)
-    return ::syscall(SYS_mbind, mapping_, mapping_bytes_, MPOL_PREFERRED, nodes, numa_nodes_max + 1, 0) == 0 ? 0 : errno;
+    if (::syscall(SYS_mbind, mapping_, mapping_bytes_, MPOL_PREFERRED, nodes, numa_nodes_max + 1, 0) != 0) return errno;
+    node_ = node;
+    return 0;
 }
 
 void Arena::wake() {

@@ -109,6 +109,8 @@ public:
     std::string refusal() const;
     /// Have pages that are touched from now on lie on NUMA node `node`, where it has room. Returns 0 or an errno.
     int place(int node);
+    /// That node; -1 if there is none.
+    int node() const { return node_.load(); }
 
     /// Make every waiter check its condition again.
     void wake();
@@ -163,6 +165,7 @@ private:
     std::size_t helping_ = 0;               // threads
     bool closed_ = false;
     Priority priority_;
+    std::atomic<int> node_{-1};
     std::shared_ptr<Device> device_;        // null: none uses it. Set once
     std::vector<Slab> slabs_;               // these two have room for all there can be
     std::vector<std::byte*> pins_;          // where pinned ranges begin

@@ -16,6 +16,7 @@
 #include <utility>
 
 #include "gather_kernel.h"
+#include "numa.h"
 #include "primary_context.h"
 #include "thread_name.h"
 #include "thread_start.h"
@@ -62,6 +63,7 @@ CudaDriver load_driver() {
     find(library, "cuEventQuery", driver.event_query);
     find(library, "cuMemcpyDtoHAsync_v2", driver.to_host);
     find(library, "cuMemcpyHtoDAsync_v2", driver.from_host);
+    find(library, "cuMemcpy2DAsync_v2", driver.copy_rows);
     find(library, "cuMemHostRegister_v2", driver.pin);
     find(library, "cuMemHostUnregister", driver.unpin);
     find(library, "cuMemHostAlloc", driver.host_alloc);
@@ -126,6 +128,8 @@ public:
         : driver_(driver), name_(std::move(name)), context_(std::make_shared<PrimaryContext>(driver, ordinal)), own_(*context_), kernel_(std::make_shared<GatherKernel>(context_, own_.stream)) {
         free_.assign(own_.events.begin(), own_.events.end());
         threads_ = start_threads(2, [this](std::size_t number) { number == 0 ? submit_all() : poll_all(); }, [this] { close(); });
+        // The driver's queues are in memory near the GPU.
+        if (const auto processors = processors_of(node_of(pci_address()))) keep_on(threads_, *processors, own_processors());
     }
 
     ~CudaDevice() override { close(); }  // then the threads are joined, once all is over
@@ -227,12 +231,28 @@ private:
         changed_.notify_all();
     }
 
+    Result queue(const DeviceCopy& copy) {
+        if (copy.rows > 1) {
+            CudaCopy2D rows{};
+            (copy.to_host ? rows.source_kind : rows.target_kind) = cuda_device_memory;
+            (copy.to_host ? rows.target_kind : rows.source_kind) = cuda_host_memory;
+            rows.source_host = rows.target_host = copy.host;  // of each side only that of its kind counts
+            rows.source_device = rows.target_device = copy.device;
+            rows.source_pitch = copy.to_host ? copy.device_stride : copy.host_stride;
+            rows.target_pitch = copy.to_host ? copy.host_stride : copy.device_stride;
+            rows.width = copy.bytes;
+            rows.height = copy.rows;
+            return driver_.copy_rows(&rows, own_.stream);
+        }
+        return copy.to_host ? driver_.to_host(copy.host, copy.device, copy.bytes, own_.stream)
+                            : driver_.from_host(copy.device, copy.host, copy.bytes, own_.stream);
+    }
+
     /// A copy that is refused ends its batch with that error; those before it are waited for.
     void issue(std::unique_ptr<CopyBatch> batch, Event event) {
         Result error = 0;
         for (const DeviceCopy& copy : batch->copies) {
-            error = copy.to_host ? driver_.to_host(copy.host, copy.device, copy.bytes, own_.stream)
-                                 : driver_.from_host(copy.device, copy.host, copy.bytes, own_.stream);
+            error = queue(copy);
             if (error != 0) break;
         }
         Result recorded = driver_.event_record(event, own_.stream);

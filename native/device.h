@@ -15,16 +15,20 @@
 
 namespace flowstone {
 
-/// One copy, in either direction. `device` is the device's own address.
+/// One copy, in either direction: `rows` times `bytes`, each row at the strides from the one before it, which are `bytes` and
+/// more. `device` is the device's own address.
 struct DeviceCopy {
     std::byte* host;
     std::uint64_t device;
     std::uint64_t bytes;
     bool to_host;
+    std::uint64_t rows = 1;
+    std::uint64_t host_stride = 0;    // without meaning for one row
+    std::uint64_t device_stride = 0;
 
     /// Whether `next` goes on where this one ends, on both sides.
     bool goes_on_with(const DeviceCopy& next) const {
-        return to_host == next.to_host && host + bytes == next.host && device + bytes == next.device;
+        return rows == 1 && next.rows == 1 && to_host == next.to_host && host + bytes == next.host && device + bytes == next.device;
     }
 };
 
@@ -48,6 +52,9 @@ public:
     virtual ~Gathered() = default;
     virtual std::span<const std::byte> bytes() const = 0;
 };
+
+/// The longest stride of a copy of several rows: CUDA's limit on every GPU that it knows (CU_DEVICE_ATTRIBUTE_MAX_PITCH).
+inline constexpr std::uint64_t device_stride_max = INT32_MAX;
 
 /// Which copies work of the caller's has to wait for: early ones are of rows that are not lazy.
 enum class Copies { all, early };

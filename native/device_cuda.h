@@ -9,6 +9,23 @@
 
 namespace flowstone {
 
+/// CUDA_MEMCPY2D: rows of `width` bytes between a side in host memory and one on the device.
+struct CudaCopy2D {
+    std::size_t source_x, source_y;
+    int source_kind;
+    const void* source_host;
+    unsigned long long source_device;
+    void* source_array;
+    std::size_t source_pitch;
+    std::size_t target_x, target_y;
+    int target_kind;
+    void* target_host;
+    unsigned long long target_device;
+    void* target_array;
+    std::size_t target_pitch;
+    std::size_t width, height;
+};
+
 /// The functions of the driver that are used, as in
 /// https://docs.nvidia.com/cuda/cuda-driver-api/ (cuda.h of version 13.0; all of them exist since 11.4).
 struct CudaDriver {
@@ -40,6 +57,7 @@ struct CudaDriver {
     Result (*event_query)(Event);
     Result (*to_host)(void*, Address, std::size_t, Stream);
     Result (*from_host)(Address, const void*, std::size_t, Stream);
+    Result (*copy_rows)(const CudaCopy2D*, Stream);
     Result (*pin)(void*, std::size_t, unsigned flags);
     Result (*unpin)(void*);
     Result (*host_alloc)(void**, std::size_t, unsigned flags);
@@ -61,6 +79,8 @@ inline constexpr unsigned cuda_event_without_timing = 2;    // CU_EVENT_DISABLE_
 inline constexpr unsigned cuda_pinned_for_all = 1;          // CU_MEMHOSTREGISTER_PORTABLE: for every context
 inline constexpr unsigned cuda_host_for_all = 1;            // CU_MEMHOSTALLOC_PORTABLE: pinned for every context
 inline constexpr unsigned cuda_host_mapped = 2;             // CU_MEMHOSTALLOC_DEVICEMAP: kernels use the same address
+inline constexpr int cuda_host_memory = 1;                  // CU_MEMORYTYPE_HOST
+inline constexpr int cuda_device_memory = 2;                // CU_MEMORYTYPE_DEVICE
 inline constexpr int cuda_capture_relaxed = 2;              // CU_STREAM_CAPTURE_MODE_RELAXED
 
 /// How many batches are in the stream at once, each with an event behind it: far fewer than the driver takes before a call

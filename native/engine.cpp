@@ -58,6 +58,7 @@ Machine Engine::machine_locked(const Arena& arena, std::uint64_t request_bytes) 
     if (machine.request_bytes % block_alignment_bytes != 0) throw std::invalid_argument("request_bytes must be a multiple of 4096");
     if (arena.block_bytes() < machine.request_bytes)
         throw std::invalid_argument("the arena's block_bytes are smaller than request_bytes");
+    machine.workers->stay_near(arena.node());
     return machine;
 }
 

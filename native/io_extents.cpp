@@ -29,10 +29,8 @@ bool is_inside(std::uint64_t first, std::uint64_t count, std::uint64_t total) {
     return first <= total && count <= total - first;
 }
 
-void check_device(std::int32_t device, std::int64_t layout, std::size_t devices, std::size_t row) {
-    if (device == on_host) return;
-    require(device >= 0 && static_cast<std::size_t>(device) < devices, row, "device is no index into devices");
-    require(layout == contiguous, row, "a device's memory must be contiguous");
+void check_device(std::int32_t device, std::size_t devices, std::size_t row) {
+    require(device == on_host || (device >= 0 && static_cast<std::size_t>(device) < devices), row, "device is no index into devices");
 }
 
 /// A table of the bases of chunks.
@@ -106,7 +104,8 @@ void check_extents(const WriteExtents& rows, std::span<const std::uint64_t> file
         check_range(row.offset, row.length, i);
         require(row.end() <= file_bytes[row.file], i, "the range ends beyond the file's size");
         check_layout(row.layout, rows.layouts, row.length, i);
-        check_device(row.device, row.layout, rows.devices.size(), i);
+        check_device(row.device, rows.devices.size(), i);
+        require(row.device == on_host || row.layout == contiguous, i, "memory of a device is saved from one run of bytes");
         if (row.device != on_host && row.lazy) lines[static_cast<std::size_t>(row.device)] += chunk_count(row.length) * lines_per_chunk;
         require(!row.gathered || (row.device != on_host && !row.lazy), i, "gathered, but on no device, or lazy");
         require(row.length == 0 || row.address != 0, i, "address is null");
@@ -132,7 +131,7 @@ void check_extents(const ReadExtents& rows, std::size_t file_count) {
         require(row.file < file_count, i, "file is no index into files");
         check_range(row.offset, row.length, i);
         check_layout(row.layout, rows.layouts, row.length, i);
-        check_device(row.device, row.layout, rows.devices.size(), i);
+        check_device(row.device, rows.devices.size(), i);
         require(row.first <= row.last && row.last <= chunk_count(row.length), i, "first..last are no chunks of the extent");
         if (row.first < row.last) require(is_inside(row.chunk, row.last, rows.digests.size()), i, "chunk is beyond digests");
         if (rows.stored.empty()) continue;

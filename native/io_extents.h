@@ -90,7 +90,7 @@ struct ReadExtent {
     std::uint64_t last;
     std::int64_t layout;    // index into ReadExtents::layouts, or contiguous
     std::uint32_t file;
-    std::int32_t device = on_host;  // whose memory `address` is in; a device's rows are contiguous
+    std::int32_t device = on_host;  // whose memory `address` is in
 
     std::uint64_t end() const { return offset + length; }
     std::byte* target() const { return reinterpret_cast<std::byte*>(address); }

@@ -175,29 +175,24 @@ std::vector<std::uint64_t> Layout::locate(std::uint64_t begin) const {
     return index;
 }
 
-void Layout::scatter_row(const Range& range, std::uint64_t packed_at, std::int64_t memory_at, std::uint64_t first) const {
+/// Of the innermost loop from its run number `first` on: what of it is in packed bytes [begin, end).
+template <class Visit>
+void Layout::cut_row(std::uint64_t begin, std::uint64_t end, std::uint64_t packed_at, std::int64_t memory_at, std::uint64_t first, Visit visit) const {
     const Loop& inner = loops_.back();
     for (std::uint64_t i = first; i < inner.count;) {
         const std::uint64_t start = packed_at + i * inner.packed_stride;
-        if (start >= range.end) return;
-        const std::uint64_t low = std::max(start, range.begin);
-        const std::uint64_t high = std::min(start + run_bytes_, range.end);
+        if (start >= end) return;
+        const std::uint64_t low = std::max(start, begin);
+        const std::uint64_t high = std::min(start + run_bytes_, end);
         if (high <= low) {
             ++i;
             continue;
         }
-        const std::byte* packed = range.packed + (low - range.begin);
-        std::byte* memory =
-            range.memory + memory_at + static_cast<std::int64_t>(i) * inner.memory_stride + static_cast<std::int64_t>(low - start);
-        if (high - low < run_bytes_) {
-            std::memcpy(memory, packed, high - low);
-            ++i;
-            continue;
-        }
-        const std::uint64_t fitting = (range.end - run_bytes_ - start) / inner.packed_stride + 1;
-        const std::uint64_t count = std::min(inner.count - i, fitting);
-        copy_strided(memory, inner.memory_stride, packed, static_cast<std::int64_t>(inner.packed_stride), count, run_bytes_);
-        i += count;
+        StridedRuns runs{low - begin, memory_at + static_cast<std::int64_t>(i) * inner.memory_stride + static_cast<std::int64_t>(low - start), 1,
+                         inner.packed_stride, inner.memory_stride, high - low};
+        if (runs.bytes == run_bytes_) runs.count = std::min(inner.count - i, (end - run_bytes_ - start) / inner.packed_stride + 1);
+        i += runs.count;
+        visit(runs);
     }
 }
 
@@ -213,8 +208,9 @@ std::uint64_t Layout::scatter_turned(const Range& range, std::uint64_t packed_at
     return whole;
 }
 
-void Layout::scatter(std::uint64_t begin, std::uint64_t end, const std::byte* packed, std::byte* memory) const {
-    const Range range{begin, end, packed, memory};
+/// Call `visit(packed_at, memory_at, index)` for each innermost loop that begins before packed byte `end`, where its first run is,
+/// with the number of each loop. It returns how many of them, along the loop around it, it has taken.
+template <class Visit> void Layout::walk(std::uint64_t begin, std::uint64_t end, Visit visit) const {
     assert(begin <= end && end <= packed_bytes_);
     if (run_bytes_ == 0 || begin == end) return;
     std::vector<std::uint64_t> index = locate(begin);
@@ -227,17 +223,40 @@ void Layout::scatter(std::uint64_t begin, std::uint64_t end, const std::byte* pa
             memory_at += static_cast<std::int64_t>(index[d]) * loops_[d].memory_stride;
         }
         if (packed_at >= end) return;
-        std::uint64_t rows = 0;
-        if (is_turned_ && index[inner] == 0) rows = scatter_turned(range, packed_at, memory_at, loops_[inner - 1].count - index[inner - 1]);
-        if (rows == 0)
-            scatter_row(range, packed_at, memory_at, index[inner]);
-        else
-            index[inner - 1] += rows - 1;
+        const std::uint64_t rows = visit(packed_at, memory_at, index);
+        if (rows > 1) index[inner - 1] += rows - 1;
         index[inner] = 0;
         std::size_t d = inner;
         while (d > 0 && ++index[d - 1] == loops_[d - 1].count) index[--d] = 0;
         if (d == 0) return;
     }
+}
+
+void Layout::scatter(std::uint64_t begin, std::uint64_t end, const std::byte* packed, std::byte* memory) const {
+    const Range range{begin, end, packed, memory};
+    const auto copy = [packed, memory](const StridedRuns& runs) {
+        if (runs.count == 1)
+            std::memcpy(memory + runs.memory, packed + runs.packed, runs.bytes);
+        else
+            copy_strided(memory + runs.memory, runs.memory_stride, packed + runs.packed, static_cast<std::int64_t>(runs.packed_stride),
+                         runs.count, runs.bytes);
+    };
+    walk(begin, end, [&](std::uint64_t packed_at, std::int64_t memory_at, const std::vector<std::uint64_t>& index) {
+        const std::size_t inner = loops_.size() - 1;
+        std::uint64_t rows = 0;
+        if (is_turned_ && index[inner] == 0) rows = scatter_turned(range, packed_at, memory_at, loops_[inner - 1].count - index[inner - 1]);
+        if (rows == 0) cut_row(begin, end, packed_at, memory_at, index[inner], copy);
+        return rows;
+    });
+}
+
+std::vector<StridedRuns> Layout::runs(std::uint64_t begin, std::uint64_t end) const {
+    std::vector<StridedRuns> found;
+    walk(begin, end, [&](std::uint64_t packed_at, std::int64_t memory_at, const std::vector<std::uint64_t>& index) {
+        cut_row(begin, end, packed_at, memory_at, index.back(), [&found](const StridedRuns& runs) { found.push_back(runs); });
+        return std::uint64_t{1};
+    });
+    return found;
 }
 
 }  // namespace flowstone

@@ -16,6 +16,17 @@ void copy_strided(std::byte* target, std::int64_t target_stride, const std::byte
 
 class LiveAccess;
 
+/// `count` runs of `bytes` each: the first at byte `packed` of a packed range and at `memory`, each at the strides from
+/// the one before it.
+struct StridedRuns {
+    std::uint64_t packed;
+    std::int64_t memory;
+    std::uint64_t count;
+    std::uint64_t packed_stride;
+    std::int64_t memory_stride;
+    std::uint64_t bytes;
+};
+
 /// A box of a packed (row-major) array matched with strided memory.
 ///
 /// Stored as nested loops over *runs*: a run is contiguous on both sides, and dimensions that are
@@ -44,6 +55,9 @@ public:
     /// The reverse: copy the box's bytes in packed bytes [begin, end) to memory.
     void scatter(std::uint64_t begin, std::uint64_t end, const std::byte* packed, std::byte* memory) const;
 
+    /// What `scatter` copies, for another one to copy: from packed bytes that start at `begin`, in their order.
+    std::vector<StridedRuns> runs(std::uint64_t begin, std::uint64_t end) const;
+
 private:
     struct Loop {
         std::uint64_t count;
@@ -57,7 +71,9 @@ private:
     void merge_run();
     std::vector<std::uint64_t> locate(std::uint64_t begin) const;
     std::uint64_t scatter_turned(const Range& range, std::uint64_t packed_at, std::int64_t memory_at, std::uint64_t rows) const;
-    void scatter_row(const Range& range, std::uint64_t packed_at, std::int64_t memory_at, std::uint64_t first) const;
+    template <class Visit> void walk(std::uint64_t begin, std::uint64_t end, Visit visit) const;
+    template <class Visit>
+    void cut_row(std::uint64_t begin, std::uint64_t end, std::uint64_t packed_at, std::int64_t memory_at, std::uint64_t first, Visit visit) const;
 
     std::uint64_t packed_bytes_ = 0;
     std::uint64_t base_ = 0;       // packed offset of the box's first byte

@@ -82,6 +82,33 @@ void ReadJob::place(Window& window, const WantedChunk& chunk, std::uint32_t data
         send(window, whole, data);
 }
 
+namespace {
+
+/// Verified bytes [begin, end) of a row's extent, to be copied into its target on a device. May throw std::bad_alloc.
+void add_copies(CopyBatch& batch, const ReadExtents& rows, const ReadExtent& row, std::uint64_t begin, std::uint64_t end, const std::byte* bytes) {
+    auto* const source = const_cast<std::byte*>(bytes);  // it is only read
+    if (row.layout == contiguous) return batch.add({source, row.address + begin, end - begin, false});
+    for (const StridedRuns& runs : rows.layouts[static_cast<std::size_t>(row.layout)].runs(begin, end)) {
+        const std::uint64_t target = row.address + static_cast<std::uint64_t>(runs.memory);
+        const auto stride = static_cast<std::uint64_t>(runs.memory_stride);  // of one that is negative: too long
+        if (runs.count > 1 && runs.bytes <= stride && stride <= device_stride_max) {
+            batch.add({source + runs.packed, target, runs.bytes, false, runs.count, runs.packed_stride, stride});
+            continue;
+        }
+        for (std::uint64_t i = 0; i < runs.count; ++i)
+            batch.add({source + runs.packed + i * runs.packed_stride, target + i * stride, runs.bytes, false});
+    }
+}
+
+}  // namespace
+
+void ReadJob::batch_run(Window& window) {
+    const VerifiedRun run = std::exchange(window.run, {});
+    if (run.bytes == nullptr) return;
+    const ReadExtent& row = window.rows->rows[run.row];
+    add_copies(*window.batches[static_cast<std::size_t>(row.device)], *window.rows, row, run.begin, run.end, run.bytes);
+}
+
 /// To a device, from a buffer that the next chunk takes.
 void ReadJob::send(const Window& window, const WantedChunk& chunk, const std::byte* bytes) {
     const ReadExtent& row = window.rows->rows[chunk.row];
@@ -89,8 +116,7 @@ void ReadJob::send(const Window& window, const WantedChunk& chunk, const std::by
     touched_[chunk.row] = true;
     std::promise<int> copied;
     auto batch = std::make_unique<CopyBatch>(nullptr, [&copied](int error) { copied.set_value(error); });
-    // Its source is only read.
-    batch->add({const_cast<std::byte*>(bytes), row.address + chunk.logical_begin(), chunk.length, false});
+    add_copies(*batch, *window.rows, row, chunk.logical_begin(), chunk.logical_begin() + chunk.length, bytes);
     device->submit(std::move(batch));
     if (const int error = copied.get_future().get()) take_outcome(device_fault(*device, error, *files_[chunk.file], chunk.begin, chunk.length));
 }
@@ -101,7 +127,13 @@ void ReadJob::store(Window& window, const WantedChunk& chunk, const std::byte* b
     touched_[chunk.row] = true;
     const std::uint64_t begin = chunk.logical_begin();
     if (row.device != on_host) {
-        window.batches[static_cast<std::size_t>(row.device)]->add({const_cast<std::byte*>(bytes), row.address + begin, chunk.length, false});
+        const VerifiedRun more{bytes, chunk.row, begin, begin + chunk.length};
+        if (window.run.goes_on_with(more)) {
+            window.run.end = more.end;
+            return;
+        }
+        batch_run(window);
+        window.run = more;
     } else if (row.layout == contiguous)
         std::memcpy(row.target() + begin, bytes, chunk.length);
     else

@@ -313,6 +313,7 @@ void ReadJob::deliver_now(const std::shared_ptr<Window>& window, LiveAccess* liv
         done_bytes_ += bytes;
         delivered += bytes;
     }
+    batch_run(*window);
     spans_.add(Phase::deliver, begin_ns, delivered);
     end(window);
 }

@@ -27,7 +27,8 @@ struct ReadOptions {
     bool ahead = false;
 };
 
-/// A verified chunk for a device is queued to be copied there from its block. Chunks in mapped memory are verified
+/// Verified chunks for a device are queued to be copied there from their block: each run of them in one copy, or in as few as
+/// the target's layout allows. Chunks in mapped memory are verified
 /// there, and copied to their target without a block.
 /// Targets stay alive until wait() has returned true; rows, files and arena are the job's.
 /// The destructor cancels and waits.
@@ -103,6 +104,8 @@ private:
     void place(Window& window, const WantedChunk& chunk, std::uint32_t data_bytes, const std::byte* data);
     void store(Window& window, const WantedChunk& chunk, const std::byte* bytes);
     void send(const Window& window, const WantedChunk& chunk, const std::byte* bytes);
+    /// Put what is verified for a device into its batch.
+    void batch_run(Window& window);
     void end(const std::shared_ptr<Window>& window);
 
     const std::shared_ptr<const ReadExtents> rows_;

@@ -9,6 +9,16 @@
 
 namespace flowstone {
 
+/// Bytes [begin, end) of the extent of row number `row`, verified, at `bytes`; without any, if that is null.
+struct VerifiedRun {
+    const std::byte* bytes = nullptr;
+    std::uint32_t row = 0;
+    std::uint64_t begin = 0;
+    std::uint64_t end = 0;
+
+    bool goes_on_with(const VerifiedRun& next) const { return bytes != nullptr && row == next.row && end == next.begin && bytes + (end - begin) == next.bytes; }
+};
+
 /// Arena windows hold a block or more. Direct ones hold the bounce blocks of an unaligned head and tail.
 struct ReadJob::Window final : Staged<ReadJob, Window> {
     const ReadWindow* planned = nullptr;
@@ -22,6 +32,7 @@ struct ReadJob::Window final : Staged<ReadJob, Window> {
     std::atomic<std::size_t> ops_left{0};
     std::atomic<bool> failed{false};
     std::int64_t begun_ns = 0;
+    VerifiedRun run;                    // verified chunks for a device, not in a batch yet
     std::vector<std::unique_ptr<CopyBatch>> batches;  // out of the block, one for each device, until they are submitted
     std::atomic<std::size_t> storing{0};  // devices
 };

@@ -26,6 +26,13 @@ Workers::~Workers() {
     for (std::jthread& thread : threads_) thread.join();
 }
 
+void Workers::stay_near(int node, const std::string& nodes) {
+    const std::lock_guard lock(near_mutex_);
+    if (node < 0 || node == near_) return;
+    near_ = node;
+    if (const auto processors = processors_of(node, nodes)) keep_on(threads_, *processors, allowed_);
+}
+
 void Workers::post(Task& task) noexcept {
     const std::lock_guard lock(mutex_);
     task.next_ = nullptr;

@@ -5,10 +5,12 @@
 #include <cstddef>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <thread>
 #include <vector>
 
 #include "live_memory.h"
+#include "numa.h"
 #include "priority.h"
 #include "thread_start.h"
 
@@ -42,6 +44,9 @@ public:
     /// Does not block. The task must stay valid until it has begun to run, and may be queued once.
     void post(Task& task) noexcept;
     std::size_t count() const { return threads_.size(); }
+    /// Run on the processors of a NUMA node, of those that the constructor's thread had: where memory is near that they read.
+    /// Nothing happens if the node is -1 or not known. `nodes`: as for processors_of.
+    void stay_near(int node, const std::string& nodes = "/sys/devices/system/node");
 
 private:
     void run(LiveAccess& live);
@@ -53,6 +58,9 @@ private:
     Task* last_ = nullptr;  // valid if first_ is not null
     bool stopping_ = false;
     std::vector<std::unique_ptr<LiveAccess>> live_;  // one for each thread
+    const cpu_set_t allowed_ = own_processors();
+    std::mutex near_mutex_;
+    int near_ = -1;  // under near_mutex_
     std::vector<std::jthread> threads_;
 };
 

@@ -16,7 +16,7 @@ import torch
 from delayed_device import DelayedDevice
 from msgspec.structs import replace
 
-from flowstone.stage import device
+from flowstone.stage import bounce, capture, device
 from flowstone.stage.own_stream import OwnStream
 from flowstone.state import tensors
 from flowstone.table.pieces import Memory
@@ -83,6 +83,13 @@ def shown(far: Far) -> Iterator[Far]:
             return memory
         return replace(memory, address=memory.address - far.native.inside + far.native.address, device=NAME)
 
+    own_carrier = capture.on_device
+
+    def on_device(memory: Memory) -> torch.Tensor:
+        if memory.device == NAME:
+            memory = replace(memory, address=memory.address - far.native.address + far.native.inside, device="cpu")
+        return own_carrier(memory)
+
     streams = device.SideStreams({**device.OPENERS, "delayed": lambda _: far})
     with (
         mock.patch.object(tensors, "memory_of", memory_of),
@@ -90,5 +97,7 @@ def shown(far: Far) -> Iterator[Far]:
         mock.patch.object(tensors, "_is_cpu", lambda tensor: not far.holds(tensor)),
         mock.patch.object(tensors, "_reader", return_value=tensors._read_each),  # DLPack would tell where it is
         mock.patch.object(device, "_streams", return_value=streams),
+        mock.patch.object(bounce, "on_device", on_device),
+        mock.patch.object(capture, "on_device", on_device),
     ):
         yield far

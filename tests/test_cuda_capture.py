@@ -114,6 +114,21 @@ def test_parts_casts_and_strides_reach_the_device(store: Path) -> None:
     assert torch.equal(target["y"], tensor.t())
 
 
+def test_rows_and_columns_go_straight_to_their_place(store: Path) -> None:
+    whole = torch.randn(3000, 1000, device="cuda")
+    wide = torch.zeros(3000, 500, device="cuda")
+    with fs.Checkpointer(store) as checkpointer:
+        checkpointer.save(1, {"x": whole}).committed.result()
+        for target, (row, column) in (
+            (torch.zeros(900, 1000, device="cuda"), (700, 0)), (torch.zeros(3000, 125, device="cuda"), (0, 250)),
+            (wide[:, 100:200], (0, 900)), (torch.zeros(11, 3, device="cuda"), (500, 333)),
+        ):
+            checkpointer.load({"x": fs.Shard(target, (3000, 1000), (row, column))})
+            assert torch.equal(target, whole[row : row + target.shape[0], column : column + target.shape[1]])
+    assert not wide[:, :100].any()
+    assert not wide[:, 200:].any()
+
+
 def test_copies_do_not_wait_for_streams_of_torchs_pool(store: Path) -> None:
     state = training()
     pool = [torch.cuda.Stream() for _ in range(64)]  # twice what torch has: each of its streams is busy

@@ -19,7 +19,7 @@ import flowstone as fs
 from flowstone import _native
 from flowstone.events import Captured, Event
 from flowstone.pipeline import load as loading
-from flowstone.stage import device
+from flowstone.stage import arena, bounce, device
 from flowstone.stage.capture import host_copy
 from flowstone.state import describe
 from flowstone.state.kinds.generator import cuda_states
@@ -224,18 +224,59 @@ def test_a_part_of_a_state_is_loaded_onto_the_device(store: Path, far: Far) -> N
     assert torch.equal(bias, state["model"].body[0].bias.data)  # type: ignore[attr-defined]
 
 
-def test_blocks_of_rows_go_straight_onto_the_device_and_columns_by_way_of_the_host(store: Path, far: Far) -> None:
+def test_blocks_of_rows_and_of_columns_go_straight_onto_the_device(store: Path, far: Far) -> None:
     whole = torch.randn(2000, 600)
     split = lambda state, **how: split_rows(describe(state, **how), "x", 3)  # noqa: E731
     with mock.patch("flowstone.pipeline.save.describe", split), opened(store) as checkpointer:
         checkpointer.save(1, {"x": whole}).committed.result()
     rows, columns = far.tensor(torch.zeros(2000, 600)), far.tensor(torch.zeros(2000, 100))
-    for state, aside in ({"x": rows}, 0), ({"x": fs.Shard(columns, (2000, 600), (0, 200))}, 1):
+    part, far_columns = far.tensor(torch.zeros(900, 600)), far.tensor(torch.zeros(2000, 300))
+    for state in (
+        {"x": rows}, {"x": fs.Shard(columns, (2000, 600), (0, 200))}, {"x": fs.Shard(part, (2000, 600), (500, 0))},
+        {"x": fs.Shard(far_columns[:, 100:200], (2000, 600), (0, 500))},
+    ):
         found = loading.want(fs.open(store), state, rules=(), rank=0, ranks=1)
-        assert len(loading.plan_load(found, verify_first=False).destinations.bounced) == aside
-    with opened(store) as checkpointer:
-        checkpointer.load({"x": rows})
+        assert loading.plan_load(found, verify_first=False).destinations.bounced == ()
+        with opened(store) as checkpointer:
+            copies = far.native.copies
+            checkpointer.load(state)
+            assert 0 < far.native.copies - copies < 60, "not one copy for each row"
     assert torch.equal(rows, whole)
+    assert torch.equal(columns, whole[:, 200:300])
+    assert torch.equal(part, whole[500:1400])
+    assert torch.equal(far_columns[:, 100:200], whole[:, 500:])
+    assert not far_columns[:, :100].any()
+    assert not far_columns[:, 200:].any()
+
+
+def test_memory_of_a_load_lies_near_the_device(store: Path, far: Far) -> None:
+    tensor = far.tensor(torch.ones(MIB))
+    with opened(store) as checkpointer, mock.patch.object(arena, "node_of", return_value=(0, "")) as asked:
+        checkpointer.save(1, {"x": tensor}).committed.result()
+        checkpointer.load({"x": tensor.zero_()})
+    assert asked.call_args.args == ("0000:3b:00.0",)
+    assert tensor.unique().tolist() == [1.0]
+
+
+def test_what_is_cast_or_turned_onto_the_device_goes_by_rounds(
+    store: Path, far: Far, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bounce, "BOUNCE_BYTES", MIB)
+    saved = {"cast": torch.randn(700, 600), "turned": torch.randn(500, 900), "plain": torch.randn(400, 300)}
+    into = {
+        "cast": far.tensor(torch.zeros(700, 600, dtype=torch.float64)),
+        "turned": far.tensor(torch.zeros(900, 500)).t(), "plain": far.tensor(torch.zeros(400, 300)),
+    }
+    with opened(store) as checkpointer:
+        checkpointer.save(1, saved).committed.result()
+        found = loading.want(fs.open(store), into, rules=[fs.Cast("*")], rank=0, ranks=1)
+        planned = loading.plan_load(found, verify_first=False).destinations
+        assert len(planned.rounds) > 5
+        assert {planned.wanted.names[at] for at in planned.bounced} == {"cast", "turned"}
+        assert set(checkpointer.load(into, rules=[fs.Cast("*")]).matched) == set(saved)
+    assert torch.equal(into["cast"], saved["cast"].double())
+    assert torch.equal(into["turned"], saved["turned"])
+    assert torch.equal(into["plain"], saved["plain"])
 
 
 def test_what_rules_join_goes_straight_onto_the_device_and_what_they_turn_by_way_of_the_host(

@@ -158,12 +158,24 @@ struct SimulatedCalls {
     }
     static Result to_host(void* target, unsigned long long source, std::size_t bytes, void* stream) {
         if (const Result error = enter(false)) return error;
-        return current()->push_copy(*static_cast<Gpu::Stream*>(stream), static_cast<std::byte*>(target), source, bytes, true);
+        return current()->push_copy(*static_cast<Gpu::Stream*>(stream), {static_cast<std::byte*>(target), source, bytes, true});
     }
     static Result from_host(unsigned long long target, const void* source, std::size_t bytes, void* stream) {
         if (const Result error = enter(false)) return error;
         auto* const host = const_cast<std::byte*>(static_cast<const std::byte*>(source));
-        return current()->push_copy(*static_cast<Gpu::Stream*>(stream), host, target, bytes, false);
+        return current()->push_copy(*static_cast<Gpu::Stream*>(stream), {host, target, bytes, false});
+    }
+    static Result copy_rows(const CudaCopy2D* copy, void* stream) {
+        if (const Result error = enter(false)) return error;
+        if (copy->source_x + copy->source_y + copy->target_x + copy->target_y != 0) return invalid_value;  // of no use to a copy of ours
+        Gpu& gpu = *current();
+        auto& into = *static_cast<Gpu::Stream*>(stream);
+        if (copy->source_kind == cuda_host_memory && copy->target_kind == cuda_device_memory)
+            return gpu.push_copy(into, {const_cast<std::byte*>(static_cast<const std::byte*>(copy->source_host)), copy->target_device, copy->width, false,
+                                        copy->height, copy->source_pitch, copy->target_pitch});
+        if (copy->source_kind != cuda_device_memory || copy->target_kind != cuda_host_memory) return invalid_value;
+        return gpu.push_copy(into, {static_cast<std::byte*>(copy->target_host), copy->source_device, copy->width, true, copy->height,
+                                    copy->target_pitch, copy->source_pitch});
     }
     static Result pin(void* memory, std::size_t bytes, unsigned) {
         if (const Result error = enter(true)) return error;
@@ -318,6 +330,7 @@ const CudaDriver& simulated_driver() {
         .event_query = &Refusing<&Calls::event_query>::call,
         .to_host = &Refusing<&Calls::to_host>::call,
         .from_host = &Refusing<&Calls::from_host>::call,
+        .copy_rows = &Refusing<&Calls::copy_rows>::call,
         .pin = &Refusing<&Calls::pin>::call,
         .unpin = &Refusing<&Calls::unpin>::call,
         .host_alloc = &Refusing<&Calls::host_alloc>::call,

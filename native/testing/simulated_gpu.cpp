@@ -138,7 +138,7 @@ std::byte* SimulatedGpu::reach(std::uint64_t address, std::uint64_t bytes) const
     if (address >= this->address() && begin <= bytes_ && bytes <= bytes_ - begin) return inside_ + begin;
     auto* const host = reinterpret_cast<std::byte*>(address);
     const std::lock_guard lock(mutex_);
-    return is_pinned_locked(host, bytes) ? host : nullptr;
+    return pinned_locked(host, bytes) == Pinned::whole ? host : nullptr;
 }
 
 /// What the kernel flowstone_gather does (native/gather_kernel.cpp).
@@ -205,33 +205,45 @@ void SimulatedGpu::push(Stream& stream, Item item) {
     changed_.notify_all();
 }
 
-bool SimulatedGpu::is_pinned_locked(const std::byte* memory, std::uint64_t bytes) const {
+SimulatedGpu::Pinned SimulatedGpu::pinned_locked(const std::byte* memory, std::uint64_t bytes) const {
     const auto holds = [&](const auto& pinned) { return pinned.first <= memory && memory + bytes <= pinned.first + pinned.second; };
-    return std::any_of(host_memory_.begin(), host_memory_.end(), holds) || std::any_of(pins_.begin(), pins_.end(), holds);
+    const auto meets = [&](const auto& pinned) { return pinned.first < memory + bytes && memory < pinned.first + pinned.second; };
+    if (std::any_of(host_memory_.begin(), host_memory_.end(), holds) || std::any_of(pins_.begin(), pins_.end(), holds)) return Pinned::whole;
+    const bool is_partly = std::any_of(host_memory_.begin(), host_memory_.end(), meets) || std::any_of(pins_.begin(), pins_.end(), meets);
+    return is_partly ? Pinned::partly : Pinned::none;
 }
 
-int SimulatedGpu::push_copy(Stream& stream, std::byte* host, std::uint64_t device, std::uint64_t bytes, bool to_host) {
-    const std::uint64_t begin = device - address();
-    if (device < address() || begin > bytes_ || bytes > bytes_ - begin) return invalid_value;
+int SimulatedGpu::push_copy(Stream& stream, const DeviceCopy& copy) {
+    const bool has_rows = copy.rows > 1;
+    for (const std::uint64_t stride : {copy.host_stride, copy.device_stride})
+        if (has_rows && (stride < copy.bytes || stride > device_stride_max)) return invalid_value;
+    const std::uint64_t host_bytes = (copy.rows - 1) * copy.host_stride + copy.bytes, device_bytes = (copy.rows - 1) * copy.device_stride + copy.bytes;
+    const std::uint64_t begin = copy.device - address();
+    if (copy.device < address() || begin > bytes_ || device_bytes > bytes_ - begin) return invalid_value;
     Item item;
-    item.target = to_host ? host : inside_ + begin;
-    item.source = to_host ? inside_ + begin : host;
-    item.bytes = bytes;
+    item.target = copy.to_host ? copy.host : inside_ + begin;
+    item.source = copy.to_host ? inside_ + begin : copy.host;
+    item.bytes = copy.bytes;
+    item.rows = copy.rows;
+    item.target_stride = copy.to_host ? copy.host_stride : copy.device_stride;
+    item.source_stride = copy.to_host ? copy.device_stride : copy.host_stride;
     bool is_pinned = false;
     {
         const std::lock_guard lock(mutex_);
         if (std::exchange(refuses_, false)) return invalid_value;
         if (stream.recording != nullptr) return success;  // a part of somebody's graph; it is never made
-        is_pinned = is_pinned_locked(host, bytes);
+        const Pinned pinned = pinned_locked(copy.host, host_bytes);
+        if (pinned == Pinned::partly) return invalid_value;
+        is_pinned = pinned == Pinned::whole;
         if (!is_pinned) ++pageable_;
     }
     if (!is_pinned && is_prohibited()) return cuda_capture_unsupported;
-    if (!is_pinned && !to_host) {
-        item.staged.assign(host, host + bytes);
+    if (!is_pinned && !copy.to_host) {
+        item.staged.assign(copy.host, copy.host + host_bytes);
         item.source = item.staged.data();
     }
     push(stream, std::move(item));
-    if (!is_pinned && to_host) synchronize(reinterpret_cast<std::uintptr_t>(&stream));
+    if (!is_pinned && copy.to_host) synchronize(reinterpret_cast<std::uintptr_t>(&stream));
     const std::lock_guard lock(mutex_);
     return error_;
 }
@@ -272,8 +284,11 @@ void SimulatedGpu::finish_locked(Item& item) {
         if (copies_left_ == 0) return drop_all_locked(launch_failed);
         --copies_left_;
         ++copies_;
-        copied_bytes_ += item.bytes;
-        std::memcpy(item.target, item.staged.empty() ? item.source : item.staged.data(), item.bytes);
+        copied_bytes_ += item.bytes * item.rows;
+        copies_of_rows_ += item.rows > 1;
+        const std::byte* const source = item.staged.empty() ? item.source : item.staged.data();
+        for (std::uint64_t row = 0; row < item.rows; ++row)
+            std::memcpy(item.target + row * item.target_stride, source + row * item.source_stride, item.bytes);
     }
     if (item.over != nullptr && !item.waits) {
         *item.over = true;

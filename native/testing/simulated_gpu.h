@@ -21,7 +21,9 @@ namespace flowstone {
 ///
 /// - each call needs a context that is current on its thread (201 without);
 /// - events are over once all before them in their stream is; one that was never recorded is over;
-/// - memory is pinned once: a range that overlaps a pinned one is refused (712);
+/// - memory is pinned once: a range that overlaps a pinned one is refused (712), and a copy from or to memory of which a part is
+///   pinned, or that goes on in another range, too (1);
+/// - of copies of several rows, strides are as long as a row, and not longer than 2^31 - 1 (1);
 /// - a copy from the device into memory that is not pinned returns when it is over; one in the other direction takes its
 ///   bytes with it;
 /// - a call blocks while its stream has `queue_max` pieces of work;
@@ -59,6 +61,8 @@ public:
     void refuse_next();
     std::uint64_t copies() const { return read(copies_); }
     std::uint64_t copied_bytes() const { return read(copied_bytes_); }
+    /// Of several rows.
+    std::uint64_t copies_of_rows() const { return read(copies_of_rows_); }
     std::uint64_t pageable_copies() const { return read(pageable_); }
     std::uint64_t pinned_bytes() const { return read(pinned_bytes_); }
     /// Ranges that were pinned so far.
@@ -121,8 +125,9 @@ private:
     int launch_module(Stream& stream, std::function<int()> kernel, bool is_module = true);
     std::byte* reach(std::uint64_t address, std::uint64_t bytes) const;
     int gather(std::uint64_t table, std::uint64_t out, std::uint32_t parts) const;
-    int push_copy(Stream& stream, std::byte* host, std::uint64_t device, std::uint64_t bytes, bool to_host);
-    bool is_pinned_locked(const std::byte* memory, std::uint64_t bytes) const;
+    int push_copy(Stream& stream, const DeviceCopy& copy);
+    enum class Pinned { none, whole, partly };
+    Pinned pinned_locked(const std::byte* memory, std::uint64_t bytes) const;
 
     const std::uint64_t bytes_;
     const std::chrono::microseconds delay_;
@@ -148,6 +153,7 @@ private:
     int error_ = 0;  // sticky
     std::uint64_t copies_ = 0;
     std::uint64_t copied_bytes_ = 0;
+    std::uint64_t copies_of_rows_ = 0;
     std::uint64_t pageable_ = 0;
     std::uint64_t copies_left_ = UINT64_MAX;
     std::uint64_t pinned_bytes_ = 0;

@@ -83,7 +83,10 @@ struct SimulatedGpu::Event {
 struct SimulatedGpu::Item {
     std::byte* target = nullptr;
     const std::byte* source = nullptr;
-    std::uint64_t bytes = 0;
+    std::uint64_t bytes = 0;  // of a row
+    std::uint64_t rows = 1;
+    std::uint64_t target_stride = 0;
+    std::uint64_t source_stride = 0;
     std::function<int()> kernel = nullptr;  // returns its error
     std::shared_ptr<bool> over = nullptr;  // of a record, also of the one that is waited for
     bool waits = false;

@@ -1,5 +1,6 @@
 // Rows in device memory: only the device touches them, in either direction.
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <cstring>
@@ -128,6 +129,95 @@ TEST_CASE("rows on a device come back, among rows on the host") {
                 if (inside[i] != nullptr && !sample.stored[i].empty())
                     REQUIRE(std::memcmp(inside[i], sample.stored[i].data(), sample.stored[i].size()) == 0);
         }
+}
+
+namespace {
+
+/// What a plain sample's row is read into: `device` memory in one run, or in a layout.
+ReadExtents onto(const std::shared_ptr<DelayedDevice>& device, const Sample& sample, const std::vector<std::uint64_t>& digests,
+                 std::vector<Layout> layouts = {}) {
+    std::vector<Memory> targets;
+    ReadExtents back = read_back(sample, digests, targets, 0);
+    back.devices = {device};
+    back.rows[0].address = device->address();
+    back.rows[0].device = 0;
+    if (!layouts.empty()) back.rows[0].layout = 0;
+    back.layouts = std::move(layouts);
+    return back;
+}
+
+}  // namespace
+
+TEST_CASE("each run of verified chunks goes to a device in one copy") {
+    const Sample sample = plain_sample(8 * mib - 100);
+    Bed bed(setups().front(), sample.file_bytes, nullptr, 4);
+    const auto written = bed.run(sample.rows);
+    const auto device = std::make_shared<DelayedDevice>(8 * mib, microseconds(0));
+    const auto read = [&](std::uint64_t request_bytes) {
+        const auto load = bed.engine.read(bed.arena, {bed.scratch.file()}, std::make_shared<ReadExtents>(onto(device, sample, written->digests())),
+                                          {.request_bytes = request_bytes});
+        REQUIRE(load->wait(forever_s));
+        REQUIRE_FALSE(load->fault());
+        return load->requests();
+    };
+    CHECK(device->copies() == 0);
+    const std::uint64_t requests = read(2 * mib);
+    CHECK(requests < 8);
+    CHECK(device->copies() == requests);
+    CHECK(std::memcmp(device->inside(), sample.stored[0].data(), sample.stored[0].size()) == 0);
+}
+
+TEST_CASE("columns and parts of a matrix go straight to their place on a device, a band of rows in each copy") {
+    constexpr std::uint64_t rows = 3001, columns = 700, item = 4;
+    struct Part {
+        std::uint64_t row, column, rows, columns;
+        std::int64_t pitch;  // of the target, in bytes; may be as long as the part is wide
+        std::uint64_t copies_max;
+    };
+    const Sample sample = plain_sample(rows * columns * item);
+    Bed bed(setups().front(), sample.file_bytes, nullptr, 4);
+    const auto written = bed.run(sample.rows);
+    for (const Part& part : {Part{1000, 0, 1500, 700, 2800, 12}, Part{0, 300, 3001, 200, 800, 40}, Part{7, 1, 2900, 699, 4096, 40}, Part{0, 0, 3001, 700, 3072, 40},
+                             Part{500, 200, 2, 1, 4, 4}}) {
+        CAPTURE(part.row);
+        CAPTURE(part.columns);
+        const std::array<std::uint64_t, 2> extent{rows, columns}, offset{part.row, part.column}, shape{part.rows, part.columns};
+        const std::array<std::int64_t, 2> strides{part.pitch, item};
+        const Layout layout = Layout::box(item, extent, offset, shape, strides);
+        const std::uint64_t bytes = static_cast<std::uint64_t>(part.pitch) * part.rows;
+        const auto device = std::make_shared<DelayedDevice>(bytes, microseconds(0));
+        std::memset(device->inside(), 0x77, bytes);
+        std::vector<std::byte> expected(bytes, std::byte{0x77});
+        layout.scatter(0, layout.packed_bytes(), sample.stored[0].data(), expected.data());
+        bed.arena = std::make_shared<Arena>(4 * huge_page_bytes, huge_page_bytes);  // what is pinned for one simulated GPU is for that alone
+        const auto load = bed.run(onto(device, sample, written->digests(), {layout}));
+        REQUIRE_FALSE(load->fault());
+        CHECK(std::memcmp(device->inside(), expected.data(), bytes) == 0);
+        CHECK(device->copies() <= part.copies_max);
+        CHECK(device->pageable_copies() == 0);
+        CHECK((device->copies_of_rows() != 0) == (part.pitch != 2800));
+    }
+}
+
+TEST_CASE("rows of a device that lie backwards are copied one by one") {
+    const Sample sample = plain_sample(64 * 1024);
+    Bed bed(setups().front(), sample.file_bytes, nullptr, 4);
+    const auto written = bed.run(sample.rows);
+    const std::array<std::uint64_t, 2> shape{16, 1024}, origin{0, 0};
+    for (const std::int64_t pitch : {std::int64_t{-4096}, std::int64_t{5000}}) {
+        const std::array<std::int64_t, 2> strides{pitch, 4};
+        const auto device = std::make_shared<DelayedDevice>(128 * 1024, microseconds(0));
+        std::vector<std::byte> expected(128 * 1024, std::byte{0});
+        std::memset(device->inside(), 0, expected.size());
+        const std::uint64_t start = pitch < 0 ? 15 * 4096 : 0;
+        const Layout layout = Layout::box(4, shape, origin, shape, strides);
+        layout.scatter(0, layout.packed_bytes(), sample.stored[0].data(), expected.data() + start);
+        ReadExtents back = onto(device, sample, written->digests(), {layout});
+        back.rows[0].address += start;
+        REQUIRE_FALSE(bed.run(back)->fault());
+        CHECK(std::memcmp(device->inside(), expected.data(), expected.size()) == 0);
+        CHECK(device->copies() == (pitch < 0 ? 16 : 1));
+    }
 }
 
 TEST_CASE("a fence need not wait for copies that are queued") {
@@ -332,7 +422,7 @@ TEST_CASE("cancelled while the device holds its copies, a job ends when they do"
     CHECK(bed.arena->free_bytes() == bed.arena->touched_bytes());
 }
 
-TEST_CASE("rows that name no device, or strided ones on a device, are refused") {
+TEST_CASE("rows that name no device, or are saved from strided memory of one, are refused") {
     const Sample sample = plain_sample(mib);
     Far far(sample);
     Bed bed(setups().front(), sample.file_bytes);

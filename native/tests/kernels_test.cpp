@@ -2,6 +2,7 @@
 #include <doctest/doctest.h>
 
 #include <algorithm>
+#include <cstring>
 #include <random>
 #include <stdexcept>
 #include <vector>
@@ -120,13 +121,19 @@ TEST_CASE("scatter in random pieces equals the byte-wise reference") {
         std::vector<std::byte> actual = sample.memory;
         const Layout layout = layout_of(sample);
         REQUIRE(layout.packed_bytes() == sample.packed.size());
+        std::vector<std::byte> by_runs = sample.memory;
         for (std::uint64_t begin = 0; begin < sample.packed.size();) {
             const std::uint64_t end = std::min<std::uint64_t>(sample.packed.size(), begin + 1 + random() % 97);
             layout.scatter(begin, end, sample.packed.data() + begin, actual.data() + sample.origin);
+            for (const StridedRuns& runs : layout.runs(begin, end))
+                for (std::uint64_t i = 0; i < runs.count; ++i)
+                    std::memcpy(by_runs.data() + sample.origin + runs.memory + static_cast<std::int64_t>(i) * runs.memory_stride,
+                                sample.packed.data() + begin + runs.packed + i * runs.packed_stride, runs.bytes);
             begin = end;
         }
         CAPTURE(round);
         REQUIRE(actual == expected);
+        REQUIRE(by_runs == expected);
     }
 }
 

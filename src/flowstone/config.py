@@ -48,14 +48,27 @@ DEVICE_WINDOW_BYTES = 32 * MIB
 """Of memory on devices, as long as a block of the arena then: 0.6 ms of a bus of 55 GB/s, and one event for it."""
 GATHERED_BYTES_MAX = 256 * MIB  # of small pieces of a save; more are copied as larger ones are
 DEVICE_BLOCKS_MIN = 16  # an arena of fewer has shorter blocks: some are written while others are filled
+BOUNCE_BYTES = 256 * MIB  # of a load's bounce buffers at once: each further round leaves the device idle for a moment
 FIRST_ARENA_BYTES = 128 * MIB  # of staging memory for a first save: sixteen requests of 8 MiB
 RING_HALF_BYTES = 16 * MIB  # of half a ring buffer, which passes bytes to other ranks of the node
 READ_AHEAD_BYTES_MIN = 16 * MIB  # less is read faster than a second way to read it is prepared
 SHARED_READ_BYTES_MIN = 32 * MIB  # below this each rank reads for itself, which is faster than agreeing on it
 READ_FILES_MAX = 256  # open at once in one load or check; at most a quarter of the process's limit
 READ_REQUEST_BYTES = 8 * MIB + 2 * BLOCK_BYTES  # eight whole chunks, wherever the first begins in its block
-# Threads that copy and digest: one in eight processors. On two a second one takes time from the calling thread.
-WORKERS_DEFAULT = max(1, min(max(2, min(8, len(os.sched_getaffinity(0)) // 8)), len(os.sched_getaffinity(0)) - 1))
+
+
+def workers_for(processors: int) -> int:
+    """Threads that copy and digest: one in eight processors. On two a second one takes time from the calling thread."""
+    return max(1, min(max(2, min(8, processors // 8)), processors - 1))
+
+
+def read_workers_for(processors: int) -> int:
+    """As `workers_for`, for loads, beside which nothing trains: one in four, up to the five that digest 25 GB/s."""
+    return max(workers_for(processors), min(5, processors // 4))
+
+
+WORKERS_DEFAULT = workers_for(len(os.sched_getaffinity(0)))
+READ_WORKERS_DEFAULT = read_workers_for(len(os.sched_getaffinity(0)))
 # With `compress` there is more to do, and a save's end waits for it: two, even on two processors.
 CODING_WORKERS = min(2, len(os.sched_getaffinity(0)))
 TOUCHING_THREADS_MAX = 8  # of staging memory that a caller waits for
@@ -243,7 +256,7 @@ class Share(NamedTuple):
 # beyond the noise, and direct is 1.4 to 2 times as fast as buffered from 4 MiB on, and not slower down to 256 KiB.
 WRITE_DEFAULTS = Tuning(backend="auto", queue_depth=16, request_bytes=8 * MIB, workers=WORKERS_DEFAULT, in_place=False)
 READ_DEFAULTS = Tuning(
-    backend="auto", queue_depth=16, request_bytes=READ_REQUEST_BYTES, workers=WORKERS_DEFAULT, in_place=False
+    backend="auto", queue_depth=16, request_bytes=READ_REQUEST_BYTES, workers=READ_WORKERS_DEFAULT, in_place=False
 )
 
 
@@ -257,8 +270,8 @@ class EngineOptions:
     direct          bypass the page cache ("auto": where O_DIRECT works, probed with real buffers, and is faster)
     queue_depth     requests in flight; 1 to 1024
     request_bytes   longest request, a multiple of 4096 from 2 MiB; more than 64 MiB gained nothing on any disk measured
-    workers         threads that copy, digest and encode; by default one in eight processors, from two to eight; or one
-                    on a machine with two, as long as `compress` is "off"
+    workers         threads that copy, digest and encode; by default one in eight processors, from two to eight, and
+                    for loads one in four, up to five; or one on a machine with two, as long as `compress` is "off"
     read_in_place   loads read straight into memory that has the file's alignment. By default off on disks: the heap's
                     small pages make small device requests, and that takes 1.8 times as long; and on where the file's
                     pages are the storage (tmpfs, DAX): there it takes half the time. Anywhere it takes 140 MB less

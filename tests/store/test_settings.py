@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tunings import READ_DEFAULTS, WRITE_DEFAULTS, edit, put_beside_marker, put_for_mount
 
-from flowstone.config import CODING_WORKERS, MIB, EngineOptions, Tuning
+from flowstone.config import CODING_WORKERS, MIB, EngineOptions, Tuning, read_workers_for, workers_for
 from flowstone.errors import StorageError
 from flowstone.store import mount
 from flowstone.store.mount import mount_of
@@ -321,3 +321,13 @@ def test_machine_is_not_told_in_clear(root: Path) -> None:
         pytest.skip("this machine has no machine-id")
     assert identity
     assert identity not in put_beside_marker(root).read_text()
+
+
+@pytest.mark.parametrize(
+    ("processors", "saving", "loading"),
+    [(1, 1, 1), (2, 1, 1), (3, 2, 2), (8, 2, 2), (16, 2, 4), (24, 3, 5), (40, 5, 5), (64, 8, 8), (384, 8, 8)],
+)
+def test_workers_are_one_in_eight_processors_and_up_to_five_more_load(
+    processors: int, saving: int, loading: int
+) -> None:
+    assert (workers_for(processors), read_workers_for(processors)) == (saving, loading)

@@ -34,12 +34,12 @@ from flowstone.pipeline.load_outcome import LoadReport, VerifiedRead
 from flowstone.pipeline.read_ahead import ReadAhead, read_ahead
 from flowstone.pipeline.shared import Shared
 from flowstone.plan.match import Match, rename
-from flowstone.plan.read import ReadPlan, plan_reads
+from flowstone.plan.read import ReadPlan
 from flowstone.rules import Rename, Rule
 from flowstone.runtime.progress import terminal_progress
 from flowstone.stage.arena import open_read_arena
 from flowstone.stage.bounce import Destinations, choose_destinations, fill_with_zeros
-from flowstone.stage.scatter import Fill, Scattered, raise_damage, scatter, scattered_targets
+from flowstone.stage.scatter import Fill, Scattered, raise_damage, scatter
 from flowstone.state import Restoration
 from flowstone.store.at_once import at_once, is_distant
 from flowstone.store.base import Store
@@ -55,10 +55,9 @@ if TYPE_CHECKING:
 
 
 class Arranged(msgspec.Struct, frozen=True, eq=False):
-    """A load by rules about layouts. `names`: of the state's tensors that are read; `zeros`: the padding in them."""
+    """A load by rules about layouts. `zeros`: the padding in the state's tensors."""
 
     arrangement: Arrangement
-    names: tuple[str, ...]
     zeros: tuple[Memory, ...]
 
 
@@ -66,8 +65,8 @@ class Loading(msgspec.Struct, frozen=True, eq=False):
     """A load that is ready to read: state and checkpoint agree.
 
     rules         about names and differences
-    wanted        the pieces to be read; with rules about layouts, boxes of what is stored
-    destinations  parallel to `wanted`: the memory to read into
+    names         of the state's tensors that are read
+    destinations  the pieces to be read (with rules about layouts, boxes of what is stored), and where they go
     node_reads    how ranks of a node read for each other; None: each reads for itself
     ahead         what is read already; None: nothing
     held          closed once all is read
@@ -77,13 +76,20 @@ class Loading(msgspec.Struct, frozen=True, eq=False):
     rules: Sequence[Rule]
     restoration: Restoration
     matched: Match
-    wanted: Pieces
-    plan: ReadPlan
+    names: tuple[str, ...]
     destinations: Destinations
     arranged: Arranged | None = None
     node_reads: NodeReads | None = None
     ahead: ReadAhead | None = None
     held: ExitStack = msgspec.field(default_factory=ExitStack)
+
+    @property
+    def wanted(self) -> Pieces:
+        return self.destinations.wanted
+
+    @property
+    def plan(self) -> ReadPlan:
+        return self.destinations.plan
 
 
 class Opening(msgspec.Struct, frozen=True):
@@ -274,7 +280,8 @@ class Loads:
             from flowstone.pipeline.sharing import share_reads  # imported here: a single process does not need it
 
             node_reads = share_reads(
-                ready.checkpoint, ready.plan, self._store, self._group, ready.held, willing=self._options.share_reads
+                ready.checkpoint, ready.destinations.rounds[0].plan, self._store, self._group, ready.held,
+                willing=self._options.share_reads,
             )
             return replace(ready, node_reads=node_reads)
         except BaseException:
@@ -305,17 +312,13 @@ def plan_load(
     matched = compare(found, elsewhere, unwanted)
     wanted, rows = restoration.pieces.take(matched.wanted), matched.rows
     places = restoration.places.take(matched.wanted)
-    arranged = None
+    arranged, names = None, wanted.names
     if found.arrangement is not None:
-        names, lowered = wanted.names, found.arrangement.lower(wanted, places, rows)
+        lowered = found.arrangement.lower(wanted, places, rows)
         wanted, places, rows = lowered.wanted, lowered.places, lowered.rows
-        arranged = Arranged(found.arrangement, names, lowered.zeros)
-    plan = plan_reads(index, wanted, rows)
-    stored = tuple(map(index.tensors.dtypes.__getitem__, rows))
-    destinations = choose_destinations(
-        wanted, places, stored, scattered_targets(index, plan, places), verify_first=verify_first
-    )
-    return Loading(checkpoint, rules, restoration, matched, wanted, plan, destinations, arranged)
+        arranged = Arranged(found.arrangement, lowered.zeros)
+    destinations = choose_destinations(index, wanted, places, rows, verify_first=verify_first)
+    return Loading(checkpoint, rules, restoration, matched, names, destinations, arranged)
 
 
 def teller(step: int, total: int, emit: Callable[[LoadProgress], None]) -> Callable[[int], None]:
@@ -337,39 +340,46 @@ def read(loading: Loading, store: Store, begun: Event, on_progress: Callable[[in
     begun        set before the first byte may change
     on_progress  called with the number of bytes done. Damage is in the result, not raised
     """
-    index, plan, paths = loading.checkpoint.index, loading.plan, loading.checkpoint.segment_paths
-    devices = {name: stream.native for name, stream in loading.destinations.streams.items()}
+    index, paths = loading.checkpoint.index, loading.checkpoint.segment_paths
+    destinations, meanwhile = loading.destinations, loading.restoration.count_as_written
+    done_bytes = 0
     with loading.held as stack:
-        for stream in loading.destinations.streams.values():
+        for stream in destinations.streams.values():
             stream.wait_current()
         ahead, ordered = loading.ahead, None
         if ahead is not None:
-            ordered = None if devices else ahead.takes(index, plan)
+            ordered = None if destinations.streams else ahead.takes(index, destinations.rounds[0].plan)
         if ahead is not None and ordered is None:
             ahead.close()  # read in vain
-        if ordered is None:
-            arena = open_read_arena(store)
+        if ordered is None or len(destinations.rounds) > 1:
+            arena = open_read_arena(store, destinations.device)
             stack.callback(arena.close)
-        fill = Fill(index, ordered or plan, loading.wanted, loading.destinations.places, devices)
+
+        def read_round(number: int, fill: Fill) -> Scattered:
+            nonlocal done_bytes
+            before, done_bytes = done_bytes, done_bytes + fill.plan.bytes
+
+            def progress(now: int) -> None:
+                on_progress(before + now)
+
+            if number > 0:
+                return scatter(store, paths, fill, arena, progress)
+            if ahead is not None and ordered is not None:
+                return ahead.scatter(replace(fill, plan=ordered), progress, meanwhile)
+            if loading.node_reads is None:
+                return scatter(store, paths, fill, arena, progress, meanwhile)
+            return loading.node_reads.run(store, paths, fill, arena, progress)
+
         begun.set()  # if anything fails after this line, the state may have changed
-        if ahead is not None and ordered is not None:
-            found = ahead.scatter(fill, on_progress, loading.restoration.count_as_written)
-        elif loading.node_reads is None:
-            found = scatter(store, paths, fill, arena, on_progress, loading.restoration.count_as_written)
-        else:
-            found = loading.node_reads.run(store, paths, fill, arena, on_progress)
-    bounced = loading.destinations.bounced
-    return replace(found, written=tuple([p for p in found.written if p not in bounced])) if bounced else found
+        return destinations.run(index, read_round)
 
 
 def finish(loading: Loading, found: Scattered) -> None:
-    """Copy bounce buffers back, fill padding, then restore values that are not tensors. Raises the damage that `found`
+    """Fill padding, then restore values that are not tensors. Raises the damage that `found`
     reports.
     """
     checkpoint = loading.checkpoint
     raise_damage(found, checkpoint.index, loading.wanted, checkpoint.segment_paths, f"cannot load {checkpoint.path}")
-    for buffer in loading.destinations.bounced.values():
-        buffer.copy_back()
     for padding in () if loading.arranged is None else loading.arranged.zeros:
         fill_with_zeros(padding)
     loading.restoration.finish()
@@ -390,10 +400,10 @@ def report(loading: Loading, found: Scattered, seconds: float) -> LoadReport:
     matched, arranged = loading.matched, loading.arranged
     return LoadReport(
         step=loading.checkpoint.step, path=loading.checkpoint.path,
-        matched=loading.wanted.names if arranged is None else arranged.names, initialised=matched.initialised,
+        matched=loading.names, initialised=matched.initialised,
         skipped=matched.skipped, cast=matched.cast,
         renamed=_renamed_pairs(loading.checkpoint.index.rows(), loading.rules, arranged),
-        rearranged=() if arranged is None else arranged.arrangement.rearranged(arranged.names),
+        rearranged=() if arranged is None else arranged.arrangement.rearranged(loading.names),
         notes=tuple(loading.restoration.notes), bytes=found.bytes, seconds=seconds, shared_bytes=found.shared_bytes,
         lossy=_lossy(loading),
     )

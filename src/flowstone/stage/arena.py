@@ -14,6 +14,7 @@ from flowstone.config import (
     WRITE_DEFAULTS,
 )
 from flowstone.errors import BudgetError
+from flowstone.stage.numa import node_of
 from flowstone.store.base import Store
 from flowstone.store.mount import available_bytes
 
@@ -41,10 +42,16 @@ def open_write_arena(store: Store, budget_bytes: int, *, is_far: bool = False) -
     return _open_arena(budget_bytes, request_bytes, block_bytes)
 
 
-def open_read_arena(store: Store) -> _native.Arena:
-    """The pool for one load or check of a checkpoint in `store`; the caller closes it."""
+def open_read_arena(store: Store, device: _native.Device | None = None) -> _native.Arena:
+    """The pool for one load or check of a checkpoint in `store`; the caller closes it. It lies near `device`, if the
+    system tells where that is.
+    """
     request_bytes = store.settings("read").tuning.request_bytes
-    return _open_arena(READ_ARENA_BYTES, request_bytes, request_bytes)
+    arena = _open_arena(READ_ARENA_BYTES, request_bytes, request_bytes)
+    node = -1 if device is None else node_of(device.pci_address)[0]
+    if node >= 0:
+        arena.place(node)  # if that is refused, it lies where the system puts it
+    return arena
 
 
 def _open_arena(budget_bytes: int, request_bytes: int, block_bytes: int) -> _native.Arena:

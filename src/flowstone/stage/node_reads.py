@@ -25,6 +25,7 @@ from flowstone.stage.scatter import (
     Runs,
     Scattered,
     Targets,
+    joined,
     locate_chunks,
     nothing_read,
     read_rows,
@@ -187,13 +188,9 @@ class NodeReads:
 
     def _joined(self, parts: Sequence[Scattered]) -> Scattered:
         """The results of several reads, as one."""
-        error = next((part.receipt.error for part in parts if part.receipt.error is not None), None)
-        written = sorted({position for part in parts for position in part.written})
-        spans = [*self._filled_spans, *(columns for part in parts for columns in part.receipt.spans)]
-        return Scattered(
-            replace(nothing_read(error), spans=spans), tuple(written), tuple(bad for part in parts for bad in part.bad),
-            self._filled_bytes + sum(part.bytes for part in parts), sum(part.shared_bytes for part in parts),
-        )
+        found = joined(parts)
+        receipt = replace(found.receipt, spans=[*self._filled_spans, *found.receipt.spans])
+        return replace(found, receipt=receipt, bytes=self._filled_bytes + found.bytes)
 
     def _await(self, counter: Counter, count: int) -> None:
         """Wait until all peers have counted so far. Raises RankError for a peer that fails, is gone, or is late."""

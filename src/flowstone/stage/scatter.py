@@ -52,8 +52,7 @@ class Fill(msgspec.Struct, frozen=True, eq=False):
     """What to read, and the memory to fill.
 
     wanted, places  the requested pieces, which the plan's targets refer to, and their memory: parallel
-    devices         those that the places are on, by name. Places on devices are dense, and none of them is in
-                    `scattered_targets`
+    devices         by name: those of the places that the plan's targets are on
     """
 
     index: Index
@@ -143,17 +142,20 @@ def nothing_read(error: FlowstoneError | None) -> ReadReceipt:
     return ReadReceipt(error, np.zeros(0, np.uint64), np.zeros(0, np.bool_), 0, 0, 0, 0)
 
 
-def scattered_targets(index: Index, plan: ReadPlan, places: Places) -> set[int]:
-    """Positions of requested pieces on devices that a stored piece does not fill as a whole, in one run of bytes."""
-    found: set[int] = set()
-    far = {at for at, memory in places.apart.items() if memory.device != "cpu"}
-    for row, common in plan.common.items() if far else ():
-        target = int(plan.target[row])
-        if target in far and target not in found and not (
-            common == index.pieces.box(int(plan.piece[row])) and _dense(common, places.apart[target])
-        ):
-            found.add(target)
-    return found
+def joined(parts: Sequence[Scattered]) -> Scattered:
+    """The results of several reads, as one. Its receipt says nothing of single chunks and rows."""
+    receipts = [part.receipt for part in parts]
+    receipt = replace(
+        nothing_read(next((one.error for one in receipts if one.error is not None), None)),
+        requested_bytes=sum(one.requested_bytes for one in receipts), requests=sum(one.requests for one in receipts),
+        copied_bytes=sum(one.copied_bytes for one in receipts), direct_bytes=sum(one.direct_bytes for one in receipts),
+        spans=[columns for one in receipts for columns in one.spans],
+    )
+    return Scattered(
+        receipt, tuple(sorted({at for part in parts for at in part.written})),
+        tuple(bad for part in parts for bad in part.bad), sum(part.bytes for part in parts),
+        sum(part.shared_bytes for part in parts),
+    )
 
 
 def read_rows(index: Index, runs: Runs, targets: Targets) -> _native.ReadExtents:
@@ -241,7 +243,7 @@ def _devices(plan: ReadPlan, places: Places, devices: Sequence[str]) -> NDArray[
     found = np.full(len(places.address), -1, np.int32)
     if devices:
         for position, memory in places.apart.items():
-            if memory.device != "cpu":
+            if memory.device in devices:
                 found[position] = devices.index(memory.device)
     return found[plan.target]
 

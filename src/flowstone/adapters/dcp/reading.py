@@ -10,10 +10,9 @@ from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
 from flowstone.checkpoint import Checkpoint, no_tensor
 from flowstone.errors import MismatchError
-from flowstone.plan.read import plan_reads
 from flowstone.stage.arena import open_read_arena
 from flowstone.stage.bounce import choose_destinations
-from flowstone.stage.scatter import Fill, raise_damage, scatter, scattered_targets
+from flowstone.stage.scatter import raise_damage, scatter
 from flowstone.state import tensors
 from flowstone.store.base import Store
 from flowstone.table.box import Box
@@ -73,20 +72,12 @@ def _fill(checkpoint: Checkpoint, store: Store, wanted: Sequence[_Wanted]) -> No
     index = checkpoint.index
     pieces, places = Pieces.of([one.piece for one in wanted]), Places.of([one.memory for one in wanted])
     rows = [one.row for one in wanted]
-    plan = plan_reads(index, pieces, rows)
-    found = choose_destinations(
-        pieces, places, [index.tensors.dtypes[row] for row in rows], scattered_targets(index, plan, places),
-        verify_first=False,
-    )
+    found = choose_destinations(index, pieces, places, rows, verify_first=False)
     for stream in found.streams.values():
         stream.wait_current()
-    devices = {name: stream.native for name, stream in found.streams.items()}
-    arena = open_read_arena(store)
+    arena = open_read_arena(store, found.device)
     try:
-        done = scatter(store, checkpoint.segment_paths, Fill(index, plan, pieces, found.places, devices), arena)
+        done = found.run(index, lambda _, fill: scatter(store, checkpoint.segment_paths, fill, arena))
     finally:
         arena.close()
-    changed = msgspec.structs.replace(done, written=tuple(at for at in done.written if at not in found.bounced))
-    raise_damage(changed, index, pieces, checkpoint.segment_paths, f"cannot load {checkpoint.path}")
-    for buffer in found.bounced.values():
-        buffer.copy_back()
+    raise_damage(done, index, found.wanted, checkpoint.segment_paths, f"cannot load {checkpoint.path}")

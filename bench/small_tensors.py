@@ -37,8 +37,7 @@ SAVE = {
 LOAD = {
     "read ahead (begins)": "flowstone.pipeline.load.read_ahead", "open": "flowstone.checkpoint.Checkpoint.check",
     "prepare": "flowstone.pipeline.compare.prepare",
-    "match": "flowstone.pipeline.compare.match", "plan": "flowstone.pipeline.load.plan_reads",
-    "land": "flowstone.pipeline.load.choose_destinations",
+    "match": "flowstone.pipeline.compare.match", "plan and land": "flowstone.pipeline.load.choose_destinations",
     "read (and deliver)": "flowstone.pipeline.load.read", "finish": "flowstone.pipeline.load.finish",
     "report": "flowstone.pipeline.load.report",
 }

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
-from collections.abc import Sequence
 
 from flowstone.commit import catalog
 from flowstone.commit.entries import is_leftover
@@ -18,16 +16,6 @@ from flowstone.store.tuning import TUNING_NAME
 
 _LOOKED_AT_MAX = 200  # entries examined in a directory that is not a store
 _PART_NAME = "path.json"  # in a further path of a striped store
-_OTHERS = tuple((writer, re.compile(names)) for writer, names in (
-    ("torch.distributed.checkpoint", r"\.metadata"),
-    ("TorchSnapshot", r"\.snapshot_metadata"),
-    ("Orbax", r"_METADATA|_CHECKPOINT_METADATA"),
-    ("Megatron-core", r"latest_checkpointed_iteration\.txt"),
-    ("DeepSpeed", r"global_step\d+|mp_rank_\d+_model_states\.pt|zero_pp_rank_.*\.pt"),
-    ("safetensors", r".*\.safetensors(\.index\.json)?"),
-    ("torch.save", r".*\.(pt|pth|bin)"),
-))
-"""Who may have written a directory, as names in it tell: the first that fits, as some write others' names, too."""
 _OURS = (LOCK_NAME, TUNING_NAME)  # files of ours that do not make a directory a store
 
 
@@ -54,24 +42,14 @@ def check_store(store: Names) -> None:
             raise
         foreign, checkpoints = ["a file"], ()
     if foreign and not checkpoints:
+        from flowstone.commit.foreign import remedy  # imported here: most paths are stores
+
         below = "" if foreign == ["a file"] else stores_below(store)
         raise NotAStoreError(
             f"{store.location} is neither a store nor a checkpoint", missing=f"{MARKER_NAME}, step-*, {MANIFEST_NAME}",
             found=", ".join(foreign[:5]),
-            next=f"give one of the stores in it: {below}" if below else _remedy(store.location, foreign),
+            next=f"give one of the stores in it: {below}" if below else remedy(store.location, foreign),
         )
-
-
-def _remedy(location: str, names: Sequence[str]) -> str:
-    """What to do about a path that holds `names` and nothing of ours."""
-    is_file = names == ["a file"]
-    looked_at = [os.path.basename(location)] if is_file else names
-    for writer, known in _OTHERS:
-        fitting = next(filter(known.fullmatch, looked_at), None)
-        if fitting is not None:
-            source = os.path.join(location, fitting) if writer == "torch.save" and not is_file else location
-            return f"it looks like what {writer} writes: `flowstone import {source} RUN` makes a checkpoint of it"
-    return "check the path"
 
 
 def check_no_checkpoint(store: Names) -> None:

@@ -14,7 +14,6 @@ from flowstone.config import (
     WRITE_DEFAULTS,
 )
 from flowstone.errors import BudgetError
-from flowstone.stage.numa import node_of
 from flowstone.store.base import Store
 from flowstone.store.mount import available_bytes
 
@@ -48,9 +47,12 @@ def open_read_arena(store: Store, device: _native.Device | None = None) -> _nati
     """
     request_bytes = store.settings("read").tuning.request_bytes
     arena = _open_arena(READ_ARENA_BYTES, request_bytes, request_bytes)
-    node = -1 if device is None else node_of(device.pci_address)[0]
-    if node >= 0:
-        arena.place(node)  # if that is refused, it lies where the system puts it
+    if device is not None:
+        from flowstone.stage.numa import node_of  # imported here: most processes have no GPU
+
+        node = node_of(device.pci_address)[0]
+        if node >= 0:
+            arena.place(node)  # if that is refused, it lies where the system puts it
     return arena
 
 

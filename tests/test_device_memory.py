@@ -19,7 +19,7 @@ import flowstone as fs
 from flowstone import _native
 from flowstone.events import Captured, Event
 from flowstone.pipeline import load as loading
-from flowstone.stage import arena, bounce, device
+from flowstone.stage import bounce, device, numa
 from flowstone.stage.capture import host_copy
 from flowstone.state import describe
 from flowstone.state.kinds.generator import cuda_states
@@ -251,7 +251,7 @@ def test_blocks_of_rows_and_of_columns_go_straight_onto_the_device(store: Path, 
 
 def test_memory_of_a_load_lies_near_the_device(store: Path, far: Far) -> None:
     tensor = far.tensor(torch.ones(MIB))
-    with opened(store) as checkpointer, mock.patch.object(arena, "node_of", return_value=(0, "")) as asked:
+    with opened(store) as checkpointer, mock.patch.object(numa, "node_of", return_value=(0, "")) as asked:
         checkpointer.save(1, {"x": tensor}).committed.result()
         checkpointer.load({"x": tensor.zero_()})
     assert asked.call_args.args == ("0000:3b:00.0",)

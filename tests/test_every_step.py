@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,8 +20,11 @@ from warm_start import warm_start
 
 import flowstone as fs
 from flowstone.commit import catalog, journals
+from flowstone.format.journal import Opening
+from flowstone.pipeline import journaling
 from flowstone.pipeline.every_step import EveryStep
 from flowstone.store.appending import LocalAppending
+from flowstone.store.base import Appending, Store
 from flowstone.store.local import LocalStore
 
 TRAININGS = {
@@ -194,6 +198,46 @@ def test_several_optimizers_and_several_steps_between_saves(tmp_path: Path) -> N
     assert report.replay is not None
     assert report.replay.steps == 3
     assert same(dict(again.state_dict()), dict(model.state_dict()))
+
+
+def test_a_whole_save_that_ends_a_journal_begins_after_that_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its retention removes the journal, whose directory another thread would still be syncing."""
+    order: list[str] = []
+    may_create = threading.Event()
+    create = journaling._create
+
+    def slow(store: Store, opening: Opening) -> Appending:
+        may_create.wait()
+        made = create(store, opening)
+        order.append("journal")
+        return made
+
+    monkeypatch.setattr(journaling, "_create", slow)
+    training = Training()
+    with fs.Checkpointer(tmp_path, every_step=True, recovery_s=1e-9) as checkpointer:
+        saves = checkpointer._saves
+        assert isinstance(saves, EveryStep)
+        whole, awaited = saves._saves.save, saves._journaling.await_durable
+
+        def save_whole(*arguments: Any) -> fs.Save:
+            order.append("whole")
+            may_create.set()
+            return whole(*arguments)
+
+        def await_durable() -> None:
+            pending = saves._journaling._pending
+            if pending is not None and not pending.is_open:
+                may_create.set()
+            awaited()
+
+        monkeypatch.setattr(saves._saves, "save", save_whole)
+        monkeypatch.setattr(saves._journaling, "await_durable", await_durable)
+        for step in (1, 2):
+            training.learn(step)
+            checkpointer.save(step, training.state(step)).committed.result()
+    assert order == ["whole", "journal", "whole"]
 
 
 def test_a_whole_checkpoint_follows_once_a_load_would_take_too_long(tmp_path: Path) -> None:

@@ -103,10 +103,13 @@ class EveryStep:
                 content, why = self._content(step, acts, why or self._other_sources(state), described)
             if content is None:
                 return self._save_whole(step, state, fence, spans, why)
-            save = self._journal(step, content, state, began, begins=not self._is_open)
+            begins = not self._is_open
+            save = self._journal(step, content, state, began, begins=begins)
             if self._replica is not None:
                 self._replica.start()
             if self._is_late() and self._is_free():
+                if begins:  # that checkpoint's retention could remove the journal's directory while it is being made
+                    self._journaling.await_durable()
                 return self._begin_whole(step, state, fence, spans)
             return save
 
@@ -161,6 +164,8 @@ class EveryStep:
                         return save
                 owes_whole = False
                 if is_journaled:
+                    if begins:
+                        self._journaling.await_durable()  # as in `save`
                     return self._begin_whole(step, state, fence, spans)
                 return self._save_whole(step, state, fence, spans, "")
         except BaseException as error:

@@ -172,7 +172,9 @@ int GatherKernel::copy_each(CudaDriver::Stream stream, std::span<const GatherPar
 
 int GatherKernel::gather(CudaDriver::Stream stream, std::span<const DeviceRun> runs, std::shared_ptr<const Gathered>& gathered) {
     const std::uint64_t bytes = gathered_bytes(runs);
-    if (runs.size() > UINT32_MAX || bytes > UINT32_MAX) return cuda_invalid_value;
+    // The kernel counts in 32 bits, and steps beyond a run's end before it compares.
+    const bool is_long = std::any_of(runs.begin(), runs.end(), [](const DeviceRun& run) { return run.bytes > INT32_MAX; });
+    if (runs.size() > UINT32_MAX || bytes > UINT32_MAX || is_long) return cuda_invalid_value;
     const Visit visit(driver_, context_->get());
     const std::uint64_t table = table_bytes(runs.size());
     const auto lease = std::make_shared<Lease>(shared_from_this());
@@ -192,6 +194,8 @@ int GatherKernel::gather(CudaDriver::Stream stream, std::span<const DeviceRun> r
                                                   : copy_each(stream, {parts, runs.size()}, out);
     if (is_pinned) {
         const int recorded = driver_.event_record(buffer.last, stream);
+        // Without it nothing would say when the kernel is over: the memory would be used again under it.
+        if (recorded != 0) (void)driver_.stream_synchronize(stream);
         error = error != 0 ? error : recorded;
     }
     if (error == 0) gathered = lease;
@@ -207,7 +211,9 @@ std::unique_ptr<GatherKernel::Buffer> GatherKernel::buffer_of(std::uint64_t byte
     {
         const std::lock_guard lock(mutex_);
         const auto is_ready = [&](const auto& one) { return one->bytes >= bytes && driver_.event_query(one->last) == 0; };
-        const auto found = std::find_if(free_.begin(), free_.end(), is_ready);
+        auto found = free_.end();  // the least that is enough: what `reserve` has made for a save is left to it
+        for (auto one = free_.begin(); one != free_.end(); ++one)
+            if (is_ready(*one) && (found == free_.end() || (*one)->bytes < (*found)->bytes)) found = one;
         if (found != free_.end()) {
             std::unique_ptr<Buffer> buffer = std::move(*found);
             free_.erase(found);

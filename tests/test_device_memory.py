@@ -500,7 +500,7 @@ def test_blocks_are_as_long_as_windows_where_the_budget_holds_enough_of_them(tmp
             save = checkpointer.save(1, state)
             save.committed.result().verify()
             assert checkpointer._saves.captures.arena.block_bytes == block_mib * MIB  # type: ignore[attr-defined]
-            assert far.native.copied_bytes - copied in (0, 8 * MIB), "no byte is copied twice"
+            assert far.native.copied_bytes - copied == (8 * MIB if state is on_device else 0), "no byte is copied twice"
             assert checkpointer.prepare(state).bytes <= budget_mib * MIB
 
 

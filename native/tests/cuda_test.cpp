@@ -369,7 +369,7 @@ TEST_CASE("where the driver refuses the kernel, or pinned memory, runs are copie
     }
 }
 
-TEST_CASE("a stream that records gathers nothing, and a run outside of the GPU's memory fails all that comes after it") {
+TEST_CASE("a stream that records gathers nothing, nor a run of 2 GiB, and one outside of the GPU's memory fails all that comes after it") {
     Bench bench;
     const std::uintptr_t stream = bench.gpu.current();
     std::shared_ptr<const Gathered> gathered;
@@ -377,6 +377,9 @@ TEST_CASE("a stream that records gathers nothing, and a run outside of the GPU's
     CHECK(bench.device->gather(stream, std::vector<DeviceRun>{{bench.gpu.address(), 64}}, gathered) == cuda_capture_unsupported);
     CHECK(gathered == nullptr);
     CHECK(bench.gpu.end_capture(stream));
+    const std::uint64_t launches = bench.gpu.module_launches();
+    CHECK(bench.device->gather(stream, std::vector<DeviceRun>{{bench.gpu.address(), 0x80000000U}}, gathered) == cuda_invalid_value);
+    CHECK(bench.gpu.module_launches() == launches);
     constexpr int illegal_address = 700;
     const int error = bench.device->gather(stream, std::vector<DeviceRun>{{bench.gpu.address() + bench.bytes - 1, 2}}, gathered);
     CHECK((error == 0 || error == illegal_address));

@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator
 from itertools import combinations
 
+import msgspec
 import numpy as np
 import pytest
 from peer_nodes import HERE, SECRET, Nodes, several_nodes
@@ -169,6 +170,22 @@ def test_one_node_more_is_not_made_up() -> None:
     described = {name: one for name, one in group.described.items() if name in there}
     assert missing
     assert not rebuilt(missing, there, described, lambda name: 7), "each has bytes in a stripe that lacks two shards"
+
+
+@pytest.mark.parametrize("said", [{"columns": 2}, {"columns": 4}, {"rows": 2}])
+def test_a_column_that_says_another_code_than_the_others_is_not_computed_with(said: dict[str, int]) -> None:
+    group = Group(4, (3, 1), 1, (20_001,))
+    node = next(one for one in range(4) if group.on[one] & group.sizes.keys())
+    missing, there = group.without((node,))
+    described = {name: one for name, one in group.described.items() if name in there}
+    assert rebuilt(missing, there, described, lambda name: 7).keys() == missing.keys()
+    for name in sorted(described):
+        forged = described | {name: msgspec.structs.replace(described[name], **said)}
+        found = rebuilt(missing, there, forged, lambda name: 7)
+        for other, one in found.items():  # what other stripes have is computed as ever
+            _check(group, there, other, one, random.Random(1))
+    all_forged = {name: msgspec.structs.replace(one, **said) for name, one in list(described.items())[::2]}
+    assert rebuilt(missing, there, described | all_forged, lambda name: 7).keys() < missing.keys()
 
 
 # Options

@@ -160,8 +160,11 @@ def _solve(
     stripe: str, columns: Mapping[int, Contribution], rows: Sequence[int], available: Mapping[str, int],
     spans: Mapping[str, list[Span]],
 ) -> None:
-    """Add what the lost columns of one stripe have of missing files, if there is parity enough."""
+    """Add what the lost columns of one stripe have of missing files, if there is parity enough, and columns agree."""
     some = next(iter(columns.values()))
+    agree = all((one.columns, one.rows) == (some.columns, some.rows) for one in columns.values())
+    if not agree or max(columns) >= some.columns or max(rows, default=0) >= some.rows:
+        return
     longest = max(one.length for one in columns.values())
     whole = [row for row in rows if available[f"{stripe}-{row}"] >= longest]
     has = {

@@ -255,7 +255,7 @@ class FileSystemBucket:
                 self._ask(file.commit)
             self._check_sent(place, sent)
         except BaseException:
-            with suppress(Exception):
+            with suppress(Exception):  # safe: what is left of it is swept with the draft; the reason is on its way
                 self._ask(file.discard if how else file.close)
                 file.closed = True  # else it is completed when it is collected
             raise

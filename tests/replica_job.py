@@ -6,6 +6,7 @@ Prints each step once its save has returned, and events of the replica. Its buil
 from __future__ import annotations
 
 import json
+import os
 import sys
 from typing import Any
 
@@ -46,9 +47,14 @@ def build_nothing() -> dict[str, object]:
     raise RuntimeError("no memory for a second model")
 
 
+def say(**what: object) -> None:
+    """In one call: events come on another thread, and `print` writes the end of a line by itself."""
+    os.write(sys.stdout.fileno(), f"{json.dumps(what)}\n".encode())
+
+
 def told(event: fs.Event) -> None:
     if isinstance(event, fs.ReplicaFollows | fs.ReplicaBehind | fs.ReplicaLost):
-        print(json.dumps({"event": type(event).__name__, "text": str(event)}), flush=True)
+        say(event=type(event).__name__, text=str(event))
 
 
 def main(store: str, last: int, builder: str, options: dict[str, Any]) -> None:
@@ -60,11 +66,11 @@ def main(store: str, last: int, builder: str, options: dict[str, Any]) -> None:
         first = 1
         if checkpointer.latest() is not None:
             first = checkpointer.load(training.state()).step + 1
-        print(json.dumps({"first": first}), flush=True)
+        say(first=first)
         for step in range(first, last + 1):
             training.learn(step)
             checkpointer.save(step, training.state(step))
-            print(json.dumps({"step": step}), flush=True)
+            say(step=step)
             if step == hold:
                 sys.stdin.readline()
         sys.stdin.readline()

@@ -180,9 +180,12 @@ def environment(desk: Path, *, alone: bool = False) -> dict[str, str]:
 
     alone  of these paths none: beside the bench there is only what the interpreter finds by itself
 
+    Modules may be kept compiled: a tree that was never run would compile them inside its first timer, every time.
+
     Defaults are measured, not this machine's tuning: the worker's own desk holds
     the user's configuration, which is none.
     """
     callers = "" if alone else os.environ.get("PYTHONPATH", "")
     paths = [os.path.abspath(path) for path in callers.split(os.pathsep) if path]
-    return os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *paths]), "XDG_CONFIG_HOME": str(desk)}
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return kept | {"PYTHONPATH": os.pathsep.join([str(ROOT), *paths]), "XDG_CONFIG_HOME": str(desk)}

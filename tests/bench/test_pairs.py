@@ -229,6 +229,11 @@ def test_a_tree_is_measured_without_the_import_paths_of_the_caller(
     assert launch.environment(tmp_path, alone=True)["PYTHONPATH"] == str(launch.ROOT)
 
 
+def test_no_tree_compiles_its_modules_inside_every_timer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    assert "PYTHONDONTWRITEBYTECODE" not in launch.environment(tmp_path)
+
+
 def test_a_process_that_fails_names_its_tree(tmp_path: Path) -> None:
     message = r"^the other, two: load: flowstone\.errors\.NoCheckpointError: .*; next +check the path"
     (_, (tree, task)) = [turn for turn in pairs.turns(1, TREES, tmp_path, 1_000_000, 0.0) if turn[1].what == "load"]

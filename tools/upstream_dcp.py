@@ -9,7 +9,7 @@ FILE     some of FILES, instead of all
 The tests are those of torch 2.6, from Debian 13's source package (27 MB, by apt-get); nothing of them is in this
 repository. Most ask for GPUs, and are skipped without. So all are run twice: as they are, and with the processor in
 the place of the GPUs, where that is possible. Each run ends with how many of each file passed, were skipped, and
-failed.
+failed. Ranks that take long leave their stacks in FOLDER/late, long before torch's tests give them up.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from xml.etree import ElementTree
+
+import late_ranks
 
 TESTS = "test/distributed/checkpoint"
 FILES = (
@@ -52,6 +54,10 @@ KNOWN = {
 }
 """Tests that fail, and why that is not to be changed."""
 CLASSES = {"FileSystemWriter": "FlowstoneWriter", "FileSystemReader": "FlowstoneReader"}
+LATE_S = 150
+"""How old a rank is whose stacks are written."""
+GIVEN_UP_S = 1200
+"""How old a test is whose ranks torch kills; 300 by itself, of a clock that goes on while a machine stands still."""
 IMPORT = "from flowstone.adapters.dcp import FlowstoneReader, FlowstoneWriter\n"
 ON_CPUS = (
     (r"^ *@(skip_if_lt_x_gpu|requires_nccl)\(.*\)\n", ""), (r"\.cuda\((dist\.get_rank\(\)|[^()]*)\)", ""),
@@ -142,10 +148,16 @@ def run(place: Path, source: Path, name: str, files: Sequence[str], options: Seq
     (place / "pytest.ini").write_text("[pytest]\n")  # else the settings of this repository's tests would hold
     report = place / f"{name}.xml"
     report.unlink(missing_ok=True)
-    environment = {**os.environ, "PYTHONPATH": str(place / "packages"), "OMP_NUM_THREADS": "1"}
+    late = place / "late" / name
+    environment = {**late_ranks.environment(late, LATE_S), "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] += os.pathsep + str(place / "packages")
+    environment["DISTRIBUTED_TESTS_DEFAULT_TIMEOUT"] = str(GIVEN_UP_S)
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-rfEs", "--tb=short", *files]
     command += [f"--junitxml={report}", *options]
-    ended = subprocess.run(command, cwd=place / name, env=environment, check=False).returncode
+    with late_ranks.watched(late, LATE_S):
+        ended = subprocess.run(command, cwd=place / name, env=environment, check=False).returncode
+    for path in late_ranks.told(late):
+        print(f"a rank took more than {LATE_S} s: {path}", flush=True)
     if not report.exists():
         print("pytest has left no report", flush=True)
         return False

@@ -1,0 +1,73 @@
+"""A process of a test that hangs says where, even while it keeps Python's lock, and one in time says nothing."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+TOOL = Path(__file__).resolve().parent.parent / "tools" / "late_ranks.py"
+AFTER_S = 2.0
+JOB = """
+import ctypes, multiprocessing, sys, time
+
+def waits_for_ever():
+    {how}
+
+def main():
+    hung = multiprocessing.get_context("spawn").Process(target=waits_for_ever)
+    hung.start()
+    hung.join(timeout={wait_s})
+    hung.kill()
+    print(hung.pid)
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.fixture
+def late_ranks() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("late_ranks", TOOL)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(late_ranks: ModuleType, place: Path, how: str, wait_s: int, after_s: float) -> str:
+    """The process that the job has started."""
+    (place / "job.py").write_text(JOB.format(how=how, wait_s=wait_s))
+    environment = late_ranks.environment(place / "late", after_s)
+    with late_ranks.watched(place / "late", after_s):
+        ended = subprocess.run(
+            [sys.executable, str(place / "job.py")], env=environment, capture_output=True, text=True, timeout=120,
+            check=True,
+        )
+    return ended.stdout.split()[-1]
+
+
+@pytest.mark.parametrize("how", [
+    "time.sleep(60)", "ctypes.PyDLL(None).pause()", "import atexit; atexit.register(time.sleep, 60)",
+], ids=["waiting", "with Python's lock", "at its end"])
+def test_a_process_that_hangs_says_where(how: str, late_ranks: ModuleType, tmp_path: Path) -> None:
+    hung = run(late_ranks, tmp_path, how, 8, AFTER_S)
+    assert {path.name for path in late_ranks.told(tmp_path / "late")} == {f"{hung}-python.txt", f"{hung}-threads.txt"}
+    stacks = (tmp_path / "late" / f"{hung}-python.txt").read_text()
+    assert "most recent call first" in stacks
+    assert ("waits_for_ever" in stacks) == ("atexit" not in how)
+    threads = (tmp_path / "late" / f"{hung}-threads.txt").read_text()
+    assert f"thread {hung} " in threads
+    assert "libc" in threads
+    late_ranks.environment(tmp_path / "late", AFTER_S)
+    assert not late_ranks.told(tmp_path / "late"), "the next run begins without"
+
+
+def test_a_process_that_is_in_time_says_nothing(late_ranks: ModuleType, tmp_path: Path) -> None:
+    run(late_ranks, tmp_path, "pass", 60, 600.0)
+    assert not late_ranks.told(tmp_path / "late")

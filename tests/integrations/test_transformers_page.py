@@ -27,7 +27,9 @@ def run(names: list[str], given: dict[str, Any]) -> None:
 
 
 def test_each_sample_is_run() -> None:
-    assert SAMPLES.keys() == {"trainer", "trainer-reads", "trl", "accelerate", "accelerate-reads", "peft"}
+    assert SAMPLES.keys() == {
+        "trainer", "trainer-reads", "trainer-exported", "trl", "accelerate", "accelerate-reads", "peft"
+    }
 
 
 def test_the_trainer_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,9 +41,10 @@ def test_the_trainer_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     args = transformers.TrainingArguments(
         "runs/gpt", max_steps=5, save_steps=5, logging_steps=1, use_cpu=True, report_to=[], disable_tqdm=True
     )
-    run(["trainer", "trainer-reads"], {
+    run(["trainer", "trainer-reads", "trainer-exported"], {
         "Trainer": transformers.Trainer, "model": transformers.GPT2LMHeadModel(config), "args": args, "data": Text(48),
         "held_out": Text(8), "use_flowstone": use_flowstone, "get_last_checkpoint": get_last_checkpoint, "fs": fs,
+        "AutoModelForCausalLM": transformers.AutoModelForCausalLM, "torch": torch,
     })
 
 

@@ -265,3 +265,10 @@ def wrong_shape(rank: int, path: str) -> str:
             assert torch.equal(target["x"], torch.full_like(target["x"], 5.0))  # type: ignore[call-overload]
             return f"{type(error).__name__}: {error}"
     return "loaded"
+
+
+def save_documents(rank: int, path: str, length: int) -> None:
+    """A model with its documents, which the first rank alone has."""
+    documents = {"config.json": b"{}", "tokenizer.json": b"t" * length} if rank == 0 else None
+    with opened(path) as checkpointer:
+        checkpointer.save(1, {**state_of("whole"), "huggingface": fs.PerRank(documents)})

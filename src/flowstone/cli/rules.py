@@ -55,16 +55,16 @@ def _rule_set(given: str, configured: Sequence[tuple[Path | None, int | None]]) 
 def _config(place: Path, step: int | None) -> bytes | None:
     """The configuration beside a model's tensors, or kept with them in a store."""
     from flowstone.checkpoint import open_checkpoint
-    from flowstone.convert.mapping import DOCUMENTS_SECTION
+    from flowstone.convert.documents import kept_documents, read_kept
 
     if (place / "config.json").is_file():
         return (place / "config.json").read_bytes()
     try:
-        kept = open_checkpoint(place, step).objects.get(DOCUMENTS_SECTION)
+        checkpoint = open_checkpoint(place, step)
     except (NoCheckpointError, NotAStoreError):  # another format, or nothing: the conversion says what it is
         return None
-    content = kept.get("config.json") if isinstance(kept, dict) else None
-    return content if isinstance(content, bytes) else None
+    kept = kept_documents(checkpoint).get("config.json")
+    return None if kept is None else read_kept(checkpoint, kept)
 
 
 def _pair(text: str) -> tuple[str, str]:

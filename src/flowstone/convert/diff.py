@@ -24,10 +24,11 @@ from flowstone.convert.elements import Differences, Tolerance, compare, has_numb
 from flowstone.convert.fetch import Fetcher, Wanted
 from flowstone.convert.followers import Follow
 from flowstone.convert.layout import Output
-from flowstone.convert.mapping import DOCUMENTS_SECTION, Rules, all_names, check_mapped, check_rules, leaves
+from flowstone.convert.mapping import Rules, all_names, check_mapped, check_rules, leaves
 from flowstone.convert.opening import open_source
 from flowstone.convert.source import Source
 from flowstone.errors import ArgumentError, BudgetError, CollisionError, NoTensorError
+from flowstone.format.documents import DOCUMENTS_SECTION
 from flowstone.layout_rules import GivenRules
 from flowstone.plan.rearrange import Followers, Origin, rearranged
 from flowstone.rules import STATE

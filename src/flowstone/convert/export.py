@@ -17,6 +17,7 @@ from flowstone.cluster import Cluster
 from flowstone.convert.bucket_draft import BucketDraft
 from flowstone.convert.cast import cast_target
 from flowstone.convert.copy import BUDGET_BYTES_DEFAULT, Job, copy, resumable, window_bytes, windows
+from flowstone.convert.documents import documents_of
 from flowstone.convert.draft import Draft
 from flowstone.convert.followers import Follow
 from flowstone.convert.layout import Layout, plan_digest
@@ -26,7 +27,6 @@ from flowstone.convert.mapping import (
     check_objects,
     check_rules,
     choose,
-    documents_of,
     without_lost,
 )
 from flowstone.convert.opening import open_source
@@ -94,7 +94,8 @@ def export(
     rules        fs.Skip, fs.Rename, fs.Split, ..., of names as the checkpoint has them; fs.RuleSet, of names below the
                  section
     shard_bytes  of tensors in one file, at most
-    documents    a directory whose configuration and tokenizer go beside the tensors
+    documents    a directory whose configuration and tokenizer go beside the tensors; None: those that the checkpoint
+                 has, of a model that was imported, or trained by transformers' Trainer
     budget_bytes of memory for bytes on their way
     on_progress  is told the bytes done and the bytes in all
     cluster      does it, in parts of which each has that budget; None: this process does

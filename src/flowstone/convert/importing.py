@@ -24,12 +24,13 @@ from flowstone.convert.file_io import QUEUE_DEPTH, REQUEST_BYTES, backend
 from flowstone.convert.followers import Follow
 from flowstone.convert.journal import Journal
 from flowstone.convert.layout import plan_digest
-from flowstone.convert.mapping import DOCUMENTS_SECTION, Mapped, Rules, all_names, check_rules, choose, without_lost
+from flowstone.convert.mapping import Mapped, Rules, all_names, check_rules, choose, without_lost
 from flowstone.convert.opening import open_source
 from flowstone.convert.source import Source
 from flowstone.convert.store_writes import StoreDraft, Unresumed
 from flowstone.convert.targets.flowstone import StepLayout, io_record, lay_out_step, publish_step
 from flowstone.errors import ArgumentError, CollisionError, StepExistsError, StorageError
+from flowstone.format.documents import DOCUMENTS_SECTION
 from flowstone.format.manifest import INDEX_NAME, MANIFEST_NAME, MARKER_NAME, OBJECTS_NAME
 from flowstone.layout_rules import GivenRules
 from flowstone.store.base import Store
@@ -144,7 +145,7 @@ def _objects(source: Source, section: str, rules: Rules, mapped: Mapped) -> Mapp
     }
     if source.is_flat:
         found.setdefault(section, {})
-    if source.documents:
+    if source.documents and not rules.skip(DOCUMENTS_SECTION):
         if DOCUMENTS_SECTION in found:
             raise CollisionError(
                 f"the section {DOCUMENTS_SECTION!r} is taken: it has the model's documents", next="name another section"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from pathlib import Path
 
 import msgspec
 
@@ -20,9 +19,6 @@ from flowstone.rules import Skip
 from flowstone.table.dtype import DType
 from flowstone.table.pieces import Alias
 from flowstone.table.stored import SourceTensor
-
-DOCUMENTS_SECTION = "huggingface"
-"""Where a checkpoint of ours keeps the documents of a model that was imported."""
 
 
 class Mapped(msgspec.Struct, frozen=True):
@@ -153,7 +149,7 @@ def check_objects(source: Source, section: str | None, rules: Rules, kind: str) 
     raises  MismatchError naming those that no rule does
     """
     objects = source.objects if section is None else {k: v for k, v in source.objects.items() if k == section}
-    lost = [name for key, value in objects.items() if key != DOCUMENTS_SECTION for name, _ in leaves(key, value)]
+    lost = [name for key, value in objects.items() for name, _ in leaves(key, value)]
     lost += [key for key in source.per_rank if section in (None, key)]
     left = [name for name in lost if not rules.skip(name)]
     if left:
@@ -185,21 +181,3 @@ def without_lost(value: object, names: Collection[str]) -> object:
         if not isinstance(inner, TensorRef) or inner.kind not in ("tensor", "ndarray") or inner.name in names
     }
     return value if len(kept) == len(value) and all(kept[key] is value[key] for key in kept) else type(value)(kept)
-
-
-def documents_of(source: Source, given: Path | None) -> Mapping[str, bytes]:
-    """The documents that go beside a model: of the directory that is given, else those that were imported with it."""
-    from flowstone.convert.sources.safetensors import read_documents
-
-    if given is not None:
-        found = read_documents(given)
-        if not found:
-            raise ArgumentError(f"{given} has no documents of a model", next="give the directory with its config.json")
-        return found
-    kept = source.objects.get(DOCUMENTS_SECTION)
-    if not isinstance(kept, Mapping):
-        return source.documents
-    return {
-        name: content for name, content in kept.items()
-        if isinstance(name, str) and isinstance(content, bytes) and "/" not in name and not name.startswith(".")
-    }

@@ -8,6 +8,7 @@ from pathlib import Path
 from flowstone.arguments import object_url
 from flowstone.checkpoint import Checkpoint, open_checkpoint
 from flowstone.commit.entries import step_of
+from flowstone.convert.documents import with_documents
 from flowstone.convert.source import Source
 from flowstone.convert.sources.dcp import is_dcp, read_dcp
 from flowstone.convert.sources.deepspeed import is_deepspeed, read_deepspeed
@@ -30,12 +31,12 @@ def open_source(path: str | os.PathLike[str] | Store | Checkpoint, step: int | N
     raises  NotAStoreError where nothing there is known; ArgumentError; what the format's reader raises
     """
     if isinstance(path, Checkpoint):
-        return read_flowstone(path)
+        return with_documents(read_flowstone(path), path)
     if object_url(path) is not None or not isinstance(path, str | os.PathLike):
-        return read_flowstone(open_checkpoint(path, step))
+        return open_source(open_checkpoint(path, step))
     place = Path(path).expanduser()
     if _is_ours(place):
-        return read_flowstone(open_checkpoint(place, step))
+        return open_source(open_checkpoint(place, step))
     if step is not None:
         raise ArgumentError(f"{place} is no store of Flowstone, and has no steps", next="leave out the step")
     if not place.exists():

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from flowstone.adapters.deriving import derive
 from flowstone.adapters.huggingface.distributed import check_distributed
+from flowstone.adapters.huggingface.documents import Documents
 from flowstone.adapters.huggingface.options import Options
 from flowstone.adapters.huggingface.peft_adapters import Bases, to_load, to_save
 from flowstone.adapters.huggingface.places import Place, checkpoint_at, place_of, store_of
@@ -57,7 +58,8 @@ class AcceleratorCheckpoints:
         else:
             place = place_of(output_dir)
         limit = configuration.total_limit if configuration.automatic_checkpoint_naming else None
-        path = self._flowstone.save(place, _sections(accelerator, self._flowstone.bases), limit)
+        sections = _sections(accelerator, self._flowstone.bases) | _documents(accelerator, self._flowstone.documents)
+        path = self._flowstone.save(place, sections, limit)
         configuration.iteration += 1
         return path
 
@@ -88,12 +90,13 @@ class Stores:
     """The store that an Accelerator saves into, with the Checkpointer that it keeps for that.
 
     bases         what the adapters of PEFT models belong to
+    documents     the model's configuration
     newest        the newest step in it; None before the first
     rewind_above  the step that the job has gone back to: newer ones are set aside before the next save
     """
 
     def __init__(self, options: Options) -> None:
-        self._options, self.bases = options, Bases()
+        self._options, self.bases, self.documents = options, Bases(), Documents()
         self._path: str | None = None
         self._keep: Keep | None = None
         self._checkpointer: Checkpointer | None = None
@@ -176,6 +179,13 @@ def _sections(accelerator: Any, bases: Bases) -> dict[str, object]:
     if accelerator.scaler is not None:
         sections["scaler"] = accelerator.scaler
     return sections | {"accelerator": {"step": accelerator.step}, "rng": rng()}
+
+
+def _documents(accelerator: Any, documents: Documents) -> dict[str, object]:
+    """The documents of the one model; several would need several, and an export knows one."""
+    if len(accelerator._models) != 1:
+        return {}
+    return documents.sections(accelerator._models[0], None, is_first=accelerator.is_main_process)
 
 
 def _named_by_itself(accelerator: Any) -> str:

@@ -47,12 +47,12 @@ class Bases:
     def sections(self, model: nn.Module, number: int = 0) -> dict[str, object]:
         """The sections of a model: itself, or of a PEFT model its adapters and their base."""
         suffix = f"_{number}" if number else ""
-        unwrapped = _unwrapped(model)
-        if not is_peft(unwrapped):
+        inner = unwrapped(model)
+        if not is_peft(inner):
             return {f"model{suffix}": model}
-        adapters, rest = _parted(unwrapped)
+        adapters, rest = _parted(inner)
         if id(model) not in self._known:
-            self._known[id(model)] = model, Base(_name_of(unwrapped), _digest_of(rest))
+            self._known[id(model)] = model, Base(_name_of(inner), _digest_of(rest))
         return {f"model{suffix}": adapters, f"base{suffix}": self._known[id(model)][1]}
 
 
@@ -83,10 +83,10 @@ def is_peft(model: object) -> bool:
     )
 
 
-def _unwrapped(model: nn.Module) -> nn.Module:
+def unwrapped(model: nn.Module) -> nn.Module:
     """Without DDP and torch.compile around it."""
     inner = getattr(model, "module", getattr(model, "_orig_mod", None))
-    return _unwrapped(inner) if isinstance(inner, nn.Module) and not is_peft(model) else model
+    return unwrapped(inner) if isinstance(inner, nn.Module) and not is_peft(model) else model
 
 
 def _name_of(model: Any) -> str:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from flowstone.adapters.huggingface.documents import Documents
 from flowstone.adapters.huggingface.peft_adapters import Bases, to_load
 from flowstone.adapters.huggingface.places import store_of
 from flowstone.adapters.huggingface.retention import Retained
@@ -20,6 +21,7 @@ class Run:
     """The store in a Trainer's output directory, while it trains.
 
     bases         what the adapters of a PEFT model belong to
+    documents     the model's configuration and tokenizer
     saved         steps that this run has saved, or has resumed from
     begun_at      the step that it begins at
     rewind_above  the step that it has gone back to: newer ones are set aside before the first save
@@ -29,7 +31,7 @@ class Run:
 
     def __init__(self, directory: str, checkpointer: Checkpointer, retained: Retained) -> None:
         self.directory, self.checkpointer, self._retained = directory, checkpointer, retained
-        self.bases = Bases()
+        self.bases, self.documents = Bases(), Documents()
         self.saved: set[int] = set()
         self.begun_at = 0
         self.rewind_above: int | None = None

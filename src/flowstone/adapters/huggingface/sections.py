@@ -6,6 +6,7 @@ import dataclasses
 import json
 from typing import Any
 
+from flowstone.adapters.huggingface.documents import Documents
 from flowstone.adapters.huggingface.peft_adapters import Bases, to_save
 from flowstone.state import PerRank, rng
 
@@ -26,12 +27,19 @@ def live_sections(trainer: Any, bases: Bases, *, model_only: bool = False) -> di
     return sections
 
 
-def saved_sections(trainer: Any, bases: Bases) -> dict[str, object]:
-    model_only = bool(trainer.args.save_only_model)
+def saved_sections(trainer: Any, bases: Bases, documents: Documents) -> dict[str, object]:
+    model_only, is_first = bool(trainer.args.save_only_model), trainer.is_world_process_zero()
     sections = to_save(live_sections(trainer, bases, model_only=model_only))
     if not model_only:
         sections["rng"] = rng()
-    return sections | {TRAINER_STATE: PerRank(_trainer_state(trainer) if trainer.is_world_process_zero() else None)}
+    sections |= documents.sections(trainer.model, _processing(trainer), is_first=is_first)
+    return sections | {TRAINER_STATE: PerRank(_trainer_state(trainer) if is_first else None)}
+
+
+def _processing(trainer: Any) -> object:
+    """The tokenizer or processor that the Trainer itself would save."""
+    given = trainer.processing_class
+    return getattr(trainer.data_collator, "tokenizer", None) if given is None else given
 
 
 def _trainer_state(trainer: Any) -> dict[str, object]:

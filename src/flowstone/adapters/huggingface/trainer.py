@@ -121,7 +121,7 @@ class TrainerCheckpoints:
         if trainer.hp_search_backend is None and trial is None:
             trainer.store_flos()
         with self._flowstone.opened(self, trial) as run:
-            run.save(trainer.state, lambda: saved_sections(trainer, run.bases))
+            run.save(trainer.state, lambda: saved_sections(trainer, run.bases, run.documents))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: Any, model: Any = None) -> None:
         # With the optimizer, a few lines later: its tensors are named after the model's.

@@ -10,18 +10,17 @@ from pathlib import Path
 import msgspec
 
 from flowstone.config import HEADER_BYTES_MAX, MIB
+from flowstone.convert.documents import read_documents
 from flowstone.convert.source import Source, SourceFile, check_source, read_whole, source_file
 from flowstone.errors import DamagedError, NotAStoreError, UnsupportedFormatError
+from flowstone.format.documents import SHARD_INDEX_SUFFIX
 from flowstone.format.segment import LENGTH_BYTES, Entry, parse_header
 from flowstone.store.os_errors import translated
 from flowstone.table.box import Box
 from flowstone.table.dtype import DTYPES, DType
 from flowstone.table.stored import SourceTensor, StoredBox
 
-INDEX_SUFFIX = ".safetensors.index.json"
 _INDEX_BYTES_MAX = 256 * MIB
-_DOCUMENTS = (".json", ".txt", ".model", ".jinja")  # a model's configuration, and its tokenizer
-_DOCUMENTS_BYTES_MAX = 64 * MIB
 _STORED: Mapping[str, DType] = {dtype.stored: dtype for dtype in DTYPES.values() if not dtype.as_bytes}
 _FOREIGN: Mapping[str, DType] = {"F8_E8M0": DTYPES["float8_e8m0fnu"]}  # of later versions of that format
 
@@ -35,7 +34,7 @@ class _Index(msgspec.Struct):
 def is_safetensors(path: Path) -> bool:
     """Whether there is such a file, or a directory of such files."""
     if path.is_dir():
-        return any(name.endswith((".safetensors", INDEX_SUFFIX)) for name in os.listdir(path))
+        return any(name.endswith((".safetensors", SHARD_INDEX_SUFFIX)) for name in os.listdir(path))
     return path.name.endswith(".safetensors")
 
 
@@ -69,7 +68,7 @@ def read_safetensors(path: Path) -> Source:
 def _shards(directory: Path) -> tuple[tuple[str, ...], Mapping[str, str] | None]:
     """The files to read, and which tensor is in which, where an index says so."""
     names = sorted(os.listdir(directory))
-    indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
+    indexes = [name for name in names if name.endswith(SHARD_INDEX_SUFFIX)]
     files = tuple(name for name in names if name.endswith(".safetensors"))
     if len(indexes) > 1:
         raise UnsupportedFormatError(
@@ -79,7 +78,7 @@ def _shards(directory: Path) -> tuple[tuple[str, ...], Mapping[str, str] | None]
         if len(files) > 1:
             raise NotAStoreError(
                 f"{directory} has {len(files)} safetensors files and no index",
-                expected=f"one file, or model{INDEX_SUFFIX}", found=", ".join(files[:5]),
+                expected=f"one file, or model{SHARD_INDEX_SUFFIX}", found=", ".join(files[:5]),
                 next="give one of the files, or download the index, too",
             )
         return files, None
@@ -157,25 +156,6 @@ def _check_map(
             missing=", ".join(missing[:5]) or "nothing", not_in_the_index=", ".join(extra[:5]) or "nothing",
             next="copy or download index and shards again, all of one revision",
         )
-
-
-def read_documents(directory: Path) -> Mapping[str, bytes]:
-    """Small files beside the tensors, which belong to the model."""
-    found: dict[str, bytes] = {}
-    left = _DOCUMENTS_BYTES_MAX
-    for name in sorted(os.listdir(directory)):
-        path = directory / name
-        if not name.endswith(_DOCUMENTS) or name.endswith(INDEX_SUFFIX) or name.startswith(".") or not path.is_file():
-            continue
-        with translated(directory, "read", name):
-            left -= path.stat().st_size
-            if left < 0:
-                raise UnsupportedFormatError(
-                    f"the documents beside the tensors of {directory} are too long",
-                    expected=f"at most {_DOCUMENTS_BYTES_MAX} bytes in all", next="move the longest of them elsewhere",
-                )
-            found[name] = path.read_bytes()
-    return found
 
 
 def encode_index(weight_map: Mapping[str, str], total_bytes: int) -> bytes:

@@ -6,8 +6,9 @@ import json
 from collections.abc import Mapping, Sequence
 
 from flowstone.convert.layout import Extent, Layout, Output, TargetFile
-from flowstone.convert.sources.safetensors import INDEX_SUFFIX, encode_index
+from flowstone.convert.sources.safetensors import encode_index
 from flowstone.errors import UnsupportedFormatError
+from flowstone.format.documents import SHARD_INDEX_SUFFIX
 from flowstone.format.segment import LENGTH_BYTES, METADATA_KEY, reserved
 
 _METADATA = {"format": "pt"}
@@ -38,7 +39,7 @@ def lay_out_hf(outputs: Sequence[Output], shard_bytes: int) -> tuple[Layout, Map
         return layout, {}
     weight_map = {outputs[at].name: name for name, shard in zip(names, shards, strict=True) for at in shard}
     total = sum(output.bytes for output in outputs)
-    return layout, {f"model{INDEX_SUFFIX}": encode_index(weight_map, total)}
+    return layout, {f"model{SHARD_INDEX_SUFFIX}": encode_index(weight_map, total)}
 
 
 def _split(outputs: Sequence[Output], shard_bytes: int) -> list[list[int]]:

@@ -15,7 +15,7 @@ import msgspec
 from flowstone.config import NAMES_TOLD
 from flowstone.convert.cast import CASTABLE
 from flowstone.convert.layout import Output
-from flowstone.convert.mapping import DOCUMENTS_SECTION, Mapped, Rules, leaves
+from flowstone.convert.mapping import Mapped, Rules, leaves
 from flowstone.convert.source import Source
 from flowstone.convert.sources.deepspeed import ENGINE_KEYS, OWN_KEYS
 from flowstone.convert.sources.deepspeed_zero import MASTER
@@ -118,7 +118,7 @@ class _Contents:
         for section, value in self._source.objects.items():
             if self._rules.skip(section):
                 self._lost += [name for name, _ in leaves(section, value)]
-            elif section not in (DOCUMENTS_SECTION, _MASTER_SECTION):
+            elif section != _MASTER_SECTION:
                 found[section] = value
         return found
 

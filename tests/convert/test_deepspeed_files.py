@@ -43,6 +43,9 @@ def check(made: Job, source: Path, store: Path) -> None:
     assert objects["deepspeed"]["global_steps"] == 3
     assert objects["deepspeed"]["zero_stage"] == made.stage
     assert objects["deepspeed"]["optimizer"]["loss_scaler"] == {"cur_scale": 1.0, "dynamic": False}
+    found = fs.diff(source, store, budget_bytes=BUDGET)
+    assert found.equal, found
+    assert len(found.tensors) == len(expected(made))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7])
@@ -66,6 +69,7 @@ def test_what_other_versions_and_settings_write_comes_in(tmp_path: Path, options
 def test_universal_checkpoints_come_in(tmp_path: Path, stage: int) -> None:
     made = job(stage=stage, ranks=3)
     check(made, made.write_universal(tmp_path / "ds"), tmp_path / "run")
+    assert fs.diff(tmp_path / "ds", made.write(tmp_path / "zero"), budget_bytes=BUDGET).equal
 
 
 @pytest.mark.parametrize("stage", [2, 3])

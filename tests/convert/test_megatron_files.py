@@ -27,6 +27,8 @@ def test_what_two_tensor_parallel_ranks_saved_comes_in_as_whole_tensors(tmp_path
     assert_same(read_all(tmp_path / "run", "optimizer."), {
         name.removeprefix("optimizer."): numbers(name, shape) for name, shape in OPTIMIZER.items()
     })
+    assert fs.diff(PLACE, tmp_path / "run").equal
+    assert fs.diff(tmp_path / "run", PLACE).equal
 
 
 def test_what_is_no_tensor_becomes_objects(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`--ray`: the work of verify, import and export by tasks of a cluster of several processes, as one process does it."""
+"""`--ray`: verify, import, export and pack by tasks of a cluster of several processes, as one process does it."""
 
 from __future__ import annotations
 
@@ -121,6 +121,15 @@ def test_an_import_is_the_same_as_by_one_process(model: Path, cluster: Cluster, 
     assert fs.open(tmp_path / "all").verify(cluster=cluster).extra == ()
 
 
+def test_a_pack_is_the_same_as_by_one_process(model: Path, cluster: Cluster, tmp_path: Path) -> None:
+    for target, by in (("one", None), ("all", cluster)):
+        fs.pack(model / "run", tmp_path / target, budget_bytes=BUDGET, cluster=by)
+    one, every = content(tmp_path / "one"), content(tmp_path / "all")
+    assert one.keys() == every.keys()
+    assert [name for name in one if one[name] != every[name]] == ["manifest.json"], "each has an identity of its own"
+    assert fs.open(tmp_path / "all").verify(cluster=cluster).extra == ()
+
+
 def test_what_one_process_has_begun_the_cluster_ends_and_the_other_way(
     model: Path, cluster: Cluster, tmp_path: Path
 ) -> None:
@@ -212,6 +221,22 @@ def test_the_command_line_uses_the_cluster_that_ray_address_names(model: Path, a
     assert "there is no cluster of Ray at 127.0.0.1:1" in nowhere.stderr
     done = run(address, FLOWSTONE, "verify", str(harmed(model, tmp_path / "run")), "--ray")
     assert (done.returncode, done.stdout.count("not what was written")) == (1, 3), done.stderr
+
+
+@pytest.mark.parametrize("verb", ["export", "import", "pack"])
+def test_verbs_that_write_take_the_cluster_too(model: Path, address: str, tmp_path: Path, verb: str) -> None:
+    source = model / ("model.safetensors" if verb == "import" else "run")
+    done = run(address, FLOWSTONE, verb, str(source), str(tmp_path / "x"), "--ray", "--budget", "32MiB", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["bytes"] > 40e6
+    nowhere = run("127.0.0.1:1", FLOWSTONE, verb, str(source), str(tmp_path / "y"), "--ray")
+    assert nowhere.returncode == 1
+    assert not (tmp_path / "y").exists()
+    section = "" if verb == "export" else "model."
+    found = fs.open(tmp_path / "x") if verb != "export" else None
+    names = found.tensors if found else json.loads(done.stdout)["tensors"]
+    assert sorted(names) == sorted(f"{section}layer.{number}" for number in range(10))
+    assert found is None or found.verify().sound
 
 
 def test_tasks_end_with_the_iterator_while_this_process_goes_on(cluster: Cluster, tmp_path: Path) -> None:

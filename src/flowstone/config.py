@@ -130,6 +130,7 @@ PEER_PARTS_UNDER_WAY = 4  # of one copy, before the first one is confirmed
 PEER_CONNECTIONS_MAX = 256
 PEER_STRANGERS_MAX = 32  # connections that have not shown yet that they know the job's secret
 PEER_READS_MAX = 8  # connections of one read
+PEER_REBUILD_BYTES = MIB  # of a shard, for each of these that rebuilds: beside the budget
 PEER_GREETING_S = 10.0  # to connect, and for each word of a greeting
 PEER_ANSWER_S = 60.0
 PEER_SILENCE_S = 5  # a connection whose other side's machine does not answer the system's probes ends after that

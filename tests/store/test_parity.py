@@ -5,22 +5,30 @@ from __future__ import annotations
 import ctypes
 import random
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import combinations
+from unittest import mock
 
 import msgspec
 import numpy as np
 import pytest
-from peer_nodes import HERE, SECRET, Nodes, several_nodes
+from memory_agent import own_agent
+from peer_nodes import HERE, SECRET, Nodes, at, several_nodes
 
 import flowstone as fs
+from flowstone.agent.parities import Parity
 from flowstone.config import AGENT_LINGER_S
-from flowstone.errors import ArgumentError, BudgetError, FrameworkError
+from flowstone.errors import ArgumentError, BudgetError, FrameworkError, PeerError
 from flowstone.format.digest import digest
+from flowstone.store.agent_wire import Request
+from flowstone.store.contents import MemoryFile
+from flowstone.store.node_memory import AgentTree
 from flowstone.store.peers import erasure
 from flowstone.store.peers.parity import (
     Contribution,
     Part,
     Rebuilt,
+    column_of,
     contributions,
     parity_name,
     parts,
@@ -29,6 +37,7 @@ from flowstone.store.peers.parity import (
     ring,
     shares,
 )
+from flowstone.store.peers.view import Source
 from flowstone.store.peers.wire import Ask
 
 MISSING = "ISA-L is not installed: pip install 'flowstone[parity]'"
@@ -140,6 +149,7 @@ class Group:
 
 @pytest.mark.parametrize("parity", [(1, 1), (3, 1), (2, 2), (4, 2), (3, 3)])
 def test_any_nodes_that_may_be_lost_are_rebuilt_bit_for_bit_from_the_others(parity: tuple[int, int]) -> None:
+    rebuilt_count = 0
     for seed in range(6):
         nodes = sum(parity) + seed % 3
         group = Group(nodes, parity, seed)
@@ -150,14 +160,21 @@ def test_any_nodes_that_may_be_lost_are_rebuilt_bit_for_bit_from_the_others(pari
             assert set(found) == set(missing), f"seed {seed}, lost {lost}"
             for name, one in found.items():
                 _check(group, there, name, one, random.Random(seed))
+                rebuilt_count += 1
+    assert rebuilt_count > 20, "most of the nodes that were lost had something"
 
 
 def _check(group: Group, there: dict[str, int], name: str, one: Rebuilt, draw: random.Random) -> None:
     content = group.files[name]
     for _ in range(3):
         begin = draw.randrange(len(content))
-        target = bytearray(draw.randrange(1, 2 * len(content)))
-        moved = rebuild(one, begin, memoryview(target), lambda part, into: group.read(there, part, into))
+        target, room = bytearray(draw.randrange(1, 2 * len(content))), bytearray(draw.randrange(1, 2 * len(content)))
+
+        def read(part: Part, into: memoryview, room: bytearray = room) -> None:
+            assert into.obj is room, "no other memory is read into"
+            group.read(there, part, into)
+
+        moved = rebuild(one, begin, memoryview(target), read, memoryview(room))
         assert moved == min(len(target), len(content) - begin)
         assert target[:moved] == content[begin : begin + moved]
         assert not any(target[moved:])
@@ -170,6 +187,40 @@ def test_one_node_more_is_not_made_up() -> None:
     described = {name: one for name, one in group.described.items() if name in there}
     assert missing
     assert not rebuilt(missing, there, described, lambda name: 7), "each has bytes in a stripe that lacks two shards"
+
+
+def test_parity_that_is_shorter_than_what_it_is_of_is_not_computed_with() -> None:
+    group = Group(4, (3, 1), 1, (20_001,))
+    node = next(one for one in range(4) if group.on[one] & group.sizes.keys())
+    missing, there = group.without((node,))
+    described = {name: one for name, one in group.described.items() if name in there}
+    for name in [one for one in there if one.startswith(".parity-") and f"{one}.0" in group.described]:
+        found = rebuilt(missing, there | {name: there[name] - 1}, described, lambda name: 7)
+        assert found.keys() <= missing.keys()
+        for other, one in found.items():
+            _check(group, there, other, one, random.Random(1))
+    assert not rebuilt(missing, dict.fromkeys(there, 1) | {one: there[one] for one in group.sizes.keys() & there.keys()
+                       if not one.startswith(".")}, described, lambda name: 7)
+
+
+@pytest.mark.parametrize("parity", [(3, 1), (2, 2)])
+def test_a_column_of_which_no_description_can_be_read_is_not_taken_for_zeros(parity: tuple[int, int]) -> None:
+    group = Group(4, parity, 1, (20_001,))
+    node = next(one for one in range(4) if group.on[one] & group.sizes.keys())
+    missing, there = group.without((node,))
+    described = {name: one for name, one in group.described.items() if name in there}
+    left_out = 0
+    for stripe, column in sorted({column_of(name) for name in described}, key=str):
+        known = {name: one for name, one in described.items() if column_of(name) != (stripe, column)}
+        found = rebuilt(missing, there, known, lambda name: 7)
+        left_out += found.keys() < missing.keys()
+        for name, one in found.items():
+            _check(group, there, name, one, random.Random(1))
+    assert left_out, "some columns are needed"
+    for name in described if parity[1] > 1 else ():  # another row's node says the same
+        known = {other: one for other, one in described.items() if other != name}
+        again = any(column_of(other) == column_of(name) for other in known)
+        assert not again or rebuilt(missing, there, known, lambda name: 7).keys() == missing.keys()
 
 
 @pytest.mark.parametrize("said", [{"columns": 2}, {"columns": 4}, {"rows": 2}])
@@ -276,6 +327,74 @@ def test_what_adds_to_no_parity_is_refused(store: fs.PeerMemory, asked: Ask) -> 
     with pytest.raises(OSError, match=r"a peer (asks|adds|sends)"):
         store._peers.link_of(0).link.ask(asked, b"{}")
     assert store._peers.link_of(0).link.ask(Ask("names", ".saving-00000001-a")).names == (), "and leaves nothing"
+
+
+@pytest.mark.parametrize("lacks", ["a part", "its bytes", "the file", "what it is of"])
+def test_a_draft_whose_parity_is_not_whole_becomes_no_checkpoint(store: fs.PeerMemory, lacks: str) -> None:
+    link, draw = store._peers.link_of(0).link, random.Random(5)
+    number = link.ask(_gather(), b"{}").number
+    for begin in (0, 500) if lacks not in ("a part", "its bytes") else (0,) if lacks == "a part" else ():
+        part = draw.randbytes(500)
+        link.ask(Ask("add", text=digest(part), number=number, offset=begin, payload_bytes=500), part)
+    if lacks in ("the file", "what it is of"):
+        link.ask(Ask("remove", PATH if lacks == "the file" else f"{PATH}.0"))
+    with pytest.raises((OSError, fs.FlowstoneError)):
+        store.rename(".saving-00000001-a", "step-00000001")
+    assert link.ask(Ask("exists", ".saving-00000001-a")).yes, "it is a draft still"
+    store.rename(".saving-00000001-a", ".deleting-00000001-a")  # which may be removed
+    store.rename(".deleting-00000001-a", ".saving-00000001-a")
+
+
+def test_a_draft_with_all_of_its_parity_becomes_a_checkpoint(store: fs.PeerMemory) -> None:
+    link, part = store._peers.link_of(0).link, random.Random(5).randbytes(1000)
+    number = link.ask(_gather(), b"{}").number
+    link.ask(Ask("add", text=digest(part), number=number, payload_bytes=1000), part)
+    store.rename(".saving-00000001-a", "step-00000001")
+    assert not link.ask(Ask("exists", ".saving-00000001-a")).yes
+    store.rename("step-00000001", ".saving-00000001-a")
+
+
+def test_parity_is_mapped_once_for_all_that_is_added() -> None:
+    with own_agent():
+        tree = AgentTree("run", "memory://run")
+        tree.keep(Request("keep", number=2))
+        tree.make_directory("")
+        tree.make_directory(".saving-00000001-a")
+        parity = Parity(tree, PATH)
+        mapped = MemoryFile.mapped
+        with mock.patch.object(MemoryFile, "mapped", autospec=True, side_effect=mapped) as mapping:
+            parity.gather("0", 1 << 20)
+            for part in range(64):
+                parity.add("0", 1, part << 14, bytearray(1 << 14))
+            assert mapping.call_count == 1
+            parity.gather("1", 2 << 20)
+            parity.add("1", 1, 0, bytearray(1 << 14))
+            assert mapping.call_count == 2, "it has grown"
+        tree.close()
+
+
+def test_what_parity_is_of_is_read_from_a_node_that_still_answers() -> None:
+    with several_nodes(3) as three:
+        stores = three.stores("lost", replicas=None, parity=(1, 2))
+        tree, one = stores[0]._peers, Contribution(1, 2, (("rank-00000.safetensors", 1000),), 0, 1000)
+        stores[0].make_directory()
+        stores[0].make_directory(".saving-00000001-a")
+        parity = {}
+        for row, node in enumerate((1, 2)):
+            name = f".parity-0-1-0-0-{row}"
+            said = msgspec.msgpack.encode(one)
+            tree.link_of(node).link.ask(_gather(f".saving-00000001-a/{name}", payload_bytes=len(said)), said)
+            told = tree.link_of(node).link.ask(Ask("look", f".saving-00000001-a/{name}.0"))
+            parity[f"{name}.0"] = (Source(node, told.number, told.size_bytes),)
+        three.lose(2)
+        assert tree._described_by(".saving-00000001-a", parity) == {".parity-0-1-0-0-0.0": one}
+        with pytest.raises(PeerError):  # what is removed next must not follow from a node that is away
+            tree._described_by(".saving-00000001-a", parity, of_all=True)
+        for store in stores:
+            with suppress(fs.FlowstoneError):
+                store.close()
+        with at(three.directories[2]):
+            fs.NodeMemory("run").make_directory()  # the next agent takes over the socket that the killed one has left
 
 
 def test_ranks_that_differ_in_parity_are_told(nodes: Nodes) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import combinations
 
@@ -261,8 +261,8 @@ def _held(epoch: int, *steps: tuple[str, str, str]) -> Held:
     return Held(epoch, ("flowstone.json", *found), found)
 
 
-def _segments(directory: str, manifest: str, source: Source) -> Mapping[str, int]:
-    assert source.size_bytes == 5, f"the manifest of {directory} is read"
+def _segments(directory: str, manifest: str, sources: Sequence[Source]) -> Mapping[str, int]:
+    assert all(source.size_bytes == 5 for source in sources), f"the manifest of {directory} is read"
     return dict.fromkeys("abcd"[: int(manifest[1])], 10)
 
 

@@ -22,11 +22,13 @@ class Parity:
     def __init__(self, tree: AgentTree, path: str) -> None:
         self._tree, self._path = tree, path
         self._file: MemoryFile | None = None
+        self._left: dict[str, int] = {}  # bytes that are to be added still, by column
         self._guard = threading.Lock()
 
-    def gather(self, size_bytes: int) -> MemoryFile:
+    def gather(self, column: str, size_bytes: int) -> MemoryFile:
         """Have room for that much. Its bytes are zero until something is added. Raises OSError, FullError."""
         with self._guard:
+            self._left[column] = size_bytes
             if self._file is None:
                 file = self._tree.create(self._path, size_bytes)
                 mapping = file.mapped(writable=True)
@@ -38,7 +40,7 @@ class Parity:
                     self._tree.resize(self._file, size_bytes)
             return self._file
 
-    def add(self, factor: int, offset: int, part: bytearray) -> None:
+    def add(self, column: str, factor: int, offset: int, part: bytearray) -> None:
         """`factor` times these bytes, from `offset` on."""
         with self._guard:
             mapping = None if self._file is None else self._file.mapped(writable=True)
@@ -46,6 +48,18 @@ class Parity:
             assert offset + len(part) <= mapping.bytes, "it is as long as each share"
             source = ctypes.addressof(ctypes.c_char.from_buffer(part))
             accumulate(factor, source, mapping.address + offset, len(part))
+            self._left[column] -= len(part)
+
+    def check(self) -> None:
+        """Raise OSError unless all shares that were begun are added, and it is there still."""
+        with self._guard:
+            file = self._file
+            if file is None or any(self._left.values()):
+                raise OSError(errno.EIO, f"{self._path} lacks a part of what it is to have")
+            for column in self._left:
+                self._tree.look(f"{self._path}.{column}")  # raises where it is gone
+            if self._tree.look(self._path) != (file.number, file.size_bytes):
+                raise OSError(errno.EIO, f"{self._path} is another file now")
 
 
 class Parities:
@@ -71,13 +85,27 @@ class Parities:
                 self._parities[path] = Parity(self._tree, path)
             return self._parities[path]
 
+    def forget(self, draft: str) -> None:
+        """A draft of that name is new: what an earlier one had is gone."""
+        with self._guard:
+            self._parities = {
+                path: parity for path, parity in self._parities.items() if path.partition("/")[0] != draft
+            }
+
+    def check(self, draft: str) -> None:
+        """Before a draft becomes a checkpoint: raise OSError unless all of its parity here is whole and there."""
+        with self._guard:
+            of_draft = [parity for path, parity in self._parities.items() if path.partition("/")[0] == draft]
+        for parity in of_draft:
+            parity.check()
+
 
 class Shares:
     """What one connection adds to. One thread."""
 
     def __init__(self, parities: Parities, tree: AgentTree) -> None:
         self._parities, self._tree = parities, tree
-        self._gathered: dict[int, tuple[Parity, int, int]] = {}
+        self._gathered: dict[int, tuple[Parity, Ask]] = {}
 
     def gather(self, asked: Ask, described: bytes) -> int:
         """The number of the file. Raises OSError, FullError, PeerError."""
@@ -85,19 +113,20 @@ class Shares:
             raise PeerError("a peer asks for parity that cannot be", next="use one release on all nodes")
         parity = self._parities.of(asked.path)
         self._tree.put(f"{asked.path}.{asked.target}", described)  # refused where that column was said before
-        number = parity.gather(asked.size_bytes).number
-        self._gathered[number] = (parity, asked.number, asked.size_bytes)
+        number = parity.gather(asked.target, asked.size_bytes).number
+        self._gathered[number] = parity, asked
         return number
 
     def check(self, asked: Ask) -> None:
         """Raise PeerError unless it adds to what was gathered."""
-        _, _, size_bytes = self._gathered.get(asked.number, (None, 0, 0))
+        gathered = self._gathered.get(asked.number)
+        size_bytes = 0 if gathered is None else gathered[1].size_bytes
         if not 0 <= asked.offset <= asked.offset + asked.payload_bytes <= size_bytes:
             raise PeerError("a peer sends bytes of no file", next="use one release on all nodes")
 
     def add(self, asked: Ask, part: bytearray) -> None:
         """Raises OSError where the bytes arrived changed."""
-        parity, factor, _ = self._gathered[asked.number]
+        parity, gathered = self._gathered[asked.number]
         if digest(memoryview(part)) != asked.text:
             raise OSError(errno.EBADMSG, f"bytes {asked.offset}..{asked.offset + len(part)} arrived changed")
-        parity.add(factor, asked.offset, part)
+        parity.add(gathered.target, gathered.number, asked.offset, part)

@@ -15,7 +15,7 @@ import sys
 import threading
 
 from flowstone.agent.parities import Parities, Shares
-from flowstone.commit.entries import step_of
+from flowstone.commit.entries import SAVING, step_of
 from flowstone.config import (
     MANIFEST_BYTES_MAX,
     PEER_CONNECTIONS_MAX,
@@ -231,8 +231,12 @@ class Attendance:
         request = Request(
             asked.verb, asked.path, asked.target, number=asked.number, size_bytes=asked.size_bytes  # type: ignore[arg-type]
         )
+        if asked.verb == "rename" and asked.path.startswith(SAVING) and step_of(asked.target) is not None:
+            self._server.parities.check(asked.path)
         with self._tree.acting():
             answer, _ = self._tree.client.ask(request)
+        if asked.verb == "make_directory":
+            self._server.parities.forget(asked.path)
         return Told(
             number=answer.number, size_bytes=answer.size_bytes, yes=answer.yes, text=answer.text, names=answer.names
         )
@@ -274,7 +278,6 @@ class Attendance:
         if digest(target) != asked.text:
             return Told(errno=errno.EBADMSG, error=f"bytes {asked.offset}..{end} arrived changed")
         return Told(yes=True)
-
 
     def _add(self, asked: Ask) -> Told:
         """A share of parity: first what it is, then its bytes."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
 from importlib import metadata
 
 from flowstone.errors import FrameworkError
@@ -30,7 +29,6 @@ def library() -> ctypes.CDLL:
         found.gf_gen_cauchy1_matrix.argtypes = (pointer, integer, integer)
         found.gf_invert_matrix.argtypes = (pointer, pointer, integer)
         found.ec_init_tables.argtypes = (integer, integer, pointer, pointer)
-        found.ec_encode_data.argtypes = (integer, integer, integer, pointer, pointer, pointer)
         found.ec_encode_data_update.argtypes = (integer, integer, integer, integer, pointer, pointer, pointer)
         return found
     raise FrameworkError(
@@ -55,14 +53,6 @@ def coefficient(data: int, rows: int, row: int, column: int) -> int:
 def accumulate(factor: int, source: int, target: int, length: int) -> None:
     """Add `factor` times the bytes at `source` to those at `target`."""
     library().ec_encode_data_update(length, 1, 1, 0, _tables((factor,)), source, (ctypes.c_void_p * 1)(target))
-
-
-def combine(factors: Sequence[int], sources: Sequence[int], target: int, length: int) -> None:
-    """Write the sum of each factor times its source to `target`."""
-    count = len(factors)
-    library().ec_encode_data(
-        length, count, 1, _tables(tuple(factors)), (ctypes.c_void_p * count)(*sources), (ctypes.c_void_p * 1)(target)
-    )
 
 
 @functools.lru_cache(1000)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from flowstone.store.peers import erasure
 
@@ -74,6 +75,12 @@ def is_parity(name: str) -> bool:
     return name.startswith(_PREFIX)
 
 
+def column_of(name: str) -> tuple[str, int | None]:
+    """The stripe and the column that a file describes, by its name; None where it describes none."""
+    match = _NAME.fullmatch(name)
+    return ("", None) if match is None or match[7] is None else (match[1], int(match[7]))
+
+
 def parity_name(share: Share, writer: str, row: int) -> str:
     """Of the file with that row. `writer`: which of its node's files these are, as two numbers; nodes' equal ones meet.
     """
@@ -132,11 +139,12 @@ def rebuilt(
 ) -> dict[str, Rebuilt]:
     """Those of the missing files, by name and size, that follow from files that are available.
 
-    described  contributions, by the name of their description
+    described  contributions, by the name of their description: of what could be read. Each row has one of each column
     number_of  a file that is available: tells one checkpoint's from another's
     """
     stripes: dict[str, dict[int, Contribution]] = {}
     rows: dict[str, list[int]] = {}
+    columns = {(stripe, column) for stripe, column in map(column_of, available) if column is not None}
     for name in available:
         match = _NAME.fullmatch(name)
         if match is not None and match[7] is None:
@@ -144,8 +152,9 @@ def rebuilt(
         elif match is not None and name in described:
             stripes.setdefault(match[1], {})[int(match[7])] = described[name]
     spans: dict[str, list[Span]] = {name: [] for name in missing}
-    for stripe, columns in stripes.items():
-        _solve(stripe, columns, sorted(rows.get(stripe, ())), available, spans)
+    for stripe, known in stripes.items():
+        if all(column in known for other, column in columns if other == stripe):  # else it would be taken for zeros
+            _solve(stripe, known, sorted(rows.get(stripe, ())), available, spans)
     found = {}
     for name, size_bytes in missing.items():
         ordered = sorted(spans[name], key=lambda span: span.begin)
@@ -189,29 +198,45 @@ def _solve(
             at += part.length
 
 
-def rebuild(of: Rebuilt, offset: int, target: memoryview, read: Callable[[Part, memoryview], None]) -> int:
-    """Fill `target` with a lost file's bytes from `offset` on. Returns how many there are. Raises what `read` does."""
+def rebuild(
+    of: Rebuilt, offset: int, target: memoryview, read: Callable[[Part, memoryview], None], room: memoryview
+) -> int:
+    """Fill `target` with a lost file's bytes from `offset` on. Returns how many there are. Raises what `read` does.
+
+    room  for a part of one shard, writable: all the memory that this takes, however many shards there are
+    """
     end = min(of.size_bytes, offset + len(target))
     into = np.frombuffer(target, np.uint8)
     for span in of.spans:
         low, high = max(offset, span.begin), min(end, span.end)
-        if low < high:
-            sources = [np.zeros(high - low, np.uint8) for _ in span.shards]
-            for (_, shard), source in zip(span.shards, sources, strict=True):
-                _read_shard(shard, low + span.shift, source.data, read)
-            factors = [factor for factor, _ in span.shards]
-            addresses = [source.ctypes.data for source in sources]
-            erasure.combine(factors, addresses, into[low - offset :].ctypes.data, high - low)
+        for begin in range(low, high, len(room)):
+            _add_up(span, begin, into[begin - offset : min(high, begin + len(room)) - offset], read, room)
     return max(0, end - offset)
+
+
+def _add_up(
+    span: Span, begin: int, into: NDArray[np.uint8], read: Callable[[Part, memoryview], None], room: memoryview
+) -> None:
+    """The file's bytes from `begin` on, shard by shard."""
+    into[:] = 0
+    part = room[: len(into)]
+    source = np.frombuffer(part, np.uint8)
+    for factor, shard in span.shards:
+        if _read_shard(shard, begin + span.shift, part, read):
+            erasure.accumulate(factor, source.ctypes.data, into.ctypes.data, len(into))
 
 
 def _read_shard(
     shard: Sequence[Part], begin: int, target: memoryview, read: Callable[[Part, memoryview], None]
-) -> None:
-    """A shard's bytes from `begin` on."""
-    end, at = begin + len(target), 0
+) -> bool:
+    """A shard's bytes from `begin` on, with zeros behind it. Whether it has some there."""
+    end, at, has_bytes = begin + len(target), 0, False
     for part in shard:
         low, high = max(begin, at), min(end, at + part.length)
         if low < high:
+            if not has_bytes:
+                np.frombuffer(target, np.uint8)[:] = 0
             read(Part(part.file, part.offset + low - at, high - low), target[low - begin : high - begin])
+            has_bytes = True
         at += part.length
+    return has_bytes

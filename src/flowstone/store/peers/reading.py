@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from flowstone import _native
-from flowstone.config import PEER_READS_MAX, POLL_S
+from flowstone.config import PEER_READS_MAX, PEER_REBUILD_BYTES, POLL_S
 from flowstone.errors import FlowstoneError, PeerError, StorageError
 from flowstone.log import log
 from flowstone.store.base import ReadReceipt
@@ -73,6 +73,7 @@ class PeerReading(JobReading):
 
     def _run(self) -> None:
         links: dict[int, Link] = {}
+        room = memoryview(bytearray(PEER_REBUILD_BYTES if self._rebuilt else 0))
         try:
             while True:
                 wakes = self._engine.wakes
@@ -83,7 +84,7 @@ class PeerReading(JobReading):
                     path = self._paths[file - self._numbers[0]]
                     moved, code = 0, 0
                     try:
-                        moved = self._read(links, path, offset, address, length)
+                        moved = self._read(links, path, offset, (address, length), room)
                     except FlowstoneError as error:
                         self._refusal, code = self._refusal or error, errno.EIO
                     self._engine.complete(number, moved, code)
@@ -93,15 +94,20 @@ class PeerReading(JobReading):
             for link in links.values():
                 link.close()
 
-    def _read(self, links: dict[int, Link], path: str, offset: int, address: int, length: int) -> int:
-        """How many bytes were read. Raises FlowstoneError."""
+    def _read(
+        self, links: dict[int, Link], path: str, offset: int, where: tuple[int, int], room: memoryview
+    ) -> int:
+        """Fill memory, given by address and length. How many bytes there are. `room`: to rebuild with.
+
+        raises  FlowstoneError
+        """
         if path in self._local:
-            mapping = self._local[path]
+            mapping, (address, length) = self._local[path], where
             moved = 0 if mapping is None else max(0, min(length, mapping.bytes - offset))
             if mapping is not None and moved:
-                ctypes.memmove(address, mapping.address + offset, moved)
+                ctypes.memmove(address, mapping.address + offset, moved)  # other threads run meanwhile
             return moved
-        target = view_of(address, length)
+        target = view_of(*where)
         if path not in self._rebuilt:
             return self._fetch(links, path, self._sources[path], offset, target)
         step, rebuilt = self._rebuilt[path]
@@ -116,7 +122,7 @@ class PeerReading(JobReading):
                     next="load again: an older checkpoint, or a farther tier, may be whole",
                 )
 
-        return rebuild(rebuilt, offset, target, read)
+        return rebuild(rebuilt, offset, target, read, room)
 
     def _fetch(
         self, links: dict[int, Link], path: str, sources: Sequence[Source], offset: int, target: memoryview

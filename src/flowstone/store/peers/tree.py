@@ -11,6 +11,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from threading import RLock
 
 import msgspec
@@ -19,6 +20,7 @@ from flowstone.config import (
     MANIFEST_BYTES_MAX,
     MARKER_BYTES_MAX,
     PEER_DESCRIPTION_BYTES_MAX,
+    PEER_REBUILD_BYTES,
     PEER_SILENCE_S,
     POLL_S,
     READ_REQUEST_BYTES,
@@ -31,7 +33,7 @@ from flowstone.store.contents import MemoryFile
 from flowstone.store.node_memory import AgentTree
 from flowstone.store.peers.erasure import is_there
 from flowstone.store.peers.node import Node, Place, ask_all, checked
-from flowstone.store.peers.parity import Contribution, Part, Rebuilt, is_parity, rebuild
+from flowstone.store.peers.parity import Contribution, Part, Rebuilt, column_of, is_parity, rebuild
 from flowstone.store.peers.view import Source, View, WholeStep, is_step, see
 from flowstone.store.peers.wire import Ask, Told
 
@@ -115,7 +117,7 @@ class PeersTree(AgentTree):
                     log.warning("%s", answer.message)
                 elif answer.held is not None:
                     held[at] = answer.held
-            found = see(held, self.own, self._segments_of, self._described_by)
+            found = see(held, self.own, self._segments_of, partial(self._described_by, of_all=of_all))
         for name, why in found.lacks.items():
             self._tell(f"{name} in {self._location} is not whole: {why}{self._down()}")
         for name, step in found.steps.items():
@@ -139,10 +141,10 @@ class PeersTree(AgentTree):
         lacks = self.view().lacks
         return "; ".join(f"{name} is not whole: {why}{self._down()}" for name, why in lacks.items())
 
-    def _segments_of(self, directory: str, manifest: str, source: Source) -> Mapping[str, int]:
+    def _segments_of(self, directory: str, manifest: str, sources: Sequence[Source]) -> Mapping[str, int]:
         if manifest not in self._segments:
             path = f"{directory}/{MANIFEST_NAME}"
-            content = self.read_from(source, path, 0, min(source.size_bytes, MANIFEST_BYTES_MAX))
+            content = self._read_any(path, sources, MANIFEST_BYTES_MAX)
             try:
                 found = decode_manifest(content, path=f"{self._location}/{path}")
                 self._segments[manifest] = {row.name: row.bytes for row in found.segments}
@@ -150,22 +152,46 @@ class PeersTree(AgentTree):
                 self._segments[manifest] = {}  # the load of it tells what is wrong
         return self._segments[manifest]
 
-    def _described_by(self, directory: str, parity: Mapping[str, tuple[Source, ...]]) -> Mapping[str, Contribution]:
-        """What parity is of, by the names of the files that say it; nothing where it could not be used."""
+    def _described_by(
+        self, directory: str, parity: Mapping[str, tuple[Source, ...]], *, of_all: bool = False
+    ) -> Mapping[str, Contribution]:
+        """What parity is of, by the names of the files that say it; nothing where it could not be used.
+
+        Each row's node says it of each column, so a node that is lost meanwhile takes no column away where there are
+        several rows. `of_all`: raise for it, as what seems to be lost might be removed.
+        """
         if not is_there():
             return {}
         found = {}
-        for name, (source, *_) in parity.items():
-            if "." not in name.removeprefix("."):
+        for name, sources in parity.items():
+            if column_of(name)[1] is None:
                 continue  # parity itself
-            if source.number not in self._described:
-                content = self.read_from(source, f"{directory}/{name}", 0, PEER_DESCRIPTION_BYTES_MAX)
-                try:
-                    self._described[source.number] = msgspec.msgpack.decode(content, type=Contribution)
-                except msgspec.DecodeError:
-                    return {}  # a column that is not known would be taken for zeros
-            found[name] = self._described[source.number]
+            number = sources[0].number
+            try:
+                if number not in self._described:
+                    content = self._read_any(f"{directory}/{name}", sources, PEER_DESCRIPTION_BYTES_MAX)
+                    self._described[number] = msgspec.msgpack.decode(content, type=Contribution)
+            except msgspec.DecodeError as error:
+                self._tell(f"{self._location}/{directory}/{name} says nothing of its parity: {error}")
+            except (OSError, PeerError) as error:
+                if of_all:
+                    raise
+                self._tell(f"cannot read {self._location}/{directory}/{name}: {error}")
+            else:
+                found[name] = self._described[number]
         return found
+
+    def _read_any(self, path: str, sources: Sequence[Source], bytes_max: int) -> bytes:
+        """A small file from the first node that gives it. Raises OSError, PeerError, as the last one does."""
+        for source in sources:
+            try:
+                return self.read_from(source, path, 0, min(source.size_bytes, bytes_max))
+            except PeerError as error:
+                self.nodes[source.node].failed(error)
+                refusal: Exception = error
+            except OSError as error:  # it was removed meanwhile
+                refusal = error
+        raise refusal
 
     def step_of(self, path: str) -> tuple[WholeStep, Rebuilt] | None:
         """A checkpoint, and how to rebuild that file of it; None for one that is somewhere, or nowhere."""
@@ -422,7 +448,8 @@ class RebuiltFile(MemoryFile):
 
     def read(self, begin: int, end: int) -> bytes:
         content = bytearray(max(0, min(end, self.size_bytes) - begin))
-        rebuild(self._rebuilt, begin, memoryview(content), self._part)
+        room = memoryview(bytearray(min(PEER_REBUILD_BYTES, len(content))))
+        rebuild(self._rebuilt, begin, memoryview(content), self._part, room)
         return bytes(content)
 
     def _part(self, part: Part, target: memoryview) -> None:

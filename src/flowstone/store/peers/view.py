@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -60,7 +60,7 @@ def is_step(name: str) -> bool:
 
 
 def see(
-    held: Mapping[int, Held], own: int, segments: Callable[[str, str, Source], Mapping[str, int]],
+    held: Mapping[int, Held], own: int, segments: Callable[[str, str, Sequence[Source]], Mapping[str, int]],
     described: Callable[[str, Mapping[str, tuple[Source, ...]]], Mapping[str, Contribution]],
 ) -> View:
     """What there is together.
@@ -86,7 +86,7 @@ def see(
                 lacks.setdefault(name, "it is of before the job that saved last")
                 continue
             files, parity = _files(held, name, manifest, own)
-            missing = _missing(files, wanted := segments(name, manifest, files[MANIFEST_NAME][0]))
+            missing = _missing(files, wanted := segments(name, manifest, files[MANIFEST_NAME]))
             again: Mapping[str, Rebuilt] = {}
             if missing and parity:
                 again = _rebuilt(missing, files, parity, described(name, parity))

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import msgspec
 import torch
 from simulated import ENGINE
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in the stubs
 
 import flowstone as fs
 from flowstone.commit import catalog
-from flowstone.errors import ArgumentError, SaveFailedError
+from flowstone.errors import ArgumentError, FlowstoneError, RankError, SaveFailedError
 from flowstone.ranks import Job as RankJob
 from flowstone.ranks import group as rank_group
 from flowstone.store.local import LocalStore
@@ -103,3 +105,60 @@ def test_only_rank_0_knows_what_is_durable_behind_memory(tmp_path: Path) -> None
     assert saves[0].durable.result(60).path.startswith(str(tmp_path / "far"))
     assert isinstance(saves[1].durable.exception(60), SaveFailedError)
     assert _each(group, lambda _, one: one.close()) == [None, None]
+
+
+# Disks that each node has for itself
+
+
+def _disk(contents: Contents, location: str) -> MemoryStore:
+    """What outlives the machine."""
+    disk = MemoryStore(contents, location=location)
+    disk.capabilities = msgspec.structs.replace(disk.capabilities, volatile=False)
+    return disk
+
+
+def _own_disks(memory: Contents, disks: list[Contents], order: tuple[int, ...] = (0, 1)) -> list[fs.Checkpointer]:
+    """A rank for each disk, in that order, with the memory of all before it."""
+    def tiers(node: int) -> list[MemoryStore]:
+        return [MemoryStore(memory, location="memory"), _disk(disks[node], "disk")]
+
+    return _group(*map(tiers, order))
+
+
+def test_what_was_flushed_to_one_nodes_disk_is_not_overlooked_by_a_rank_0_on_another_node() -> None:
+    memory, disks = Contents(), [Contents(), Contents()]
+    group = _own_disks(memory, disks)
+    assert not [one for one in _each(group, _save(1)) if isinstance(one, BaseException)]
+    assert group[0].drain(60) == {}
+    for one in reversed(group):
+        one.close()
+    assert catalog.steps(MemoryStore(disks[0])) == (1,)
+    assert not catalog.steps(MemoryStore(disks[1])), "rank 0 flushes"
+    again = _own_disks(Contents(), disks, (1, 0))  # the memory of all nodes is lost, and ranks are on other ones
+    for error in _each(again, lambda rank, one: one.latest()):
+        assert isinstance(error, RankError), error
+        assert "rank 1 sees step 1 in disk, rank 0 sees no checkpoint" in str(error)
+    for one in reversed(again):
+        one.close()
+    back = _own_disks(Contents(), disks)
+    for error in _each(back, lambda rank, one: one.load(_part(0, rank))):
+        assert isinstance(error, FlowstoneError), "the other rank's disk does not have it"
+    for one in reversed(back):
+        one.close()
+
+
+def test_several_nodes_that_have_nothing_begin() -> None:
+    group = _own_disks(Contents(), [Contents(), Contents()])
+    assert _each(group, lambda rank, one: one.latest()) == [None, None]
+    for one in reversed(group):
+        one.close()
+
+
+def test_a_save_into_a_disk_of_each_node_is_refused_by_name() -> None:
+    group = _group(*([_disk(Contents(), f"disk {rank}"), MemoryStore()] for rank in range(RANKS)))
+    for error in _each(group, _save(1)):
+        assert isinstance(error, FlowstoneError), error
+        assert "rank 0 cannot see the file that rank 1 wrote" in str(error)
+    for one in reversed(group):
+        with suppress(FlowstoneError):
+            one.close()

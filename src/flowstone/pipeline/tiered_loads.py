@@ -27,6 +27,7 @@ from flowstone.pipeline.load import Loads
 from flowstone.pipeline.load_outcome import LoadReport
 from flowstone.pipeline.meeting import Meets
 from flowstone.pipeline.shared import Shared
+from flowstone.ranks.wire import Decision
 from flowstone.store.base import Store
 from flowstone.tier_events import TierPassedOver
 from flowstone.tiers.restore import NOT_THERE, WHY, Candidate, Seen, look_at, no_checkpoint
@@ -59,9 +60,33 @@ class TieredLoads(Loads):
         count, *found = self._group.decide("which step is the newest", look)
         self._check_alike(count)
         if not found:
+            self._check_that_none_is_seen()
             return None
         step, tier = found
         return Checkpoint(self._stores[tier], step_directory(step), self._options)
+
+    def _check_that_none_is_seen(self) -> None:
+        """Raise RankError if another rank sees a checkpoint where rank 0 sees none: else training would begin anew.
+
+        Tiers that are each node's own have what is flushed on one node alone, and rank 0 may be on another one by now.
+        """
+        if self._group.size == 1:
+            return
+        seen = self._look()
+        steps = seen.steps()
+        words = "" if not steps else f"step {steps[0]} in {self._stores[seen.candidates(steps[0])[0].tier].location}"
+
+        def compare(said: Sequence[bytes]) -> Decision:
+            for rank, one in enumerate(said):
+                if one:
+                    raise RankError(
+                        f"rank {rank} sees {one.decode()}, rank 0 sees no checkpoint in any tier", rank=rank,
+                        phase="which step is the newest",
+                        next="give tiers that every node sees; to load that step, start rank 0 where it is",
+                    )
+            return Decision()
+
+        self._group.ask("that no rank sees a checkpoint", words.encode(), compare)
 
     def load_newest(
         self, step: int | None, state: Mapping[str, object], rules: Sequence[LoadRule], *, verify_first: bool,

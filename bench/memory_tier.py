@@ -92,7 +92,8 @@ def main() -> None:
     print(f"{options.bytes / 1e9:.2f} GB in {options.tensors} tensors, {len(os.sched_getaffinity(0))} cores")
     saved = train(options)
     later = saved[3:]
-    print(f"saves from the fourth on: blocked {spread([one['blocked_ms'] for one in later])} ms, "
+    blocked = sorted(one["blocked_ms"] for one in later)
+    print(f"saves from the fourth on: blocked {spread(blocked)} ms, 95th percentile {share(blocked, 0.95):.3g} ms, "
           f"waited at the fence {spread([one['waited_ms'] for one in later])} ms, "
           f"committed after {spread([one['committed_s'] for one in later])} s")
     loads = [restart(options) for _ in range(options.restarts)]
@@ -121,6 +122,11 @@ def restart(options: argparse.Namespace) -> dict[str, float]:
     with worker(options, "load") as process:
         assert process.stdout is not None
         return json.loads(process.stdout.readline())  # type: ignore[no-any-return]
+
+
+def share(ordered: list[float], part: float) -> float:
+    """The least of these values that so large a part does not exceed."""
+    return ordered[min(len(ordered) - 1, int(part * len(ordered)))]
 
 
 def spread(values: list[float]) -> str:

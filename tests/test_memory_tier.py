@@ -8,20 +8,27 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 from memory_agent import agent_process, files_of, kill, memory_files, own_agent, processes_of
 from warm_start import warm_start
 
 import flowstone as fs
+from flowstone import _native
 from flowstone.commit import catalog
 from flowstone.commit.manifests import read_marker
 from flowstone.errors import StepExistsError
+from flowstone.store.agent_client import AgentClient
+from flowstone.store.agent_wire import Request
+from flowstone.store.contents import MemoryFile
 from flowstone.store.local import LocalStore
 from flowstone.store.node_memory import NodeMemory
 
@@ -295,3 +302,46 @@ def test_a_flush_outlives_the_agent_that_has_begun_it(agent: Path, tmp_path: Pat
 
 def _listed(directory: Path) -> list[str]:
     return os.listdir(directory) if directory.exists() else []
+
+
+def test_a_later_save_asks_the_agent_three_times_and_makes_nothing_new_before_it_returns(agent: Path) -> None:
+    """What a save of 5 GB waits for, counted: its time is in bench/memory_tier.py."""
+    model = torch.nn.Linear(1000, 700)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 1000)).sum().backward()
+    optimizer.step()
+    state = {"model": model, "optimizer": optimizer, "step": 0}
+    asked: list[tuple[str, str]] = []
+    ask, mapped, reserve = AgentClient.ask, MemoryFile.mapped, _native.reserve_file
+
+    def noting_ask(client: AgentClient, request: Request, *arguments: object, **named: object) -> object:
+        asked.append((threading.current_thread().name, request.verb))
+        return ask(client, request, *arguments, **named)  # type: ignore[arg-type]
+
+    def noting(what: str, act: Callable[..., object]) -> Callable[..., object]:
+        def noted(*arguments: object, **named: object) -> object:
+            asked.append((threading.current_thread().name, what))
+            return act(*arguments, **named)
+
+        return noted
+
+    with fs.Checkpointer("memory://counted") as checkpointer:
+        for step in range(1, 5):
+            checkpointer.save(step, state).committed.result()
+            optimizer.step()
+        open_before = len(os.listdir("/proc/self/fd"))
+        with (
+            mock.patch.object(AgentClient, "ask", noting_ask),
+            mock.patch.object(MemoryFile, "mapped", noting("a mapping", mapped)),
+            mock.patch.object(_native, "reserve_file", noting("new memory", reserve)),
+        ):
+            for step in range(5, 8):
+                asked.clear()
+                save = checkpointer.save(step, state)
+                waited_for = [what for thread, what in asked if thread in ("MainThread", "flowstone-act")]
+                assert waited_for == ["exists", "make_directory", "create"]
+                save.committed.result()
+                optimizer.step()
+                checkpointer.wait()
+                assert "new memory" not in [what for _, what in asked]
+        assert len(os.listdir("/proc/self/fd")) == open_before

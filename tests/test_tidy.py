@@ -47,7 +47,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "state": {"config", "errors", "log", "table", "format", "_native"},
     "commit": {"config", "errors", "log", "table", "format", "store", "_native"},
     "ranks": {"config", "errors", "log"},
-    "agent": {"config", "errors", "format", "store", "commit", "tiers", "_version"},  # memory that outlives a job
+    "agent": {  # memory that outlives a job
+        "config", "errors", "format", "store", "commit", "tiers", "runtime", "_version",
+    },
     "state_replica": {"errors"},
     "replica": _BASE | {"checkpointer", "pipeline", "runtime", "store"},  # the process that has a state, too
     "tiers": _BASE | {"arguments", "format", "store", "commit", "_native"},

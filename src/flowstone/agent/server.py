@@ -24,6 +24,7 @@ from flowstone.agent.runs import Run, Runs
 from flowstone.agent.serving import Serving
 from flowstone.agent.sessions import RefusedError, Session
 from flowstone.config import AGENT_CONNECTIONS_MAX, AGENT_IDLE_S, AGENT_MESSAGE_BYTES_MAX, FLUSH_TRIES
+from flowstone.runtime import time_slice
 from flowstone.store.agent_wire import (
     DIRECTORY_VARIABLE,
     Answer,
@@ -73,6 +74,7 @@ class Server:
 
     def serve(self) -> None:
         """Returns at its end."""
+        time_slice.shorten()  # who asks is in `save`, on a machine that trains
         self._listener.setblocking(False)
         woken, waker = socket.socketpair()
         woken.setblocking(False)

@@ -6,10 +6,12 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from unittest import mock
 
-from memory_agent import agent_process, kill, own_agent
+from memory_agent import agent_process, kill, memory_files, own_agent
 
+from flowstone.store.agent_client import stop_agent
 from flowstone.store.agent_wire import DIRECTORY_VARIABLE
 from flowstone.store.peers.store import PeerMemory
 
@@ -52,3 +54,24 @@ class Nodes:
 def several_nodes(count: int) -> Iterator[Nodes]:
     with ExitStack() as stack:
         yield Nodes([stack.enter_context(own_agent()) for _ in range(count)])
+
+
+@contextmanager
+def nodes_below(count: int) -> Iterator[Path]:
+    """Where so many nodes' agents have their directories, node-0/agent and so on. At the end nothing is left."""
+    with TemporaryDirectory(prefix="flowstone-nodes-") as above, ExitStack() as stack:
+        base = Path(above)
+        for node in range(count):
+            agent_below(base, node).parent.mkdir()
+            stack.callback(_end, agent_below(base, node))
+        yield base
+
+
+def agent_below(base: Path, node: int) -> Path:
+    return base / f"node-{node}/agent"
+
+
+def _end(directory: Path) -> None:
+    with at(directory):
+        stop_agent(60.0)
+    assert not memory_files(directory)

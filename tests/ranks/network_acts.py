@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -31,12 +32,16 @@ def _state(rank: int, part: torch.Tensor) -> dict[str, object]:
 
 
 def save(rank: int, base: str, how: dict[str, Any], elements: int, disk: str, *steps: int) -> None:
+    """Then train on, until killed."""
     stores = [_store(rank, base, how), *([Path(disk)] if disk else [])]
     with fs.Checkpointer(stores if disk else stores[0]) as checkpointer:
         for step in steps:
             checkpointer.save(step, _state(rank, _part(rank, elements, step))).committed.result(300)
         if rank == 0 and disk:
             assert checkpointer.drain(60) == {}
+        Path(base, f"saved-{steps[-1]}-{rank}").touch()
+        while True:
+            signal.pause()
 
 
 def load(rank: int, base: str, how: dict[str, Any], elements: int, disk: str) -> dict[str, object]:

@@ -112,6 +112,11 @@ class Ranks:
     def kill(self, rank: int, how: int = signal.SIGKILL) -> None:
         self.processes[rank].send_signal(how)
 
+    def said(self, rank: int) -> str:
+        """So far."""
+        path = Path(self._file(rank) + ".said")
+        return path.read_text(errors="replace") if path.exists() else ""
+
     def end(self, timeout_s: float = TIMEOUT_S) -> list[Ended]:
         """Wait for all, not long for those that one has left; what still runs is killed, and that fails the test."""
         deadline = time.monotonic() + timeout_s

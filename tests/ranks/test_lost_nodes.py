@@ -4,19 +4,18 @@ link, and what was lost comes back over that from the others."""
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from memory_agent import agent_process, kill, memory_files
-from peer_nodes import at
+from memory_agent import agent_process, kill
+from peer_nodes import agent_below, nodes_below
 from processes import Ranks
 
 from bench.networks import Networks, refusal, several_networks
-from flowstone.store.agent_client import stop_agent
 from flowstone.store.peers.erasure import is_there
 
 NODES = 4
@@ -35,42 +34,60 @@ class Job:
     def __init__(self, base: Path, networks: Networks, how: dict[str, Any], elements: int) -> None:
         self.base, self.how, self.elements = base, how, elements
         self._networks = networks
+        self._trainers: Ranks | None = None
 
     def save(self, *steps: int, disk: str = "") -> None:
-        self._run("save", disk, *steps)
+        """The trainers go on after that."""
+        self._trainers = trainers = self._ranks("save", disk, *steps)
+        told = [self.base / f"saved-{steps[-1]}-{rank}" for rank in range(NODES)]
+        while not all(path.exists() for path in told):
+            if any(process.poll() is not None for process in trainers.processes):
+                trainers.results()  # one has failed
+            time.sleep(0.01)
 
     def load(self, disk: str = "") -> list[dict[str, Any]]:
-        return self._run("load", disk)  # type: ignore[return-value]
+        return self._ranks("load", disk).results()  # type: ignore[return-value]
 
     def lose(self, *nodes: int) -> None:
-        """Its trainers have ended; agent, server and memory are killed."""
-        for node in nodes:
-            kill(agent_process(self.base / f"node-{node}/agent"), signal.SIGKILL)
+        """Trainer, agent, server and memory are killed at once; then the launcher ends the other ranks of the job."""
+        agents = [agent_process(agent_below(self.base, node)) for node in nodes]
+        assert self._trainers is not None, "it trains"
+        assert not any(process.poll() for process in self._trainers.processes), "all of them are alive"
+        for node, agent in zip(nodes, agents, strict=True):
+            self._trainers.kill(node)
+            kill(agent, signal.SIGKILL)
+        self.end()
 
-    def _run(self, act: str, *arguments: object) -> list[object]:
+    def end(self) -> None:
+        trainers, self._trainers = self._trainers, None
+        if trainers is not None:
+            for rank in range(NODES):
+                trainers.kill(rank)
+            assert {one.code for one in trainers.end()} == {-signal.SIGKILL}
+
+    def _ranks(self, act: str, *arguments: object) -> Ranks:
         given = (str(self.base), self.how, self.elements, *arguments)
-        return Ranks(NODES, "network_acts", act, *given, networks=self._networks).results()
+        return Ranks(NODES, "network_acts", act, *given, networks=self._networks)
+
+
+Making = Callable[[dict[str, Any], int], Job]
 
 
 @pytest.fixture
-def nodes() -> Iterator[tuple[Path, Networks]]:
-    with TemporaryDirectory(prefix="flowstone-nodes-") as above, several_networks(NODES, MBIT_PER_S) as networks:
-        base = Path(above)
-        with ExitStack() as stack:
-            for node in range(NODES):
-                (base / f"node-{node}").mkdir()
-                stack.callback(_end, base / f"node-{node}/agent")
-            yield base, networks
+def job_of() -> Iterator[Making]:
+    """Makes the job; given how its nodes keep each other's, and the elements of a rank."""
+    with several_networks(NODES, MBIT_PER_S) as networks, nodes_below(NODES) as base, ExitStack() as stack:
+
+        def make(how: dict[str, Any], elements: int) -> Job:
+            job = Job(base, networks, how, elements)
+            stack.callback(job.end)
+            return job
+
+        yield make
 
 
-def _end(directory: Path) -> None:
-    with at(directory):
-        stop_agent(60.0)
-    assert not memory_files(directory)
-
-
-def test_a_lost_node_comes_back_from_its_peer_at_the_rate_of_its_link(nodes: tuple[Path, Networks]) -> None:
-    job = Job(*nodes, {"replicas": 2}, 6_000_000)
+def test_a_lost_node_comes_back_from_its_peer_at_the_rate_of_its_link(job_of: Making) -> None:
+    job = job_of({"replicas": 2}, 6_000_000)
     job.save(1)
     job.lose(3)
     others = _check_rate(job, 3, 8 * job.elements)
@@ -78,17 +95,17 @@ def test_a_lost_node_comes_back_from_its_peer_at_the_rate_of_its_link(nodes: tup
 
 
 @PARITY
-def test_a_lost_node_is_rebuilt_from_parity_at_the_rate_of_its_link(nodes: tuple[Path, Networks]) -> None:
-    job = Job(*nodes, {"parity": [3, 1]}, 2_000_000)
+def test_a_lost_node_is_rebuilt_from_parity_at_the_rate_of_its_link(job_of: Making) -> None:
+    job = job_of({"parity": [3, 1]}, 2_000_000)
     job.save(1)
     job.lose(2)
     _check_rate(job, 2, 3 * 8 * job.elements)
 
 
 def test_two_lost_nodes_of_different_groups_come_back_and_two_of_one_from_the_next_tier(
-    nodes: tuple[Path, Networks], tmp_path: Path
+    job_of: Making, tmp_path: Path
 ) -> None:
-    job, disk = Job(*nodes, {"replicas": 2}, 100_000), str(tmp_path / "disk")
+    job, disk = job_of({"replicas": 2}, 100_000), str(tmp_path / "disk")
     job.save(1, disk=disk)
     job.lose(1, 2)
     assert [(one["step"], one["tier"]) for one in job.load(disk)] == [(1, "memory://run")] * NODES

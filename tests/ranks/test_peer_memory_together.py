@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
-from memory_agent import agent_process, kill, memory_files
-from peer_nodes import at
+from memory_agent import agent_process, kill
+from peer_nodes import agent_below, at, nodes_below
 from processes import run
 
-from flowstone.store.agent_client import stop_agent
 from flowstone.store.node_memory import AgentTree
 from flowstone.store.peers.erasure import is_there
 
@@ -22,25 +19,14 @@ NODES = 4
 
 @pytest.fixture
 def base() -> Iterator[Path]:
-    """Where the nodes' agents have their directories, node-0/agent and so on. At the end nothing is left."""
-    with TemporaryDirectory(prefix="flowstone-nodes-") as above, ExitStack() as stack:
-        place = Path(above)
-        for node in range(NODES):
-            (place / f"node-{node}").mkdir()
-            stack.callback(_end, place / f"node-{node}/agent")
+    with nodes_below(NODES) as place:
         yield place
-
-
-def _end(directory: Path) -> None:
-    with at(directory):
-        stop_agent(60.0)
-    assert not memory_files(directory)
 
 
 def _lose(base: Path, *nodes: int) -> None:
     """Agent, server and memory are gone."""
     for node in nodes:
-        kill(agent_process(base / f"node-{node}/agent"), signal.SIGKILL)
+        kill(agent_process(agent_below(base, node)), signal.SIGKILL)
 
 
 def test_a_lost_node_gets_its_part_from_its_group_and_saves_on(base: Path) -> None:
@@ -84,7 +70,7 @@ PARITY = pytest.mark.skipif(not is_there(), reason="ISA-L is not installed: pip 
 def test_with_parity_any_one_of_four_nodes_is_rebuilt_for_a_third_of_the_memory(base: Path) -> None:
     run(NODES, "peer_acts", "save", str(base), [3, 1], 1, 2)
     for node in range(NODES):
-        with at(base / f"node-{node}/agent"):
+        with at(agent_below(base, node)):
             sizes = {name: size_bytes for name, (_, size_bytes) in _held("run", "step-00000002").items()}
         segment = sizes[f"rank-{node:05d}.safetensors"]
         parity = sum(size_bytes for name, size_bytes in sizes.items() if name.startswith(".parity-"))

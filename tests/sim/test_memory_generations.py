@@ -11,12 +11,14 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import wait as wait_futures
 from contextlib import contextmanager, suppress
 from unittest import mock
 
+import msgspec
 import pytest
 import torch
-from test_store_simulation import Connection
+from test_store_simulation import Connection, Faulty
 
 import flowstone as fs
 from flowstone.agent.runs import Run, Runs
@@ -41,12 +43,18 @@ class Node:
 
     def __init__(self, cut_at: int | None = None, *, after: bool = False) -> None:
         self.runs, self.cut_at, self.after, self.requests = Runs(lambda: AVAILABLE), cut_at, after, 0
-
         self.agent_dies_at: int | None = None
+        self.both_die_at: int | None = None
+        self.are_dead = False
 
     def die(self) -> None:
         """The agent is killed: the one that is started then holds nothing."""
         self.runs = Runs(lambda: AVAILABLE)
+
+    def die_both(self) -> None:
+        """Agent and trainer are killed at one instant: no session's end is seen, and nothing is held."""
+        self.die()
+        self.are_dead = True
 
     def flush(self, run: Run) -> bool:
         return False
@@ -91,7 +99,11 @@ class Client:
             return self._ask(request, fd)
 
     def _ask(self, request: Request, fd: int | None) -> tuple[Answer, int | None]:
-        if self.dead:
+        if self.dead or self._node.are_dead:
+            raise MemoryAgentError("the trainer is dead")
+        if self._node.requests == self._node.both_die_at:
+            self._node.requests += 1
+            self._node.die_both()
             raise MemoryAgentError("the trainer is dead")
         while self._released:
             self.session.answer(Request("release", number=self._released.pop()), [])
@@ -223,6 +235,104 @@ def test_an_agent_that_is_killed_at_any_request_costs_the_saves_under_way_and_no
             assert not failed or failed[0][0] < 5
             checkpointer.wait()
             _check(node, 5, 5)
+
+
+def _durable(contents: Contents, *, atomic_rename: bool) -> MemoryStore:
+    """What outlives the node."""
+    disk = MemoryStore(contents, location="disk", atomic_rename=atomic_rename)
+    disk.capabilities = msgspec.structs.replace(disk.capabilities, volatile=False)
+    return disk
+
+
+class _Disk(Connection):
+    """The farther tier, which ends with the trainer, and whose changes end both."""
+
+    def __init__(self, node: Node, at: int | None = None, *, after: bool = False) -> None:
+        super().__init__(at, after=after)
+        self._node = node
+
+    def store(self, contents: Contents, *, atomic_rename: bool, location: str = "disk") -> Faulty:
+        return Faulty(_durable(contents, atomic_rename=atomic_rename), self._before, self._after)
+
+    def _before(self, verb: str, path: str) -> StorageError | None:
+        self.is_cut = self.is_cut or self._node.are_dead
+        return self._told(super()._before(verb, path))
+
+    def _after(self, verb: str, path: str) -> StorageError | None:
+        return self._told(super()._after(verb, path))
+
+    def _told(self, error: StorageError | None) -> StorageError | None:
+        if self.is_cut and not self._node.are_dead:
+            self._node.die_both()
+        return error
+
+
+def _train_with_a_disk(
+    node: Node, disk: _Disk, target: Contents, steps: range, *, atomic_rename: bool
+) -> tuple[int, int]:
+    """The last step that was durable, and the last that was begun."""
+    durable = begun = steps.start - 1
+    stores = [_store(node), fs.Tier(disk.store(target, atomic_rename=atomic_rename), drain_s=0.0)]
+    engine = fs.EngineOptions(request_bytes=2 << 20, workers=1)
+    checkpointer = fs.Checkpointer(stores, on_error="continue", budget_bytes=120 << 20, engine=engine)
+    with suppress(FlowstoneError):
+        for step in steps:
+            begun = step
+            save = checkpointer.save(step, _state(step))
+            while not save.durable.done() and not node.are_dead:
+                wait_futures([save.durable], timeout=0.01)
+            if node.are_dead:
+                break
+            save.durable.result()
+            durable = step
+    with suppress(FlowstoneError):
+        checkpointer.close()
+    return durable, begun
+
+
+def _kill_both(atomic_rename: bool, *, every: int) -> None:
+    """At each `every`-th of the agent's requests and of the disk's changes."""
+    node = Node()
+    disk = _Disk(node)
+    assert _train_with_a_disk(node, disk, Contents(), range(1, 4), atomic_rename=atomic_rename) == (3, 3)
+    assert disk.count > 15
+    played = [(at, None, False) for at in range(node.requests)]
+    played += [(None, at, after) for at in range(disk.count) for after in (False, True)]
+    ends = set()
+    for request, change, after in played[:: every]:
+        node, target = Node(), Contents()
+        node.both_die_at = request
+        disk = _Disk(node, change, after=after)
+        durable, begun = _train_with_a_disk(node, disk, target, range(1, 4), atomic_rename=atomic_rename)
+        if node.are_dead:  # else it was one of the last, which come in any order
+            ends.add((durable, _newest_on(target, durable, begun, atomic_rename=atomic_rename), begun))
+    assert {durable for durable, _, _ in ends} >= {0, 1, 2}, "kills fall between all steps"
+
+
+def _newest_on(target: Contents, durable: int, begun: int, *, atomic_rename: bool) -> int:
+    """What the next job loads, and that it goes on."""
+    target.writer = None  # the process that had the lock is dead
+    node, disk = Node(), _durable(target, atomic_rename=atomic_rename)
+    with fs.Checkpointer([_store(node), fs.Tier(disk)], budget_bytes=120 << 20) as checkpointer:
+        latest, state = checkpointer.latest(), _state(0)
+        step = 0 if latest is None else checkpointer.load(state).step
+        assert durable <= step <= begun
+        assert latest is None or (state["weights"] == step).all(), "a mixture"  # type: ignore[attr-defined]
+        checkpointer.save(begun + 1, _state(begun + 1)).durable.result(60)
+    for found in catalog.steps(disk):
+        assert fs.open(disk, step=found).inspect().sound
+    return step
+
+
+@pytest.mark.parametrize("atomic_rename", [True, False], ids=["rename", "put"])
+def test_agent_and_trainer_that_are_killed_at_once_leave_what_was_durable_or_the_next(atomic_rename: bool) -> None:
+    _kill_both(atomic_rename, every=7)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("atomic_rename", [True, False], ids=["rename", "put"])
+def test_agent_and_trainer_that_are_killed_at_once_at_any_request(atomic_rename: bool) -> None:
+    _kill_both(atomic_rename, every=1)
 
 
 def test_an_agent_that_removes_the_newest_generation_first_is_found_out() -> None:

@@ -32,8 +32,9 @@ count = max(1, tensors // 3)
 elements = int(size) // (4 * 3 * count)
 model = torch.nn.ParameterList([torch.full((elements,), 0.5) for _ in range(count)])
 optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+gradient = torch.full((elements,), 1e-3)  # of all: no step changes it, and the memory is needed
 for parameter in model:
-    parameter.grad = torch.full((elements,), 1e-3)
+    parameter.grad = gradient
     if mode == "load":  # slots as torch makes them, in memory that was touched before
         optimizer.state[parameter] = {
             "step": torch.zeros(()), "exp_avg": torch.ones(elements), "exp_avg_sq": torch.ones(elements)

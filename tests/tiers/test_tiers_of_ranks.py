@@ -155,7 +155,10 @@ def test_several_nodes_that_have_nothing_begin() -> None:
 
 
 def test_a_save_into_a_disk_of_each_node_is_refused_by_name() -> None:
-    group = _group(*([_disk(Contents(), f"disk {rank}"), MemoryStore()] for rank in range(RANKS)))
+    disks = [_disk(Contents(), "disk") for _ in range(RANKS)]
+    for disk in disks:
+        disk.make_directory()
+    group = _group(*([disk, MemoryStore(location="memory")] for disk in disks))
     for error in _each(group, _save(1)):
         assert isinstance(error, FlowstoneError), error
         assert "rank 0 cannot see the file that rank 1 wrote" in str(error)

@@ -10,10 +10,10 @@ from types import ModuleType
 
 import pytest
 
-TOOL = Path(__file__).resolve().parent.parent / "tools" / "late_ranks.py"
+TOOLS = Path(__file__).resolve().parent.parent / "tools"
 AFTER_S = 2.0
 JOB = """
-import ctypes, multiprocessing, sys, time
+import ctypes, multiprocessing, pathlib, time
 
 def waits_for_ever():
     {how}
@@ -21,7 +21,13 @@ def waits_for_ever():
 def main():
     hung = multiprocessing.get_context("spawn").Process(target=waits_for_ever)
     hung.start()
-    hung.join(timeout={wait_s})
+    said = [pathlib.Path({folder!r}, f"{{hung.pid}}-{{which}}.txt") for which in ("python", "threads")]
+    begun = time.monotonic()
+    while hung.is_alive() and time.monotonic() < begun + 90:
+        if all(path.exists() and path.stat().st_size for path in said):
+            time.sleep(1)  # it may be writing
+            break
+        time.sleep(0.1)
     hung.kill()
     print(hung.pid)
 
@@ -32,7 +38,11 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def late_ranks() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("late_ranks", TOOL)
+    return tool("late_ranks")
+
+
+def tool(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, TOOLS / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -40,13 +50,13 @@ def late_ranks() -> ModuleType:
     return module
 
 
-def run(late_ranks: ModuleType, place: Path, how: str, wait_s: int, after_s: float) -> str:
+def run(late_ranks: ModuleType, place: Path, how: str, after_s: float) -> str:
     """The process that the job has started."""
-    (place / "job.py").write_text(JOB.format(how=how, wait_s=wait_s))
+    (place / "job.py").write_text(JOB.format(how=how, folder=str(place / "late")))
     environment = late_ranks.environment(place / "late", after_s)
     with late_ranks.watched(place / "late", after_s):
         ended = subprocess.run(
-            [sys.executable, str(place / "job.py")], env=environment, capture_output=True, text=True, timeout=120,
+            [sys.executable, str(place / "job.py")], env=environment, capture_output=True, text=True, timeout=180,
             check=True,
         )
     return ended.stdout.split()[-1]
@@ -56,7 +66,7 @@ def run(late_ranks: ModuleType, place: Path, how: str, wait_s: int, after_s: flo
     "time.sleep(60)", "ctypes.PyDLL(None).pause()", "import atexit; atexit.register(time.sleep, 60)",
 ], ids=["waiting", "with Python's lock", "at its end"])
 def test_a_process_that_hangs_says_where(how: str, late_ranks: ModuleType, tmp_path: Path) -> None:
-    hung = run(late_ranks, tmp_path, how, 8, AFTER_S)
+    hung = run(late_ranks, tmp_path, how, AFTER_S)
     assert {path.name for path in late_ranks.told(tmp_path / "late")} == {f"{hung}-python.txt", f"{hung}-threads.txt"}
     stacks = (tmp_path / "late" / f"{hung}-python.txt").read_text()
     assert "most recent call first" in stacks
@@ -69,5 +79,21 @@ def test_a_process_that_hangs_says_where(how: str, late_ranks: ModuleType, tmp_p
 
 
 def test_a_process_that_is_in_time_says_nothing(late_ranks: ModuleType, tmp_path: Path) -> None:
-    run(late_ranks, tmp_path, "pass", 60, 600.0)
+    run(late_ranks, tmp_path, "pass", 600.0)
     assert not late_ranks.told(tmp_path / "late")
+
+
+def test_a_known_failure_is_none_that_took_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(TOOLS)
+    report = tmp_path / "report.xml"
+    late = "RuntimeError: Process 0 terminated or timed out after 1200.1 seconds"
+    cases = {"test_overwrite": "RuntimeError: Process 0 exited with error code 10", "test_partial_load": late}
+    failed = [f'<testcase name="{name}"><failure message="{said}"/></testcase>' for name, said in cases.items()]
+    report.write_text(f"""<testsuites><testsuite>{"".join(failed)}
+        <testcase name="test_new"><error message="AssertionError"/></testcase>
+        <testcase name="test_sound"/><testcase name="test_left_out"><skipped message="Need 2 GPUs"/></testcase>
+    </testsuite></testsuites>""")
+    found = tool("upstream_dcp").failures(report)
+    assert {name: bool(why) for name, why in found.items()} == {
+        "test_overwrite": True, "test_partial_load": False, "test_new": False
+    }

@@ -65,23 +65,7 @@ def s3() -> Iterator[Server]:
         yield server
 
 
-class TestThroughS3fs(StoreContract):
-    @pytest.fixture(autouse=True)
-    def _one_server(self, s3: Server) -> None:
-        pass
-
-    def open_store(self, root: Path) -> ObjectStore:
-        return ObjectStore(f"fsspec+s3://{BUCKET}{root}", location=str(root))
-
-
-class TestOverSftp(StoreContract):
-    @pytest.fixture(autouse=True)
-    def _one_server(self, sftp_port: int) -> None:
-        self.port = sftp_port
-
-    def open_store(self, root: Path) -> ObjectStore:
-        return ObjectStore(f"fsspec+sftp://me:secret@127.0.0.1:{self.port}{root}", location=str(root))
-
+class OfTimesInSeconds(StoreContract):
     def test_a_stamp_is_another_one_once_the_file_is(self, store: Any) -> None:
         """Where times are of seconds: once its bytes are others."""
         store.put("file", b"1")
@@ -90,6 +74,24 @@ class TestOverSftp(StoreContract):
         store.remove("file")
         store.put("file", b"2")
         assert store.stamp("file") != first
+
+
+class TestThroughS3fs(OfTimesInSeconds):
+    @pytest.fixture(autouse=True)
+    def _one_server(self, s3: Server) -> None:
+        pass
+
+    def open_store(self, root: Path) -> ObjectStore:
+        return ObjectStore(f"fsspec+s3://{BUCKET}{root}", location=str(root))
+
+
+class TestOverSftp(OfTimesInSeconds):
+    @pytest.fixture(autouse=True)
+    def _one_server(self, sftp_port: int) -> None:
+        self.port = sftp_port
+
+    def open_store(self, root: Path) -> ObjectStore:
+        return ObjectStore(f"fsspec+sftp://me:secret@127.0.0.1:{self.port}{root}", location=str(root))
 
 
 @pytest.fixture(params=["s3", "sftp"])

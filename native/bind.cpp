@@ -111,7 +111,7 @@ PyWriteExtents make_write_extents(const Array& file, const Array& offset, const 
                             const std::vector<const PyDevice*>& devices, const std::vector<Array>& samples,
                             const std::optional<Array>& seed, const std::optional<PyEncoder>& encoder, std::uint32_t encoded_from,
                             const std::optional<DerivedColumns>& derived, const std::optional<PyFeed>& feed,
-                            const std::optional<Array>& gathered) {
+                            const std::optional<Array>& gathered, const std::vector<std::optional<PyDigested>>& digested) {
     const std::size_t count = row_count(file);
     const auto files = column<std::uint32_t>(file, "file", count);
     const auto offsets = column<std::uint64_t>(offset, "offset", count);
@@ -125,6 +125,7 @@ PyWriteExtents make_write_extents(const Array& file, const Array& offset, const 
     auto rows = std::make_shared<WriteExtents>();
     rows->devices = devices_of(devices);
     rows->samples = lines_of(samples);
+    for (const std::optional<PyDigested>& one : digested) rows->digested.push_back(one ? one->held.get() : nullptr);
     rows->layouts = layouts_of(layouts);
     rows->chunks = chunks;
     if (encoder) rows->encoder = encoder->held;
@@ -177,9 +178,9 @@ PyReadExtents make_read_extents(const Array& file, const Array& offset, const Ar
 
 Watching watching_of(const std::string& name) {
     if (name == "samples") return Watching::samples;
-    if (name == "auto") return Watching::automatic;
+    if (name == "auto" || name == "digests") return Watching::automatic;  // digests come with the rows
     if (name == "exact") return Watching::exact;
-    throw std::invalid_argument("watch must be 'auto', 'exact' or 'samples'");
+    throw std::invalid_argument("watch must be 'auto', 'digests', 'exact' or 'samples'");
 }
 
 PyWriteJob start_write(const PyEngine& engine, const PyArena& arena,
@@ -344,13 +345,13 @@ void bind_rows(nb::module_& module) {
                             const std::vector<const PyDevice*>& devices, const std::vector<Array>& samples,
                             const std::optional<Array>& seed, const std::optional<PyEncoder>& encoder, std::uint32_t encoded_from,
                             const std::optional<DerivedColumns>& derived, const std::optional<PyFeed>& feed,
-                            const std::optional<Array>& gathered) {
+                            const std::optional<Array>& gathered, const std::vector<std::optional<PyDigested>>& digested) {
             new (self) PyWriteExtents(make_write_extents(file, offset, length, address, chunk, layout, layouts, chunks, lazy, device, devices,
-                                                   samples, seed, encoder, encoded_from, derived, feed, gathered));
+                                                   samples, seed, encoder, encoded_from, derived, feed, gathered, digested));
         }, nb::kw_only(), "file"_a, "offset"_a, "length"_a, "address"_a, "chunk"_a, "layout"_a, "layouts"_a, "chunks"_a,
            "lazy"_a = nb::none(), "device"_a = nb::none(), "devices"_a = std::vector<const PyDevice*>(), "samples"_a = std::vector<Array>(),
            "seed"_a = nb::none(), "encoder"_a = nb::none(), "encoded_from"_a = 0, "derived"_a = nb::none(), "feed"_a = nb::none(),
-           "gathered"_a = nb::none())
+           "gathered"_a = nb::none(), "digested"_a = std::vector<std::optional<PyDigested>>())
         .def("sample_digests", [](const PyWriteExtents& rows) {
             std::vector<std::uint64_t> digests;
             {
@@ -408,7 +409,7 @@ void bind_jobs(nb::module_& module) {
             const Unlocked unlocked;
             return job.held->first_bad(file, fd);
         }, "file"_a, "fd"_a)
-        .def_prop_ro("exact_bytes", [](const PyWriteJob& job) { return job.held->detector().pages().exact_bytes(); })
+        .def_prop_ro("exact_bytes", [](const PyWriteJob& job) { return job.held->detector().pages().exact_bytes() + job.held->detector().digested_bytes(); })
         .def_prop_ro("sampled_bytes", [](const PyWriteJob& job) { return job.held->detector().sampled_bytes(); })
         .def_prop_ro("sampled_first", [](const PyWriteJob& job) -> std::optional<std::tuple<std::size_t, std::string>> {
             const std::optional<ExtentPages::Left>& left = job.held->detector().pages().left();

@@ -4,10 +4,12 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdint>
 #include <future>
 #include <memory>
+#include <optional>
 #include <string>
 #include <system_error>
 #include <utility>
@@ -16,6 +18,7 @@
 #include "bind_columns.h"
 #include "bind_held.h"
 #include "device_cuda.h"
+#include "digest_kernel.h"
 #include "gather_kernel.h"
 
 namespace flowstone {
@@ -48,6 +51,26 @@ inline nb::object gather(const PyDevice& device, std::uintptr_t stream, const Ar
     return nb::ndarray<nb::numpy, const std::uint8_t, nb::ndim<1>>(bytes.data(), {bytes.size()}, owner).cast();
 }
 
+struct PyDigested : Held<const Digested> {};
+
+/// The chunks of rows, one after the other; empty if the device cannot.
+inline std::optional<PyDigested> digest_chunks(const PyDevice& device, std::uintptr_t stream, const Array& address, const Array& length) {
+    const std::size_t count = address.ndim() == 1 ? address.shape(0) : 0;
+    const auto addresses = column<std::uint64_t>(address, "address", count);
+    const auto lengths = column<std::uint64_t>(length, "length", count);
+    std::shared_ptr<const Digested> digested;
+    {
+        const nb::gil_scoped_release unlocked;
+        std::vector<DeviceRun> runs;
+        for (std::size_t i = 0; i < count; ++i)
+            for (std::uint64_t at = 0; at < lengths[i]; at += chunk_bytes)
+                runs.push_back({addresses[i] + at, static_cast<std::uint32_t>(std::min(chunk_bytes, lengths[i] - at))});
+        check_device(*device.held, "digest behind a stream of", device.held->digest(stream, runs, digested));
+    }
+    if (digested == nullptr) return std::nullopt;
+    return PyDigested{{std::move(digested)}};
+}
+
 inline void bind_devices(nb::module_& module) {
     using namespace nb::literals;
     nb::class_<PyDevice>(module, "Device")
@@ -66,13 +89,18 @@ inline void bind_devices(nb::module_& module) {
             check_device(*device.held, "order a stream behind copies of", device.held->lead(stream, early ? Copies::early : Copies::all));
         }, "stream"_a, nb::kw_only(), "early"_a = false)
         .def("gather", &gather, "stream"_a, "address"_a, "length"_a)
-        .def("reserve_gather", [](const PyDevice& device, std::uint64_t runs, std::uint64_t bytes) {
+        .def("digest", &digest_chunks, "stream"_a, "address"_a, "length"_a)
+        .def("reserve_launches", [](const PyDevice& device, std::uint64_t runs, std::uint64_t bytes, std::uint64_t chunks, std::uint64_t short_chunks) {
             const nb::gil_scoped_release unlocked;
-            device.held->reserve_gather(runs, bytes);
-        }, nb::kw_only(), "runs"_a, "bytes"_a)
+            device.held->reserve_launches({runs, bytes, chunks, short_chunks});
+        }, nb::kw_only(), "runs"_a, "bytes"_a, "chunks"_a, "short_chunks"_a)
         .def_prop_ro("pci_address", [](const PyDevice& device) { return device.held->pci_address(); })
         .def("is_recording", [](const PyDevice& device, std::uintptr_t stream) { return device.held->is_recording(stream); }, "stream"_a);
-    module.attr("GATHER_PTX") = gather_ptx;
+    nb::class_<PyDigested>(module, "Digested")
+        .def("digest", [](const PyDigested& digested, std::uint64_t chunk) { return digested.held->digest(chunk); }, "chunk"_a);
+    module.attr("DIGESTED_BY_HOST_MAX") = digested_by_host_max;
+    module.attr("DIGEST_PTX") = digest_text.ptx;
+    module.attr("GATHER_PTX") = gather_text.ptx;
     module.attr("GATHERED_ALIGNMENT_BYTES") = gathered_alignment_bytes;
     module.def("cuda_device", [](int ordinal, std::string name) {
         const nb::gil_scoped_release unlocked;

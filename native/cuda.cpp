@@ -15,6 +15,7 @@
 #include <thread>
 #include <utility>
 
+#include "digest_kernel.h"
 #include "gather_kernel.h"
 #include "numa.h"
 #include "primary_context.h"
@@ -125,7 +126,10 @@ private:
 class CudaDevice final : public Device {
 public:
     CudaDevice(const CudaDriver& driver, int ordinal, std::string name)
-        : driver_(driver), name_(std::move(name)), context_(std::make_shared<PrimaryContext>(driver, ordinal)), own_(*context_), kernel_(std::make_shared<GatherKernel>(context_, own_.stream)) {
+        : driver_(driver), name_(std::move(name)), context_(std::make_shared<PrimaryContext>(driver, ordinal)), own_(*context_) {
+        memory_ = std::make_shared<LaunchMemory>(context_);
+        gather_ = std::make_shared<GatherKernel>(context_, memory_, own_.stream);
+        digest_ = std::make_shared<DigestKernel>(context_, memory_, gather_, own_.stream);
         free_.assign(own_.events.begin(), own_.events.end());
         threads_ = start_threads(2, [this](std::size_t number) { number == 0 ? submit_all() : poll_all(); }, [this] { close(); });
         // The driver's queues are in memory near the GPU.
@@ -163,10 +167,21 @@ public:
 
     int gather(std::uintptr_t stream, std::span<const DeviceRun> runs, std::shared_ptr<const Gathered>& gathered) override {
         if (is_recording(stream)) return cuda_capture_unsupported;
-        return kernel_->gather(as_stream(stream), runs, gathered);
+        return gather_->gather(as_stream(stream), runs, gathered);
     }
 
-    void reserve_gather(std::uint64_t runs, std::uint64_t bytes) override { kernel_->reserve(runs, bytes); }
+    int digest(std::uintptr_t stream, std::span<const DeviceRun> runs, std::shared_ptr<const Digested>& digested) override {
+        if (is_recording(stream)) return cuda_capture_unsupported;
+        return digest_->digest(as_stream(stream), runs, digested);
+    }
+
+    void reserve_launches(const LaunchNeeds& needs) override {
+        const Visit visit(driver_, context_->get());
+        const auto gathered = [](std::uint64_t runs, std::uint64_t bytes) { return runs == 0 ? 0 : GatherKernel::needed_bytes(runs, bytes); };
+        const std::uint64_t short_bytes = needs.short_runs * round_up(digested_by_host_max, gathered_alignment_bytes);
+        memory_->reserve(std::array{gathered(needs.gathered_runs, needs.gathered_bytes), DigestKernel::needed_bytes(needs.digested_runs),
+                                    gathered(needs.short_runs, short_bytes)});
+    }
 
     int pin(std::byte* memory, std::uint64_t bytes) override {
         const Visit visit(driver_, context_->get());
@@ -312,7 +327,9 @@ private:
     const std::string name_;
     const std::shared_ptr<const PrimaryContext> context_;
     OwnStream own_;
-    const std::shared_ptr<GatherKernel> kernel_;
+    std::shared_ptr<LaunchMemory> memory_;
+    std::shared_ptr<GatherKernel> gather_;
+    std::shared_ptr<DigestKernel> digest_;
     std::mutex order_mutex_;  // from a record to the wait for it
     std::atomic<std::size_t> under_way_{0};  // batches
     std::atomic<std::size_t> early_under_way_{0};

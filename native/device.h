@@ -53,6 +53,23 @@ public:
     virtual std::span<const std::byte> bytes() const = 0;
 };
 
+/// Runs and bytes of a gather, and runs of a digest: of those, so many that the kernel leaves to the host. No gather: no runs.
+struct LaunchNeeds {
+    std::uint64_t gathered_runs = 0;
+    std::uint64_t gathered_bytes = 0;
+    std::uint64_t digested_runs = 0;
+    std::uint64_t short_runs = 0;
+};
+
+/// What a device has digested, in host memory that it takes back with the last reference.
+class Digested {
+public:
+    virtual ~Digested() = default;
+    virtual std::uint64_t runs() const = 0;
+    /// XXH3-64 of a run. Any thread.
+    virtual std::uint64_t digest(std::uint64_t run) const = 0;
+};
+
 /// The longest stride of a copy of several rows: CUDA's limit on every GPU that it knows (CU_DEVICE_ATTRIBUTE_MAX_PITCH).
 inline constexpr std::uint64_t device_stride_max = INT32_MAX;
 
@@ -107,8 +124,12 @@ public:
     /// that was submitted after a later `follow(stream)`. Takes no memory of the device's. Returns as `follow`; error 1 (invalid
     /// value) for 4 GiB and more. Throws std::bad_alloc.
     virtual int gather(std::uintptr_t stream, std::span<const DeviceRun> runs, std::shared_ptr<const Gathered>& gathered) = 0;
-    /// Have host memory ready for a gather of so many runs and bytes. Throws std::bad_alloc.
-    virtual void reserve_gather(std::uint64_t runs, std::uint64_t bytes) = 0;
+
+    /// Digest runs as the work in `stream` leaves them, on the device, behind that work: as `gather`, but for how many bytes
+    /// there may be. `digested` stays null where the device cannot: the driver has refused the kernel, or pinned memory.
+    virtual int digest(std::uintptr_t stream, std::span<const DeviceRun> runs, std::shared_ptr<const Digested>& digested) = 0;
+    /// Have host memory ready for one of each, at the same time. Throws std::bad_alloc.
+    virtual void reserve_launches(const LaunchNeeds& needs) = 0;
 
     /// Let the device access host memory directly, until `unpin`, which must come before unmapping. No byte may be pinned
     /// twice. Returns 0, or the device's error: then the driver copies through memory of its own.

@@ -29,8 +29,10 @@ const char* unfit(const WriteExtent& row) {
     return whole_pages(row).begin >= whole_pages(row).end ? "less than a page" : nullptr;
 }
 
-/// Our own rows (headers) have no digests, and no other code has their addresses.
-bool is_watched(const WriteExtent& row) { return row.lazy && row.length != 0 && row.chunk != no_digest; }
+/// Our own rows (headers) have no digests, and no other code has their addresses; of some rows a device has digests.
+bool is_watched(const WriteExtents& rows, const WriteExtent& row) {
+    return row.lazy && row.length != 0 && row.chunk != no_digest && rows.digests_of(row) == nullptr;
+}
 
 const char* reason_of(PageWatch::Held held) {
     return held == PageWatch::Held::beyond_limit ? "in small pages" : "in memory that others can write (a file's, or shared), or watch";
@@ -46,13 +48,13 @@ ExtentPages::ExtentPages(const WriteExtents& rows, Watching watching) : rows_(ro
     std::vector<Reach> reaches;
     std::string refusal = "as asked for";
     std::shared_ptr<const WrittenPages> open;
-    if (watching != Watching::samples && std::any_of(rows.rows.begin(), rows.rows.end(), is_watched)) {
+    if (watching != Watching::samples && std::any_of(rows.rows.begin(), rows.rows.end(), [&](const WriteExtent& row) { return is_watched(rows, row); })) {
         refusal.clear();
         open = PageWatch::open(refusal);
     }
     for (std::size_t i = 0; i < rows.rows.size(); ++i) {
         const WriteExtent& row = rows.rows[i];
-        if (!is_watched(row)) continue;
+        if (!is_watched(rows, row)) continue;
         if (!refusal.empty() || unfit(row) != nullptr) {
             leave(i, refusal.empty() ? unfit(row) : refusal);
             continue;

@@ -1,20 +1,14 @@
 #include "gather_kernel.h"
 
 #include <algorithm>
-#include <bit>
-#include <chrono>
 #include <cstring>
 #include <new>
-#include <thread>
 #include <utility>
 
-#include "aligned.h"
 #include "bounds.h"
 
 namespace flowstone {
 namespace {
-
-constexpr std::uint64_t buffer_bytes_min = std::uint64_t{64} << 10;
 
 std::uint64_t table_bytes(std::uint64_t parts) { return round_up(parts * sizeof(GatherPart), gathered_alignment_bytes); }
 
@@ -22,7 +16,7 @@ std::uint64_t table_bytes(std::uint64_t parts) { return round_up(parts * sizeof(
 
 // PTX 6.0 is understood by every driver since CUDA 9, and sm_50 is every GPU since Maxwell; the driver makes the GPU's own code
 // of it. No local memory, no shared memory.
-const char* const gather_ptx = R"ptx(
+const KernelText gather_text{R"ptx(
 .version 6.0
 .target sm_50
 .address_size 64
@@ -94,74 +88,33 @@ part_over:
 end:
     ret;
 }
-)ptx";
+)ptx", "flowstone_gather", 128, 1, 1024};
 
-/// Host memory for one gather at a time: its table, and behind it what it gathers.
-struct GatherKernel::Buffer {
-    std::byte* memory = nullptr;
-    std::uint64_t bytes = 0;
-    CudaDriver::Event last = nullptr;  // behind the last gather into it
-    AlignedBytes pageable = nullptr;   // where the driver had no pinned memory: then there is no event, and no wait
-};
-
-/// A buffer in use; it comes back with the last reference.
+/// What was gathered, in a buffer of the device's.
 class GatherKernel::Lease final : public Gathered {
 public:
-    explicit Lease(std::shared_ptr<GatherKernel> from) : from_(std::move(from)) {}
-    ~Lease() override {
-        if (buffer_) from_->give_back(std::move(buffer_));
-    }
-    Lease(const Lease&) = delete;
-    Lease& operator=(const Lease&) = delete;
+    Lease(std::shared_ptr<const GatherKernel> kernel, std::shared_ptr<LaunchMemory> from, std::uint64_t bytes)
+        : buffer(std::move(kernel), std::move(from), bytes) {}
 
     std::span<const std::byte> bytes() const override { return bytes_; }
-    Buffer& take(std::unique_ptr<Buffer> buffer) {
-        buffer_ = std::move(buffer);
-        return *buffer_;
-    }
     void hold(std::span<const std::byte> bytes) { bytes_ = bytes; }
 
+    const LaunchLease buffer;
+
 private:
-    const std::shared_ptr<GatherKernel> from_;
-    std::unique_ptr<Buffer> buffer_;
     std::span<const std::byte> bytes_;
 };
 
-GatherKernel::GatherKernel(std::shared_ptr<const PrimaryContext> context, CudaDriver::Stream stream)
-    : context_(std::move(context)), driver_(context_->driver()) {
+GatherKernel::GatherKernel(std::shared_ptr<const PrimaryContext> context, std::shared_ptr<LaunchMemory> memory, CudaDriver::Stream stream)
+    : context_(std::move(context)), driver_(context_->driver()), memory_(std::move(memory)) {
     const Visit visit(driver_, context_->get());
-    load(stream);
-    if (refusal_ != 0) unload();
+    kernel_ = std::make_unique<TableKernel>(driver_, gather_text, stream);
 }
 
 GatherKernel::~GatherKernel() {
     const Visit visit(driver_, context_->get());
-    for (const std::unique_ptr<Buffer>& buffer : free_) {
-        if (buffer->last == nullptr) continue;
-        while (driver_.event_query(buffer->last) == cuda_not_ready) std::this_thread::sleep_for(std::chrono::milliseconds(1));
-        (void)driver_.event_destroy(buffer->last);  // these fail only if the driver has ended, or the GPU has failed
-        (void)driver_.host_free(buffer->memory);
-    }
-    unload();
-}
-
-void GatherKernel::load(CudaDriver::Stream stream) {
-    refusal_ = driver_.module_load(&module_, gather_ptx);
-    if (refusal_ == 0) refusal_ = driver_.module_function(&function_, module_, gather_entry);
-    if (refusal_ == 0) refusal_ = launch(stream, nullptr, nullptr, 0);
-    if (refusal_ == 0) refusal_ = driver_.stream_synchronize(stream);
-}
-
-void GatherKernel::unload() {
-    if (module_ != nullptr) (void)driver_.module_unload(std::exchange(module_, nullptr));
-    function_ = nullptr;
-}
-
-int GatherKernel::launch(CudaDriver::Stream stream, std::byte* table, std::byte* out, std::uint32_t parts) {
-    std::uint64_t table_address = reinterpret_cast<std::uintptr_t>(table);
-    std::uint64_t out_address = reinterpret_cast<std::uintptr_t>(out);
-    void* parameters[] = {&table_address, &out_address, &parts};
-    return driver_.launch(function_, std::clamp(parts, 1U, gather_blocks_max), 1, 1, gather_threads, 1, 1, 0, stream, parameters, nullptr);
+    memory_->settle();  // launches of this kernel are over; those of leases would keep it
+    kernel_.reset();
 }
 
 int GatherKernel::copy_each(CudaDriver::Stream stream, std::span<const GatherPart> parts, std::byte* out) {
@@ -177,8 +130,8 @@ int GatherKernel::gather(CudaDriver::Stream stream, std::span<const DeviceRun> r
     if (runs.size() > UINT32_MAX || bytes > UINT32_MAX || is_long) return cuda_invalid_value;
     const Visit visit(driver_, context_->get());
     const std::uint64_t table = table_bytes(runs.size());
-    const auto lease = std::make_shared<Lease>(shared_from_this());
-    Buffer& buffer = lease->take(buffer_of(table + bytes));
+    const auto lease = std::make_shared<Lease>(shared_from_this(), memory_, table + bytes);
+    const LaunchMemory::Buffer& buffer = *lease->buffer;
     auto* const parts = reinterpret_cast<GatherPart*>(buffer.memory);
     std::byte* const out = buffer.memory + table;
     std::uint32_t offset = 0;
@@ -189,56 +142,14 @@ int GatherKernel::gather(CudaDriver::Stream stream, std::span<const DeviceRun> r
         offset += room;
     }
     lease->hold({out, bytes});
-    const bool is_pinned = buffer.last != nullptr;
-    int error = function_ != nullptr && is_pinned ? launch(stream, buffer.memory, out, static_cast<std::uint32_t>(runs.size()))
-                                                  : copy_each(stream, {parts, runs.size()}, out);
-    if (is_pinned) {
-        const int recorded = driver_.event_record(buffer.last, stream);
-        // Without it nothing would say when the kernel is over: the memory would be used again under it.
-        if (recorded != 0) (void)driver_.stream_synchronize(stream);
-        error = error != 0 ? error : recorded;
-    }
+    int error = kernel_->is_loaded() && buffer.is_pinned() ? kernel_->launch(stream, buffer.memory, out, static_cast<std::uint32_t>(runs.size()))
+                                                           : copy_each(stream, {parts, runs.size()}, out);
+    const int noted = memory_->note_use(buffer, stream);
+    error = error != 0 ? error : noted;
     if (error == 0) gathered = lease;
     return error;
 }
 
-void GatherKernel::reserve(std::uint64_t runs, std::uint64_t bytes) {
-    const Visit visit(driver_, context_->get());
-    give_back(buffer_of(table_bytes(runs) + bytes));
-}
-
-std::unique_ptr<GatherKernel::Buffer> GatherKernel::buffer_of(std::uint64_t bytes) {
-    {
-        const std::lock_guard lock(mutex_);
-        const auto is_ready = [&](const auto& one) { return one->bytes >= bytes && driver_.event_query(one->last) == 0; };
-        auto found = free_.end();  // the least that is enough: what `reserve` has made for a save is left to it
-        for (auto one = free_.begin(); one != free_.end(); ++one)
-            if (is_ready(*one) && (found == free_.end() || (*one)->bytes < (*found)->bytes)) found = one;
-        if (found != free_.end()) {
-            std::unique_ptr<Buffer> buffer = std::move(*found);
-            free_.erase(found);
-            return buffer;
-        }
-        free_.reserve(++buffers_);  // so that a buffer comes back without an allocation
-    }
-    auto buffer = std::make_unique<Buffer>();
-    buffer->bytes = std::bit_ceil(std::max(bytes, buffer_bytes_min));
-    void* memory = nullptr;
-    if (driver_.host_alloc(&memory, buffer->bytes, cuda_host_for_all | cuda_host_mapped) == 0) {
-        buffer->memory = static_cast<std::byte*>(memory);
-        if (driver_.event_create(&buffer->last, cuda_event_without_timing) == 0) return buffer;
-        (void)driver_.host_free(memory);
-        buffer->last = nullptr;
-    }
-    buffer->pageable = allocate_aligned(buffer->bytes);
-    buffer->memory = buffer->pageable.get();
-    return buffer;
-}
-
-void GatherKernel::give_back(std::unique_ptr<Buffer> buffer) noexcept {
-    const std::lock_guard lock(mutex_);
-    if (buffer->last != nullptr) free_.push_back(std::move(buffer));
-    else --buffers_;
-}
+std::uint64_t GatherKernel::needed_bytes(std::uint64_t runs, std::uint64_t bytes) { return table_bytes(runs) + bytes; }
 
 }  // namespace flowstone

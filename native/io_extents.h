@@ -64,12 +64,19 @@ struct WriteExtents {
     // For each device, its lazy rows' lines, in order: lines_per_chunk for every chunk. In host memory; valid from the
     // first copy from that device until all is captured.
     std::vector<std::span<const Line>> samples = {};
+    // For each device, the digests of its lazy rows' chunks, in order, in the place of samples; null: it has none. Valid as long.
+    std::vector<const Digested*> digested = {};
     // Rows whose sources come while the job runs; null: all are there. No row is lazy then, nor on a device.
     std::shared_ptr<Feed> feed = nullptr;
     // What is done to chunks before they are stored. Null: identity.
     std::shared_ptr<const Encoder> encoder = nullptr;
     // The encoder is for files from this number on. In those before, chunks keep their places.
     std::uint32_t encoded_from = 0;
+
+    /// The digests that the row's device has made; null: none.
+    const Digested* digests_of(const WriteExtent& row) const {
+        return row.device == on_host || !row.lazy || digested.empty() ? nullptr : digested[static_cast<std::size_t>(row.device)];
+    }
 
     bool keeps_places() const { return first_encoded() == rows.size(); }
     /// The first row of a file for the encoder; the number of rows, if there is none.

@@ -29,10 +29,11 @@ struct Spot {
 
 MutationDetector::MutationDetector(const WriteExtents& rows, Watching watching)
     : rows_(rows), pages_(rows, watching), first_line_(rows.rows.size(), nullptr) {
+    place_digests();
     std::uint64_t count = 0;
     for (std::size_t i = 0; i < rows.rows.size(); ++i) {
         const WriteExtent& row = rows.rows[i];
-        if (!is_watched(row) || pages_.holds(i)) continue;
+        if (!is_watched(row) || pages_.holds(i) || rows.digests_of(row) != nullptr) continue;
         if (row.chunk != no_digest) sampled_bytes_ += row.length;
         if (row.device == on_host) count += line_count(row);
     }
@@ -42,7 +43,7 @@ MutationDetector::MutationDetector(const WriteExtents& rows, Watching watching)
     for (const std::span<const Line> samples : rows.samples) next_sample.push_back(samples.data());
     for (std::size_t i = 0; i < rows.rows.size(); ++i) {
         const WriteExtent& row = rows.rows[i];
-        if (!is_watched(row) || pages_.holds(i)) continue;
+        if (!is_watched(row) || pages_.holds(i) || rows.digests_of(row) != nullptr) continue;
         const Line*& first = row.device == on_host ? next : next_sample[static_cast<std::size_t>(row.device)];
         first_line_[i] = first;
         first += line_count(row);
@@ -51,6 +52,20 @@ MutationDetector::MutationDetector(const WriteExtents& rows, Watching watching)
     LiveAccess& live = *lent;
     pages_.read_ends(live, [this](std::size_t row, const RowBytes& gone, int error) { report(row, gone.begin, gone.end, error); });
     read_lines(live);
+}
+
+void MutationDetector::place_digests() {
+    if (rows_.digested.empty()) return;
+    first_digest_.resize(rows_.rows.size());
+    std::vector<std::uint64_t> next(rows_.devices.size(), 0);
+    for (std::size_t i = 0; i < rows_.rows.size(); ++i) {
+        const WriteExtent& row = rows_.rows[i];
+        if (rows_.digests_of(row) == nullptr) continue;
+        std::uint64_t& first = next[static_cast<std::size_t>(row.device)];
+        first_digest_[i] = first;
+        first += chunk_count(row.length);
+        digested_bytes_ += row.length;
+    }
 }
 
 void MutationDetector::read_lines(LiveAccess& live) {
@@ -100,6 +115,12 @@ void MutationDetector::compare(std::size_t row, std::uint64_t begin, std::uint64
         const std::byte* const sample = lines[line].data() + (low - line_low);
         if (std::memcmp(bytes + (low - begin), sample, high - low) != 0) report(row, low, high);
     }
+}
+
+void MutationDetector::compare_chunk(std::size_t row, std::uint64_t chunk, std::uint64_t digest) {
+    const Digested* const expected = rows_.digests_of(rows_.rows[row]);
+    if (expected == nullptr || expected->digest(first_digest_[row] + chunk) == digest) return;
+    report(row, chunk * chunk_bytes, std::min((chunk + 1) * chunk_bytes, rows_.rows[row].length));
 }
 
 void MutationDetector::settle(std::size_t row, std::uint64_t begin, std::uint64_t end) {

@@ -18,6 +18,8 @@ namespace flowstone {
 ///   pages    every write is detected, where the system reports written pages (extent_pages.h)
 ///   samples  otherwise a few lines of every chunk of a lazy row are copied when the save starts, and compared with
 ///            the captured bytes
+///   digests  of each chunk of a lazy row on a device, which that one has made when the save started, are compared with
+///            those of what was captured
 ///   splits   a chunk that is split between two windows is digested by the first and partly captured by the second;
 ///            both note a digest of that part
 /// All members but the constructor: any thread.
@@ -32,6 +34,9 @@ public:
     /// Row bytes [begin, end), counted from the row's start, were captured as `bytes`: compare them.
     void compare(std::size_t row, std::uint64_t begin, std::uint64_t end, const std::byte* bytes);
 
+    /// The whole of chunk number `chunk` of the row was read for one window, with this digest: compare it.
+    void compare_chunk(std::size_t row, std::uint64_t chunk, std::uint64_t digest);
+
     /// Note the digest of row bytes [begin, the end of their chunk), as one of the two windows that meet there read
     /// them.
     void note_split(std::size_t row, std::uint64_t begin, std::uint64_t digest) noexcept;
@@ -43,6 +48,8 @@ public:
 
     /// The rows that are watched exactly.
     const ExtentPages& pages() const { return pages_; }
+    /// The number of bytes in rows that are watched by digests of all their chunks.
+    std::uint64_t digested_bytes() const { return digested_bytes_; }
     /// The number of bytes in rows that are watched by samples.
     std::uint64_t sampled_bytes() const { return sampled_bytes_; }
 
@@ -59,13 +66,16 @@ public:
     std::optional<Change> change() const;
 
 private:
+    void place_digests();
     void read_lines(LiveAccess& live);
 
     const WriteExtents& rows_;
     ExtentPages pages_;
+    std::uint64_t digested_bytes_ = 0;
     std::uint64_t sampled_bytes_ = 0;
     std::vector<Line> lines_;               // of rows on the host
     std::vector<const Line*> first_line_;  // per row; null: not sampled
+    std::vector<std::uint64_t> first_digest_;  // per row, of its device's; without meaning for others; empty: no device has any
     mutable std::mutex mutex_;
     std::map<std::pair<std::size_t, std::uint64_t>, std::uint64_t> splits_;  // (row, begin) -> digest
     std::optional<Change> change_;

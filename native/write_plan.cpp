@@ -142,6 +142,7 @@ private:
     void note(const ChunkShare& part, const std::byte* image, const std::byte* rest, std::uint64_t digest) {
         detector_.compare(part.row, part.low, part.high, image);
         if (part.starts_here()) {
+            detector_.compare_chunk(part.row, part.chunk, digest);
             const std::uint64_t number = rows_.rows[part.row].chunk + part.chunk;
             notes_.digests[number] = digest;
             if (notes_.derived != nullptr)

@@ -228,6 +228,48 @@ def test_the_kernel_gathers_what_torch_reads(odd: int) -> None:
         at += -(-length // _native.GATHERED_ALIGNMENT_BYTES) * _native.GATHERED_ALIGNMENT_BYTES
 
 
+@pytest.mark.parametrize("odd", [0, 1, 4, 8])
+def test_the_kernel_digests_what_torch_reads(odd: int) -> None:
+    from flowstone.stage.own_stream import CudaStream
+
+    stream, source = CudaStream("cuda:0"), torch.randint(0, 256, (8 * MIB,), dtype=torch.uint8, device="cuda")
+    sizes = [1, 16, 240, 241, 256, 1024, 1025, 1088, 65_535, MIB - 1, MIB, MIB + 240, MIB + 241, 3 * MIB + 7]
+    lengths = np.array(sizes, np.uint64)
+    begins = np.arange(len(lengths), dtype=np.uint64) * np.uint64(1000 * 16) + np.uint64(odd)
+    source[0] = 1  # behind it in the stream
+    found = stream.digest(begins + np.uint64(source.data_ptr()), lengths)
+    assert found is not None, "the driver has refused the kernel"
+    source_then = source.clone()
+    source.zero_()
+    stream.wait_current()
+    stream.native.synchronize()
+    expected, number = source_then.cpu().numpy(), 0
+    for begin, length in zip(begins.tolist(), lengths.tolist(), strict=True):
+        for at in range(begin, begin + length, MIB):
+            assert found.digest(number) == _native.xxh3_64(expected[at : min(at + MIB, begin + length)]), (at, length)
+            number += 1
+
+
+def test_a_byte_that_changes_before_its_capture_is_found_or_came_too_late(store: Path) -> None:
+    tensor = torch.zeros(64 * MIB, dtype=torch.uint8, device="cuda")
+    side = torch.cuda.Stream()
+    engine = fs.EngineOptions(watch="digests")
+    with fs.Checkpointer(store, budget_bytes=64 * MIB, engine=engine, on_error="continue") as checkpointer:
+        assert checkpointer.save(1, {"x": tensor}, fence="manual").committed.result().manifest.io.sampled_bytes == 0
+        for step in range(2, 12):
+            torch.cuda.synchronize()
+            save = checkpointer.save(step, {"x": tensor}, fence="manual")
+            torch.cuda.current_stream().synchronize()  # the digests are there
+            with torch.cuda.stream(side):
+                tensor[-1] = step
+            error = save.committed.exception(60)
+            if error is None:
+                assert save.committed.result().read("x")[-1].item() == step - 1
+            else:
+                assert isinstance(error, fs.StateChangedError)
+            side.synchronize()
+
+
 def test_a_gpu_that_is_full_is_saved(store: Path) -> None:
     state, hoard = training(capturable=True), []
     with fs.Checkpointer(store) as checkpointer:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import random
-import re
-import shutil
 import struct
-import subprocess
 from pathlib import Path
 
-import pytest
 from ptx import Kernel
+from ptx_assembler import assemble_for_every_gpu
 
 from flowstone import _native
 
@@ -88,32 +84,5 @@ def test_the_parameters_are_those_that_the_engine_passes() -> None:
     assert [one.kind for one in kernel.parameters] == ["u64", "u64", "u32"]
 
 
-def assembler() -> str | None:
-    """PTXAS, or one on the path, or triton's."""
-    named = os.environ.get("PTXAS") or shutil.which("ptxas")
-    if named is None:
-        try:
-            import triton
-        except ImportError:
-            return None
-        bundled = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
-        return str(bundled) if bundled.exists() else None
-    return named
-
-
 def test_the_assembler_takes_the_text_for_every_gpu_that_it_knows(tmp_path: Path) -> None:
-    ptxas = assembler()
-    if ptxas is None:
-        pytest.skip("no ptxas: set PTXAS to one (of the wheel nvidia-cuda-nvcc, or of a CUDA toolkit)")
-    said = subprocess.run([ptxas, "--help"], check=True, capture_output=True, text=True).stdout
-    kinds = sorted(set(map(int, re.findall(r"'sm_(\d+)'", said))))
-    assert kinds
-    (tmp_path / "gather.ptx").write_text(_native.GATHER_PTX)
-    for kind in kinds:
-        done = subprocess.run(
-            [ptxas, "-v", "-arch", f"sm_{kind}", str(tmp_path / "gather.ptx"), "-o", str(tmp_path / "gather.cubin")],
-            check=False, capture_output=True, text=True,
-        )
-        assert done.returncode == 0, done.stderr
-        assert "0 bytes stack frame" in done.stderr or "stack" not in done.stderr, "local memory would be the GPU's"
-        assert "spill" not in done.stderr or "0 bytes spill stores" in done.stderr
+    assemble_for_every_gpu(_native.GATHER_PTX, tmp_path)

@@ -9,17 +9,21 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from bench import fio
 from bench.gpu.accelerator import MIB, Accelerator, Cuda, opened
 from bench.gpu.options import Options, emit, note, parse
 from bench.meter import cool
 from flowstone import _native
+from flowstone.stage.device import SideStream, side_stream
+from flowstone.state import tensors
 
 SIZES = (256 << 10, 1 * MIB, 8 * MIB, 32 * MIB, 64 * MIB)
 DISK_THREADS, DISK_REQUEST_BYTES = 16, 8 * MIB
@@ -30,6 +34,7 @@ def main() -> None:
     emit("XXH3 on one core", _digest_rate(), "GB/s")
     with opened(options) as device:
         _copies(device, options)
+        _digests(device, options)
         if isinstance(device, Cuda):
             _completions(device)
         _pinning(device)
@@ -51,6 +56,54 @@ def _copies(device: Accelerator, options: Options) -> None:
                 back = [(far, near) for near, far in parts]
                 seconds = [device.copies(back, streams) for _ in range(4)][1:]
                 emit(f"H2D {kind} {_size(size)} x {streams}", whole / 1e9 / median(seconds), "GB/s")
+
+
+def _digests(device: Accelerator, options: Options) -> None:
+    """The kernel that digests when a save begins, against what the device's memory reaches in a copy."""
+    whole = 8 * MIB if options.simulate else 4096 * MIB
+    there, other = (device.tensor(torch.zeros(whole, dtype=torch.uint8)) for _ in range(2))
+    seconds = [_between(device, lambda: other.copy_(there)) for _ in range(4)][1:]
+    emit("device memory, read and written by a copy", 2 * whole / 1e9 / median(seconds), "GB/s")
+    memory = tensors.memory_of(there)
+    stream = side_stream(memory.device)
+    if stream is None or stream.digest(*_rows(memory.address, [MIB])) is None:
+        emit("digest kernel", "refused by the driver")
+        return
+    for size in [size for size in (1 * MIB, 64 * MIB, 1024 * MIB, 4096 * MIB) if size <= whole]:
+        digest = partial(stream.digest, *_rows(memory.address, [size]))
+        seconds = [_between(device, digest) for _ in range(4)][1:]
+        emit(f"digest kernel, {_size(size)}", size / 1e9 / median(seconds), "GB/s", seconds=median(seconds))
+    emit("digests of the device are those of the host", _digests_agree(stream, there, memory.address))
+
+
+def _digests_agree(stream: SideStream, there: torch.Tensor, address: int) -> bool:
+    """Of rows at odd places, and with short ends."""
+    chance = torch.randint(0, 256, (4 * MIB,), dtype=torch.uint8)
+    there[: len(chance)] = chance.to(there.device)
+    rows = [(0, 3 * MIB), (1, MIB + 241), (6, MIB + 240), (8, 777_777), (16, 300)]
+    digested = [stream.digest(*_rows(address + first, [size])) for first, size in rows]
+    stream.wait_current()
+    stream.native.synchronize()
+    data = chance.numpy()
+    return all(
+        found is not None and found.digest(number) == _native.xxh3_64(data[first + at : first + min(at + MIB, size)])
+        for found, (first, size) in zip(digested, rows, strict=True) for number, at in enumerate(range(0, size, MIB))
+    )
+
+
+def _rows(address: int, sizes: list[int]) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+    """Columns of rows that begin at one address."""
+    return np.full(len(sizes), address, np.uint64), np.array(sizes, np.uint64)
+
+
+def _between(device: Accelerator, work: Callable[[], object]) -> float:
+    """The device's seconds of what `work` puts into its current stream."""
+    begin = device.mark()
+    kept = work()
+    end = device.mark()
+    seconds = end() - begin()
+    del kept
+    return seconds
 
 
 def _completions(device: Cuda) -> None:

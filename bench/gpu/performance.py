@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -15,9 +16,18 @@ from bench.gpu.accelerator import MIB, Accelerator, opened
 from bench.gpu.loop import Loop, Told, folder, train
 from bench.gpu.options import Options, emit, parse
 from bench.meter import Meter, cool, files_below
+from flowstone.config import Watch
 
 CAPTURES, DURABLE, BLOCKED = 3, 3, 20
 BLOCKED_LIMIT_S = 40.0  # fewer saves then, where each takes long
+
+
+@dataclass(frozen=True, slots=True)
+class Usual:
+    """Seconds of a step without saves, by the clock, and of the optimizer in it, on the device."""
+
+    step_s: float
+    optimizer_s: float
 
 
 def main() -> None:
@@ -26,7 +36,9 @@ def main() -> None:
         _capture(device, options)
         loop = Loop(device, options)
         emit("state", loop.bytes / 1e9, "GB", tensors=options.tensors)
-        _blocked(loop)
+        usual_s = _usual(loop)
+        _blocked(loop, BLOCKED, usual_s)
+        _blocked(loop, BLOCKED // 2, usual_s, watch="digests", named=", with digests")
         _durable_and_load(loop, options)
 
 
@@ -51,32 +63,36 @@ def _capture(device: Accelerator, options: Options) -> None:
     shutil.rmtree(where)
 
 
-def _blocked(loop: Loop) -> None:
+def _usual(loop: Loop) -> Usual:
+    train(loop, 4)
+    without = train(loop, BLOCKED)
+    return Usual(without.seconds / without.steps, median(without.others_s))
+
+
+def _blocked(loop: Loop, saves: int, usual: Usual, *, watch: Watch = "auto", named: str = "") -> None:
     """Into memory, so that many saves are durable soon: what `save` blocks, what the fence and the optimizer wait.
 
     Nothing but the optimizer changes the state, so a save that fails is a false alarm.
     """
-    told, steps = Told(), BLOCKED * 2
+    told, steps, engine = Told(), saves * 2, fs.EngineOptions(watch=watch)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as shm, fs.Checkpointer(
-        Path(shm) / "run", keep=1, on_event=told.seen.append, on_error="continue", max_unsaved_steps=None
+        Path(shm) / "run", keep=1, on_event=told.seen.append, on_error="continue", max_unsaved_steps=None,
+        engine=engine,
     ) as checkpointer:
         train(loop, 4, every=2, checkpointer=checkpointer)
         checkpointer.wait()
-        without = train(loop, steps // 2)
         alarms = told.failed()
         told.seen.clear()
         found = train(loop, steps, every=2, checkpointer=checkpointer, limit_s=BLOCKED_LIMIT_S)
         checkpointer.wait()
-    saves = len(found.blocked_s)
     blocked = sorted(1e3 * one for one in found.blocked_s)
-    emit("save, p50", median(blocked), "ms")
-    emit("save, p95", blocked[round(0.95 * (len(blocked) - 1))], "ms", all=blocked)
-    emit("saves, false alarms", alarms + told.failed(), "", of=saves)
-    emit("fence, for each save", 1e3 * told.fences_s() / saves, "ms")
-    emit("optimizer behind a save, on the device", 1e3 * (median(found.behind_s) - median(without.others_s)), "ms")
-    usual = without.seconds / without.steps
-    loss = (found.seconds - told.fences_s()) / found.steps / usual - 1
-    emit("step time lost outside of the fence", 100 * loss, "%", usual_s=usual)
+    emit(f"save, p50{named}", median(blocked), "ms")
+    emit(f"save, p95{named}", blocked[round(0.95 * (len(blocked) - 1))], "ms", all=blocked)
+    emit(f"saves, false alarms{named}", alarms + told.failed(), "", of=len(blocked))
+    emit(f"fence, for each save{named}", 1e3 * told.fences_s() / len(blocked), "ms")
+    emit(f"optimizer behind a save, on the device{named}", 1e3 * (median(found.behind_s) - usual.optimizer_s), "ms")
+    loss = (found.seconds - told.fences_s()) / found.steps / usual.step_s - 1
+    emit(f"step time lost outside of the fence{named}", 100 * loss, "%", usual_s=usual.step_s)
 
 
 def _durable_and_load(loop: Loop, options: Options) -> None:

@@ -84,7 +84,7 @@ def _failures(stages: Stages) -> Iterator[Line]:
     same = [row for row in rows if isinstance(row["value"], bool)]
     different = sum(not row["value"] for row in same)
     yield Line("loads of other bits: none", float(different) if same else None, bool(same) and different == 0)
-    counts = [row["value"] for row in rows if row["what"] == "saves, false alarms"]
+    counts = [row["value"] for row in rows if str(row["what"]).startswith("saves, false alarms")]
     alarms = sum(one for one in counts if isinstance(one, int))
     yield Line("false alarms: none", float(alarms) if counts else None, bool(counts) and alarms == 0)
 

@@ -22,7 +22,10 @@ public:
     int gather(std::uintptr_t stream, std::span<const DeviceRun> runs, std::shared_ptr<const Gathered>& gathered) override {
         return copier_->gather(stream, runs, gathered);
     }
-    void reserve_gather(std::uint64_t runs, std::uint64_t bytes) override { copier_->reserve_gather(runs, bytes); }
+    int digest(std::uintptr_t stream, std::span<const DeviceRun> runs, std::shared_ptr<const Digested>& digested) override {
+        return copier_->digest(stream, runs, digested);
+    }
+    void reserve_launches(const LaunchNeeds& needs) override { copier_->reserve_launches(needs); }
     int pin(std::byte* memory, std::uint64_t bytes) override { return copier_->pin(memory, bytes); }
     void unpin(std::byte* memory) override { copier_->unpin(memory); }
     std::string name() const override { return copier_->name(); }

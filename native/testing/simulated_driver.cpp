@@ -286,8 +286,12 @@ struct SimulatedCalls {
         }
         std::vector<std::uint64_t> values;
         for (std::size_t i = 0; i < entry.parameters.size(); ++i) std::memcpy(&values.emplace_back(0), parameters[i], entry.parameters[i]);
-        if (entry.name != "flowstone_gather" || values.size() != 3) return invalid_value;
-        return gpu.launch_module(*static_cast<Gpu::Stream*>(stream), [&gpu, values] { return gpu.gather(values[0], values[1], static_cast<std::uint32_t>(values[2])); });
+        const bool digests = entry.name == "flowstone_digest";
+        if ((entry.name != "flowstone_gather" && !digests) || values.size() != 3 || (digests && threads % 32 != 0)) return invalid_value;
+        return gpu.launch_module(*static_cast<Gpu::Stream*>(stream), [&gpu, values, digests] {
+            const auto rows = static_cast<std::uint32_t>(values[2]);
+            return digests ? gpu.digest(values[0], values[1], rows) : gpu.gather(values[0], values[1], rows);
+        });
     }
     static Result error_name(Result error, const char** name) {
         static const std::map<int, const char*> names{

@@ -10,6 +10,8 @@
 #include <system_error>
 #include <utility>
 
+#include "digest.h"
+#include "digest_kernel.h"
 #include "simulated_world.h"
 
 namespace flowstone {
@@ -156,6 +158,25 @@ int SimulatedGpu::gather(std::uint64_t table, std::uint64_t out, std::uint32_t p
         std::byte* const to = reach(out + offset, bytes);
         if (from == nullptr || to == nullptr) return illegal_address;
         std::memcpy(to, from, bytes);
+    }
+    return success;
+}
+
+/// What the kernel flowstone_digest does (native/digest_kernel.cpp); of shorter parts it makes something else.
+int SimulatedGpu::digest(std::uint64_t table, std::uint64_t out, std::uint32_t parts) const {
+    const std::byte* const entries = parts == 0 ? nullptr : reach(table, std::uint64_t{parts} * 16);
+    if (parts != 0 && (entries == nullptr || table % 8 != 0)) return illegal_address;
+    for (std::uint32_t i = 0; i < parts; ++i) {
+        std::uint64_t source = 0;
+        std::uint32_t bytes = 0, number = 0;
+        std::memcpy(&source, entries + 16 * std::uint64_t{i}, 8);
+        std::memcpy(&bytes, entries + 16 * std::uint64_t{i} + 8, 4);
+        std::memcpy(&number, entries + 16 * std::uint64_t{i} + 12, 4);
+        const std::byte* const from = reach(source, bytes);
+        std::byte* const to = reach(out + 8 * std::uint64_t{number}, 8);
+        if (from == nullptr || to == nullptr) return illegal_address;
+        const std::uint64_t digest = bytes > digested_by_host_max ? xxh3_64(from, bytes) : 0;
+        std::memcpy(to, &digest, sizeof digest);
     }
     return success;
 }

@@ -125,6 +125,7 @@ private:
     int launch_module(Stream& stream, std::function<int()> kernel, bool is_module = true);
     std::byte* reach(std::uint64_t address, std::uint64_t bytes) const;
     int gather(std::uint64_t table, std::uint64_t out, std::uint32_t parts) const;
+    int digest(std::uint64_t table, std::uint64_t out, std::uint32_t parts) const;
     int push_copy(Stream& stream, const DeviceCopy& copy);
     enum class Pinned { none, whole, partly };
     Pinned pinned_locked(const std::byte* memory, std::uint64_t bytes) const;

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "aligned.h"
+#include "digest.h"
 #include "simulated_gpu.h"
 
 namespace flowstone {
@@ -298,7 +299,7 @@ TEST_CASE("runs are gathered as the stream before left them, by one launch that 
     for (std::uint64_t i = 0; i < bench.bytes; ++i) bench.gpu.inside()[i] = static_cast<std::byte>(i * 7 + i / 256);
     const std::uint64_t begin = bench.gpu.address();
     const std::vector<DeviceRun> runs{{begin, 64}, {begin + 1000, 1}, {begin + 17, 333}, {begin, 0}, {begin + 16, 4096}, {begin + bench.bytes - 5, 5}};
-    bench.device->reserve_gather(runs.size(), 8 * kib);
+    bench.device->reserve_launches({runs.size(), 8 * kib});
     const std::uint64_t launches = bench.gpu.module_launches(), allocations = bench.gpu.host_allocations();
     bench.gpu.fill(true);
     const std::uintptr_t stream = bench.gpu.current();
@@ -386,6 +387,86 @@ TEST_CASE("a stream that records gathers nothing, nor a run of 2 GiB, and one ou
     bench.gpu.synchronize(stream);
     bench.device->submit(bench.batch(0, kib));
     CHECK(bench.results.errors(1) == std::vector<int>{illegal_address});
+}
+
+TEST_CASE("runs are digested as the stream before left them, in memory that is used again when the kernel is over") {
+    Bench bench;
+    for (std::uint64_t i = 0; i < bench.bytes; ++i) bench.gpu.inside()[i] = static_cast<std::byte>(i * 7 + i / 256);
+    const std::uint64_t begin = bench.gpu.address();
+    std::vector<DeviceRun> runs;
+    for (const std::uint32_t bytes : {0U, 1U, 16U, 17U, 128U, 240U, 241U, 1024U, 1025U, 60'000U})
+        for (const std::uint64_t skew : {0U, 1U, 6U, 8U, 16U}) runs.push_back({begin + skew, bytes});
+    runs.push_back({begin + bench.bytes - 241, 241});
+    bench.device->reserve_launches({0, 0, runs.size(), runs.size()});
+    const std::uint64_t launches = bench.gpu.module_launches(), allocations = bench.gpu.host_allocations();
+    bench.gpu.fill(true);
+    const std::uintptr_t stream = bench.gpu.current();
+    for (int round = 0; round < 3; ++round) {
+        std::atomic<bool> go{false};
+        bench.gpu.launch(stream, [&] {
+            while (!go) std::this_thread::yield();
+            bench.gpu.inside()[20] = static_cast<std::byte>(round);
+        });
+        std::shared_ptr<const Digested> digested;
+        REQUIRE(bench.device->digest(stream, runs, digested) == 0);
+        REQUIRE(digested);
+        REQUIRE(digested->runs() == runs.size());
+        REQUIRE(bench.device->follow(stream) == 0);
+        bench.device->submit(bench.results.batch());  // of nothing: for what it follows
+        std::vector<std::byte> now(bench.gpu.inside(), bench.gpu.inside() + bench.bytes);
+        now[20] = static_cast<std::byte>(round);
+        bench.gpu.launch(stream, [&] { std::memset(bench.gpu.inside(), 0, 64); });
+        go = true;
+        CHECK(bench.results.errors(static_cast<std::size_t>(round) + 1).back() == 0);
+        for (std::size_t i = 0; i < runs.size(); ++i) {
+            CAPTURE(runs[i].bytes);
+            CHECK(digested->digest(i) == xxh3_64(now.data() + (runs[i].address - begin), runs[i].bytes));
+        }
+        bench.gpu.synchronize(stream);
+    }
+    CHECK(bench.gpu.module_launches() == launches + 6);  // a gather of the short ones with each
+    CHECK(bench.gpu.host_allocations() == allocations);
+    bench.gpu.fill(false);
+}
+
+TEST_CASE("where the driver refuses the kernel, or pinned memory, there are no digests, and that is no error") {
+    for (const bool has_kernel : {true, false}) {
+        CAPTURE(has_kernel);
+        Bench bench;
+        bench.device->unpin(bench.memory.get());
+        if (!has_kernel) bench.gpu.refuse_modules();
+        bench.device = nullptr;
+        bench.device = make_cuda_device(simulated_driver(), bench.gpu.ordinal(), "cuda:0");
+        REQUIRE(bench.device->pin(bench.memory.get(), bench.bytes) == 0);
+        if (has_kernel) bench.gpu.limit_pinned(bench.bytes);
+        std::shared_ptr<const Digested> digested;
+        bench.device->reserve_launches({10, 1000, 10, 1});
+        CHECK(bench.device->digest(bench.gpu.current(), std::vector<DeviceRun>{{bench.gpu.address(), 1024}}, digested) == 0);
+        CHECK(digested == nullptr);
+    }
+}
+
+TEST_CASE("a stream that records digests nothing, nor a run of 2 GiB; what goes with its owner is over before the kernel's code goes") {
+    Bench bench;
+    const std::uintptr_t stream = bench.gpu.current();
+    std::shared_ptr<const Digested> digested;
+    bench.gpu.begin_capture(stream, 0);
+    CHECK(bench.device->digest(stream, std::vector<DeviceRun>{{bench.gpu.address(), 1024}}, digested) == cuda_capture_unsupported);
+    CHECK(digested == nullptr);
+    CHECK(bench.gpu.end_capture(stream));
+    CHECK(bench.device->digest(stream, std::vector<DeviceRun>{{bench.gpu.address(), 0x80000000U}}, digested) == cuda_invalid_value);
+    std::atomic<bool> go{false};
+    bench.gpu.launch(stream, [&] { while (!go) std::this_thread::yield(); });
+    REQUIRE(bench.device->digest(stream, std::vector<DeviceRun>{{bench.gpu.address(), 1024}}, digested) == 0);
+    bench.device->unpin(bench.memory.get());
+    bench.device = nullptr;  // the digests keep what they need
+    std::jthread later([&] {
+        std::this_thread::sleep_for(std::chrono::milliseconds(5));
+        go = true;
+    });
+    digested = nullptr;
+    CHECK(go);
+    bench.gpu.synchronize(stream);
 }
 
 TEST_CASE("a GPU that there is none of is refused with the driver's word for it") {

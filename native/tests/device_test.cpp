@@ -5,6 +5,7 @@
 #include <chrono>
 #include <cstring>
 #include <memory>
+#include <random>
 #include <thread>
 
 #include "bed.h"
@@ -20,6 +21,7 @@ struct Far {
     std::shared_ptr<DelayedDevice> device;
     std::vector<std::uint64_t> place;  // per row, in the device's memory; or nowhere
     std::vector<Line> samples;
+    std::shared_ptr<const Digested> digested;
     WriteExtents rows;
 
     static constexpr std::uint64_t nowhere = ~std::uint64_t{0};
@@ -53,6 +55,19 @@ struct Far {
             }
         }
         rows.samples = {samples};
+    }
+
+    /// The same, and digested by the device, behind what its current stream holds.
+    void be_digested() {
+        std::vector<DeviceRun> runs;
+        for (const WriteExtent& row : rows.rows)
+            for (std::uint64_t at = 0; row.device != on_host && at < row.length; at += chunk_bytes)
+                runs.push_back({row.address + at, static_cast<std::uint32_t>(std::min(chunk_bytes, row.length - at))});
+        REQUIRE(device->digest(device->current(), runs, digested) == 0);
+        REQUIRE(digested);
+        REQUIRE(device->follow(device->current()) == 0);
+        rows.digested = {digested.get()};
+        rows.samples = {{}};
     }
 };
 
@@ -284,6 +299,84 @@ TEST_CASE("a change on the device that came before its copy is found") {
     }
 }
 
+TEST_CASE("a write of one byte on the device before its copy is found by digests wherever it is, by samples almost nowhere") {
+    const std::uint64_t length = 3 * mib + 100;  // the end is gathered
+    const Sample sample = plain_sample(length);
+    std::vector<std::uint64_t> places{0, 1, 63, 1023 * kib, mib - 1, mib, mib + 511, 2 * mib - 64, 2 * mib - 1, 3 * mib - 1, 3 * mib, length - 1};
+    std::size_t by_samples = 0;
+    for (const std::uint64_t place : places)
+        for (const bool is_digested : {true, false}) {
+            CAPTURE(place);
+            Far far(sample);
+            far.be_lazy();
+            if (is_digested) far.be_digested();
+            far.device->settle();  // the processor plays what comes behind
+            far.device->inside()[place] ^= std::byte{0x10};
+            Bed bed(setups().front(), sample.file_bytes);
+            const auto job = bed.run(far.rows);
+            if (!is_digested) {
+                by_samples += job->fault() ? 1 : 0;
+                continue;
+            }
+            CHECK(job->detector().digested_bytes() == length);
+            CHECK(job->detector().sampled_bytes() == 0);
+            REQUIRE(job->fault());
+            CHECK(job->fault()->operation == "capture");
+            CHECK(job->fault()->offset == place / mib * mib);
+            CHECK(job->fault()->length == std::min(mib, length - place / mib * mib));
+        }
+    CHECK(by_samples <= 1 + 1);  // the end of 100 bytes is in a sample, by more than half
+}
+
+TEST_CASE("of rows of all kinds, wherever windows cut them, digests of a device find any byte that has changed, and nothing else") {
+    for (std::uint64_t seed = 0; seed < 24; ++seed) {
+        CAPTURE(seed);
+        const Sample sample = random_sample(seed, 24);
+        Far far(sample, microseconds(0), 1 + seed % 2);
+        far.be_lazy();
+        far.be_digested();
+        far.device->settle();
+        std::mt19937_64 chance(seed);
+        const bool is_changed = seed % 3 != 0;
+        std::size_t changed = far.place.size();
+        if (is_changed) {
+            do changed = chance() % far.place.size();
+            while (far.place[changed] == Far::nowhere || far.rows.rows[changed].length == 0 || far.rows.rows[changed].chunk == no_digest);
+            far.device->inside()[far.place[changed] + chance() % far.rows.rows[changed].length] ^= static_cast<std::byte>(1U << chance() % 8);
+        }
+        Bed bed(setups().front(), sample.file_bytes, nullptr, seed % 5 ? 3 : 20);
+        const auto job = bed.run(far.rows);
+        REQUIRE(job->fault().has_value() == is_changed);
+        if (!is_changed) {
+            CHECK(same(bed.scratch.contents(), sample.expected));
+            continue;
+        }
+        const WriteExtent& row = far.rows.rows[changed];
+        CHECK(job->fault()->offset >= row.offset);
+        CHECK(job->fault()->offset + job->fault()->length <= row.end());
+    }
+}
+
+TEST_CASE("digests that the device has not made yet are waited for, and those of a job that is given up harm nothing") {
+    const Sample sample = plain_sample(2 * mib + 5);
+    for (const bool is_given_up : {false, true}) {
+        Far far(sample);
+        far.be_lazy();
+        std::atomic<bool> go{false};
+        const std::uintptr_t stream = far.device->current();
+        far.device->launch(stream, [&] { while (!go) std::this_thread::yield(); });
+        far.be_digested();
+        Bed bed(setups().front(), sample.file_bytes, nullptr, 4);
+        const auto job = start(bed, far.rows);
+        CHECK_FALSE(job->wait_captured(0.02));
+        if (is_given_up) job->cancel();
+        go = true;
+        REQUIRE(job->wait(forever_s));
+        CHECK_FALSE(job->fault());
+        if (!is_given_up) CHECK(same(bed.scratch.contents(), sample.expected));
+    }
+}
+
 TEST_CASE("a device that fails ends the job, with its name, and gives every block back") {
     for (std::uint64_t copies = 0; copies < 8; ++copies) {
         CAPTURE(copies);
@@ -432,6 +525,11 @@ TEST_CASE("rows that name no device, or are saved from strided memory of one, ar
     rows = far.rows;
     rows.rows[0].lazy = true;
     CHECK_THROWS_AS((void)bed.start(rows), std::invalid_argument);  // without samples
+    far.be_lazy();
+    far.be_digested();
+    rows = far.rows;
+    rows.rows[0].lazy = false;
+    CHECK_THROWS_AS((void)bed.start(rows), std::invalid_argument);  // with a digest too many
 }
 
 TEST_CASE("where there is no CUDA driver, asking for its device says so") {

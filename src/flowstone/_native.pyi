@@ -233,19 +233,34 @@ class Device:
         GATHERED_ALIGNMENT_BYTES: there once a copy is over that is queued after a later `follow`. The device takes the
         memory back with the array. Takes no memory of the device's. Raises OSError, as `follow`.
         """
-    def reserve_gather(self, *, runs: int, bytes: int) -> None:
-        """Have host memory ready for a gather of so many runs, and bytes."""
+    def digest(self, stream: int, address: NDArray[np.uint64], length: NDArray[np.uint64]) -> Digested | None:
+        """Have `stream` digest the chunks of rows of the device's memory; the digests are there when those of a
+        `gather` would be. None if the device cannot: its driver has refused the kernel, or pinned memory. Raises
+        OSError, as `follow`.
+        """
+    def reserve_launches(self, *, runs: int, bytes: int, chunks: int, short_chunks: int) -> None:
+        """Have host memory ready for a gather of so many runs, and bytes, and at the same time for digests of so many
+        chunks, of which some have DIGESTED_BY_HOST_MAX bytes or less.
+        """
     @property
     def pci_address(self) -> str: ...  # as below /sys/bus/pci/devices; "" if unknown
     def is_recording(self, stream: int) -> bool:
         """Whether work that `stream` gets becomes part of a graph instead of being executed."""
 
+class Digested:
+    """Digests that a device has made of the chunks of rows, one row after the other."""
+
+    def digest(self, chunk: int) -> int: ...
+
 def cuda_device(*, ordinal: int, name: str) -> Device:
     """Copies on a CUDA stream of their own, of the GPU of that number. Raises OSError where there is no driver."""
 
 GATHERED_ALIGNMENT_BYTES: int
+DIGESTED_BY_HOST_MAX: int
+"""Bytes of a chunk that is gathered, because the kernel does not know XXH3's rule for it."""
 GATHER_PTX: str
-"""The kernel's text."""
+DIGEST_PTX: str
+"""The kernels' texts."""
 
 LINE_BYTES: int
 """A sample of a lazy row."""
@@ -358,6 +373,8 @@ class WriteExtents:
     seed[i]: by it the lines of a lazy row lie where they do (None: 0).
     samples: for each device, LINE_BYTES at each of the `line_begins` of its lazy rows, in the order of the rows;
     there before the device's first copy is made, and kept by the caller until all is captured.
+    digested: for each device, those of its lazy rows' chunks, in that order, in the place of samples; or None: there
+    are samples. Kept as samples are. Empty: None for each.
     encoder: None is the identity. With another one chunks lie where WriteJob.stored says, and a row of NO_DIGEST must
     fill the first blocks of its file. It is for files from number `encoded_from` on.
     derived: how each of the encoder's rows may follow from another one (0: it does not, 1: it has the same bytes, 2
@@ -376,7 +393,7 @@ class WriteExtents:
         samples: Sequence[NDArray[np.uint8]] = (), seed: NDArray[np.uint64] | None = None,
         encoder: Encoder | None = None, encoded_from: int = 0,
         derived: tuple[NDArray[np.uint8], NDArray[np.uint64]] | None = None, feed: Feed | None = None,
-        gathered: NDArray[np.bool_] | None = None,
+        gathered: NDArray[np.bool_] | None = None, digested: Sequence[Digested | None] = (),
     ) -> None: ...
     def sample_digests(self) -> NDArray[np.uint64]:
         """For each row a digest of a few lines of it, as they are now (of a device's: as `samples` has them).
@@ -480,7 +497,7 @@ class WriteJob:
         file number `file`. Blocks.
         """
     @property
-    def exact_bytes(self) -> int: ...  # of lazy rows of which every write is noticed until they are captured
+    def exact_bytes(self) -> int: ...  # of lazy rows of which every change is noticed until they are captured
     @property
     def sampled_bytes(self) -> int: ...  # of the others
     @property
@@ -537,7 +554,7 @@ class Engine:
     def write(
         self, arena: Arena, files: Sequence[tuple[File, int]], rows: WriteExtents, *, gap_bytes: int = 0,
         blocks: int | None = None, bytes_per_s: int = 0, cap_bytes_per_s: int = 0,
-        watch: Literal["auto", "exact", "samples"] = "samples", files_ready: bool = True,
+        watch: Literal["auto", "digests", "exact", "samples"] = "samples", files_ready: bool = True,
     ) -> WriteJob:
         """Start writing; `files` are (file, size in bytes). Returns at once.
 
@@ -552,8 +569,8 @@ class Engine:
         blocks     how many arena blocks lazy rows may hold at once before `expedite`, at least one; None: any number
         bytes_per_s  how fast lazy rows may begin before `expedite`; 0: as fast as they can
         cap_bytes_per_s  limit of the rate at which any window begins, in any case; 0: no limit
-        watch      which lazy rows are watched exactly, if the system can: by what it costs, all, none. Others are
-                   sampled
+        watch      which lazy rows on the host are watched exactly, if the system can: by what it costs ("auto" and
+                   "digests"), all, none. Others are sampled
         files_ready  False: nothing is written before the job's `files_ready`, and what is captured meanwhile stays in
                    the arena. A job that is never told so ends by `cancel`
         """

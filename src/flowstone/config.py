@@ -180,7 +180,8 @@ TUNING_BYTES_MAX = 64 * KIB  # of a tuning file; a longer file is ignored
 
 Backend = Literal["auto", "io_uring", "posix"]
 Direct = Literal["auto", "on", "off"]
-Watch = Literal["auto", "exact", "samples"]
+Watch = Literal["auto", "digests", "exact", "samples"]
+DIGESTED_ON_DEVICES: Collection[Watch] = ("digests", "exact")  # with these, a device digests what it has
 Compress = Literal["auto", "off", "derived", "max"]
 Direction = Literal["write", "read"]
 
@@ -288,7 +289,9 @@ class EngineOptions:
     `compress`, later saves encode what has changed of them, as long as that is shorter (docs/LIMITS.md). 0: none
     watch           how changes before capture are detected in tensors captured after `save` returned (docs/LIMITS.md).
     "exact": every write is detected, or the save is refused. "samples": some bytes are compared.
-    "auto": exact where that costs almost nothing (memory in huge pages, and 64 MiB of other memory)
+    "auto": exact where that costs almost nothing (memory in huge pages, and 64 MiB of other memory).
+    "digests": as "auto", and a GPU digests all that is captured later, when `save` is called: it reads that at its
+    memory's rate, before what comes next in the current stream
     share_reads     bytes that several ranks of one node need are read by one of them and passed on through shared
     memory, where reads bypass the page cache. Off: each rank reads for itself
     """
@@ -314,9 +317,10 @@ class EngineOptions:
             value = getattr(self, name)
             if not isinstance(value, bool) and (value is not None or name == "share_reads"):
                 raise ArgumentError(f"{name} {value!r:.60} is neither True nor False", next="give one of them")
-        if self.watch not in ("auto", "exact", "samples"):
+        if self.watch not in ("auto", "digests", "exact", "samples"):
             raise ArgumentError(
-                f"watch {self.watch!r} is not one of 'auto', 'exact', 'samples'", next="'auto' is the default"
+                f"watch {self.watch!r} is not one of 'auto', 'digests', 'exact', 'samples'",
+                next="'auto' is the default",
             )
         if self.compress not in ("auto", "off", "derived", "max"):
             raise ArgumentError(

@@ -33,7 +33,7 @@ GOOD: table.Stages = {
     "performance": [
         row("save, p95", 9.5), row("capture, warm", 50.0), row("durable, later", 2.8), row("load, cold", 5.6),
         row("step time lost outside of the fence", 0.5), row("what was loaded is what was saved", True),
-        row("saves, false alarms", 0, of=20),
+        row("saves, false alarms", 0, of=20), row("saves, false alarms, with digests", 0, of=10),
     ],
     "rivals": [row("flowstone: perceived", 980.0), row("torch.save: perceived", 20.0)],
 }
@@ -53,6 +53,7 @@ def test_a_session_in_which_all_is_well_passes_every_line() -> None:
     ("faults", row("fault: fork", "stood still", passed=False), "faults that end badly: none"),
     ("performance", row("what was loaded is what was saved", False), "loads of other bits: none"),
     ("performance", row("saves, false alarms", 1, of=20), "false alarms: none"),
+    ("performance", row("saves, false alarms, with digests", 1, of=10), "false alarms: none"),
     ("performance", row("save, p95", 10.5), "save, p95, under 10 ms"),
     ("performance", row("capture, warm", 48.0), "warm capture, of the pinned rate, 0.9 and more"),
     ("performance", row("durable, later", 2.6), "durable, of the disk's rate, 0.9 and more"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 
 import msgspec
+from msgspec.structs import replace
 
 from flowstone import _native
 from flowstone.commit import publish
@@ -60,10 +61,10 @@ class Capture(msgspec.Struct, frozen=True, eq=False):
 
 
 def begin_capture(
-    store: Store, draft: publish.Draft, cached: CachedPlan, described: Described, arena: _native.Arena, pace: Pace,
-    base: Base | None,
+    target: WriteTarget, draft: publish.Draft, cached: CachedPlan, described: Described, pace: Pace, base: Base | None
 ) -> Capture:
-    """Start the capture of a save into its draft. Call it uninterrupted."""
+    """Start the capture of a save into its draft, `target`. Call it uninterrupted."""
+    store, arena = target.store, target.arena
     plan, places, late = cached.plan, cached.places(described), cached.late()
     described.counters.begin(late)
     lazy = lazy_pieces(cached.layout, cached.waiter)
@@ -73,8 +74,8 @@ def begin_capture(
     try:
         if plan.rests.any() or cached.kept is not None:
             referred = refer(store, draft, base, plan, cached.kept)
-        target = WriteTarget(store, draft.directory, arena, None if referred is None else referred.chunks)
-        staged = _capture_into(target, draft, cached, places, pace, reserved=not is_aside)
+        chunks = None if referred is None else referred.chunks
+        staged = _capture_into(replace(target, base=chunks), draft, cached, places, pace, reserved=not is_aside)
     except BaseException as error:
         if getattr(error, "errno", 0) != errno.EEXIST:  # a file that existed before is not ours
             _remove(store, draft, plan, referred)

@@ -13,7 +13,7 @@ from flowstone.config import BLOCK_BYTES, CHUNK_BYTES, PACKED_BELOW_BYTES, POLL_
 from flowstone.events import Prepared
 from flowstone.log import log
 from flowstone.stage.device import side_stream
-from flowstone.stage.gather import gathered_needs
+from flowstone.stage.gather import reserve
 from flowstone.stage.numa import node_of, placing_refused
 from flowstone.table.pieces import Layout, Memory, Places
 
@@ -43,8 +43,8 @@ class Preparation:
             arena.use(stream.native)
             return
 
-    def reserve(self, layout: Layout, places: Places) -> None:
-        """Have the devices' memory for what they gather at the begin of a save ready."""
+    def reserve(self, layout: Layout, places: Places, *, digests: bool) -> None:
+        """Have the devices' memory for what they gather, and digest, at the begin of a save ready."""
         length = layout.pieces.lengths()
         positions = dict[str, list[int]]()
         for at, memory in places.apart.items():
@@ -52,8 +52,7 @@ class Preparation:
         for device in positions.keys() - {"cpu"}:
             stream = side_stream(device)
             if stream is not None:
-                runs, size = gathered_needs(length[positions[device]])
-                stream.native.reserve_gather(runs=runs, bytes=size)
+                reserve(stream.native, length[positions[device]], digests=digests)
 
     def grow(self, arena: _native.Arena, total_bytes: int) -> None:
         """Wait until that many bytes of the arena are touched, and pinned. An interrupt ends the wait alone."""

@@ -27,7 +27,7 @@ from flowstone.commit import catalog, publish
 from flowstone.commit.entries import step_directory
 from flowstone.commit.read import encode_sections
 from flowstone.commit.writer import StoreWriter, newest_step
-from flowstone.config import FIRST_ARENA_BYTES, EngineOptions
+from flowstone.config import DIGESTED_ON_DEVICES, FIRST_ARENA_BYTES, EngineOptions
 from flowstone.errors import FlowstoneError, StepExistsError
 from flowstone.events import Committed, Prepared, SaveFailed, SaveStarted
 from flowstone.log import log
@@ -53,6 +53,7 @@ from flowstone.ranks import error_for_others
 from flowstone.runtime.ending import Ending, without_frames
 from flowstone.runtime.threads import Threads, hand_over
 from flowstone.runtime.writer_lock import Owner
+from flowstone.stage.capture import WriteTarget
 from flowstone.stage.device import as_on_this_thread, await_pinned, check_not_recording, let_streams_go
 from flowstone.stage.fence import SAVE_OUTSIDE
 from flowstone.state import Described, describe, found_in, warn_of_save
@@ -145,7 +146,8 @@ class Saves:
             described = describe(state, rank=self._group.rank, whole=self._group.alone)
         memories = described.places.apart.values()
         captures.preparation.use(captures.open_for(memories), memories)
-        captures.preparation.reserve(described.layout, described.places)
+        digests = self._options.watch in DIGESTED_ON_DEVICES
+        captures.preparation.reserve(described.layout, described.places, digests=digests)
         needed = staging_bytes(described.layout, self._group.size)
         if captures.preparation.device:
             needed = with_rests(needed, captures.arena)
@@ -248,7 +250,8 @@ class Saves:
             self.captures.preparation.use(arena, memories)
         pace = self.captures.pace(plan, self._store.settings("write").tuning)
         draft = publish.begin(self._store, run.save.step, self._coordinator.draft_name(run.this_try))
-        capture = begin_capture(self._store, draft, cached, described, arena, pace, self._known_base())
+        target = WriteTarget(self._store, draft.directory, arena, watch=self._options.watch)
+        capture = begin_capture(target, draft, cached, described, pace, self._known_base())
         try:
             arena.grow(min(capture.arena_bytes, FIRST_ARENA_BYTES, self.captures.spare_bytes))
             if not capture.is_reserved:

@@ -21,9 +21,9 @@ alike, in any case.
 **Changes that escape the fence** are detected by tensors' version counters (`state/counters.py`), and by the engine
 (`native/mutation_detector.h`): by written pages, where the kernel reports them at acceptable cost; else by comparing a
 few lines of every chunk of a lazy piece with copies from the start of the save (on a device, the current stream gathers
-them). A window is digested in its block, so file and digest agree whatever happens to the source. A difference is a
-fault of that job, an error in its receipt: the save fails with `StateChangedError`, which names the tensors, and the
-previous checkpoint stays the newest.
+them), or the digests of all its chunks with those that a device made then. A window is digested in its block, so file
+and digest agree whatever happens to the source. A difference is a fault of that job, an error in its receipt: the save
+fails with `StateChangedError`, which names the tensors, and the previous checkpoint stays the newest.
 
 **Memory that goes away** in the meantime is one more such fault. A storage may free or move its memory at any time, so
 the kernel copies it (`native/live_memory.h`), and reports unmapped addresses; once all is captured, each storage is
@@ -40,7 +40,7 @@ import torch
 from numpy.typing import NDArray
 
 from flowstone import _native
-from flowstone.config import BLOCK_BYTES
+from flowstone.config import BLOCK_BYTES, DIGESTED_ON_DEVICES, Watch
 from flowstone.errors import StorageError, UnsupportedStateError
 from flowstone.format.digest import digest
 from flowstone.format.segment import encode_chunks_header, encode_header
@@ -95,12 +95,14 @@ class WriteTarget(msgspec.Struct, frozen=True, eq=False):
     """Where segments are written to: a directory of a store, through the blocks of an arena.
 
     base  what the base has; given if the plan has a segment of chunks
+    watch  how changes before the capture are detected: see EngineOptions
     """
 
     store: Store
     directory: str
     arena: _native.Arena
     base: BaseChunks | None = None
+    watch: Watch = "auto"
 
 
 def start_capture(
@@ -125,7 +127,7 @@ def start_capture(
     headers, digests = (known or Headers()).of(plan, offsets)
     count = len(headers)
     seeds = _seeds(len(address), seed)
-    gathered = gather_for(plan, streams, device, address, seeds)
+    gathered = gather_for(plan, streams, device, address, seeds, digests=target.watch in DIGESTED_ON_DEVICES)
 
     def column(first: object, rest: NDArray[Any], kind: type[_Number]) -> NDArray[_Number]:
         return np.concatenate([np.asarray(first, kind), rest.astype(kind, copy=False)])[plan.order]
@@ -144,7 +146,7 @@ def start_capture(
         lazy=column(np.full(count, plan.lazy.any()), plan.lazy, np.bool_),
         device=column(np.full(count, -1), device, np.int32), devices=[stream.native for stream in streams],
         gathered=column(np.zeros(count), gathered.whole, np.bool_) if streams else None,
-        samples=gathered.samples, seed=column(np.zeros(count), seeds, np.uint64),
+        samples=gathered.samples, digested=gathered.digested, seed=column(np.zeros(count), seeds, np.uint64),
         encoder=encoder_of(target.base, plan),
         encoded_from=sum(not segment.chunks for segment in plan.segments),
         derived=None if not plan.derivation.any() else (
@@ -180,7 +182,8 @@ def _check_watched(writing: Writing, plan: WritePlan) -> None:
     name = plan.pieces.names[plan.order[watched.row] - len(plan.segments)]
     raise UnsupportedStateError(
         f'{name} cannot be watched for every write, as watch="exact" requires', found=watched.reason,
-        expected="contiguous host memory that is private to this process and not mapped from a file", next=remedy,
+        expected="contiguous host memory that is private to this process and not mapped from a file, or memory of a GPU"
+        " whose driver takes our kernel", next=remedy,
     )
 
 

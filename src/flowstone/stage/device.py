@@ -62,6 +62,13 @@ class SideStream(Protocol):
         raises  as `wait_current`
         """
 
+    def digest(self, address: NDArray[np.uint64], length: NDArray[np.uint64]) -> _native.Digested | None:
+        """Digests of the chunks of rows of the device's memory, as the current stream sees them, all by one kernel, and
+        there before the first copy after a `wait_current`. None if the device cannot make them.
+
+        raises  as `wait_current`
+        """
+
 
 def as_on_this_thread(devices: Iterable[str]) -> Callable[[], AbstractContextManager[object]]:
     """Makes a context in which any thread has the current streams of `devices` that this thread has now."""

@@ -2,7 +2,7 @@
 
 One kernel for each device, on the current stream, writes all of it into pinned host memory (native/gather_kernel.h):
 no call for each piece, no memory of the device's, no wait. The engine reads that memory once its own stream comes
-there.
+there. In the place of samples, a second kernel makes digests of all their chunks (native/digest_kernel.h).
 """
 
 from __future__ import annotations
@@ -24,33 +24,40 @@ _ALIGNMENT = np.uint64(_native.GATHERED_ALIGNMENT_BYTES)
 class Gathered(msgspec.Struct, frozen=True, eq=False):
     """Memory that devices fill behind the work in their current streams: keep it alive until all is captured.
 
-    samples  for each device, lines of its lazy pieces, in the order of the plan's rows
+    samples  for each device, lines of its lazy pieces, in the order of the plan's rows; none, if there are digests
+    digested  for each device, digests of its lazy pieces' chunks, in that order, or None
     whole    for each piece, whether it is gathered whole
     address  of each piece: where it is gathered, or as before
     """
 
     samples: tuple[NDArray[np.uint8], ...]
+    digested: tuple[_native.Digested | None, ...]
     whole: NDArray[np.bool_]
     address: NDArray[np.uint64]
 
 
 def gather_for(
     plan: WritePlan, streams: Sequence[SideStream], device: NDArray[np.int32], address: NDArray[np.uint64],
-    seeds: NDArray[np.uint64],
+    seeds: NDArray[np.uint64], *, digests: bool,
 ) -> Gathered:
     """Have each device gather what a save of `plan` needs. Columns, one row for each piece; `device`: into `streams`.
+
+    digests  of all lazy bytes, where a device can make them, in the place of samples
 
     raises  StateError, StorageError  as `SideStream.wait_current`
     """
     if not streams:
-        return Gathered((), np.zeros(len(address), np.bool_), address)
+        return Gathered((), (), np.zeros(len(address), np.bool_), address)
     small = (device >= 0) & ~plan.lazy & (plan.length < PACKED_BELOW_BYTES)
     small &= np.cumsum(np.where(small, _rounded(plan.length), np.uint64(0))) <= GATHERED_BYTES_MAX
-    address, samples = address.copy(), []
+    address, samples, digested = address.copy(), [], []
     order = plan.order - len(plan.segments)
     order = order[order >= 0]  # the others are headers
     for at, stream in enumerate(streams):
         lazy = order[plan.lazy[order] & (device[order] == at)]
+        made = stream.digest(address[lazy], plan.length[lazy]) if digests and len(lazy) else None
+        digested.append(made)
+        lazy = lazy[:0] if made is not None else lazy
         lines, whole = lines_of(address[lazy], plan.length[lazy], seeds[lazy]), np.flatnonzero(small & (device == at))
         sampled_bytes = len(lines) * _native.LINE_BYTES
         line_lengths = np.full(len(lines), _native.LINE_BYTES, np.uint64)  # lazy pieces are longer
@@ -59,7 +66,7 @@ def gather_for(
         room = _rounded(plan.length[whole])
         address[whole] = found.ctypes.data + sampled_bytes + np.cumsum(room) - room
         samples.append(found[:sampled_bytes])
-    return Gathered(tuple(samples), small, address)
+    return Gathered(tuple(samples), tuple(digested), small, address)
 
 
 def sample(
@@ -76,6 +83,16 @@ def lines_of(
     """Where the sampled lines of pieces begin in memory."""
     counts = _line_counts(length)
     return np.repeat(address, counts) + _native.line_begins(length.astype(np.uint64, copy=False), seeds)
+
+
+def reserve(native: _native.Device, length: NDArray[np.uint64], *, digests: bool) -> None:
+    """Have a device's memory for what it gathers of pieces of these lengths, at the begin of a save, ready."""
+    runs, size = gathered_needs(length)
+    large = length[length >= PACKED_BELOW_BYTES].astype(np.int64)
+    rest = large % CHUNK_BYTES
+    chunks = int((-(-large // CHUNK_BYTES)).sum())
+    short = int(((rest > 0) & (rest <= _native.DIGESTED_BY_HOST_MAX)).sum())
+    native.reserve_launches(runs=runs, bytes=size, chunks=chunks * digests, short_chunks=short * digests)
 
 
 def gathered_needs(length: NDArray[np.uint64]) -> tuple[int, int]:

@@ -39,6 +39,13 @@ class OwnStream:
         except OSError as error:
             raise _refusal(error) from error
 
+    def digest(self, address: NDArray[np.uint64], length: NDArray[np.uint64]) -> _native.Digested | None:
+        self.check_current("save", SAVE_OUTSIDE)
+        try:
+            return self.native.digest(self._current(), address, length)
+        except OSError as error:
+            raise _refusal(error) from error
+
     def block_current(self, *, early: bool = False) -> None:
         self.check_current("change the state", FENCE_BEFORE)
         try:

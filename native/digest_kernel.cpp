@@ -1,0 +1,387 @@
+#include "digest_kernel.h"
+
+#include <algorithm>
+#include <climits>
+#include <cstring>
+#include <new>
+#include <utility>
+#include <vector>
+
+#include "bounds.h"
+#include "digest.h"
+
+namespace flowstone {
+
+// XXH3-64 with seed 0 (https://github.com/Cyan4973/xxHash), for more than 240 bytes: eight sums of 64 bits, a pair of them for
+// each thread, to which stripes of 64 bytes are added in any order; after 16 stripes, a block, the sums are turned. A warp has one
+// part. All threads of it take the same way, but for loads of the last stripes, so that they meet at each shuffle.
+const KernelText digest_text{R"ptx(
+.version 6.0
+.target sm_50
+.address_size 64
+
+// 24 words of XXH3's secret from its begin; 8 from its byte 121, for the last stripe; 8 from byte 11, for the end; the first sums.
+.const .align 8 .u64 digest_keys[48] = {
+    0xbe4ba423396cfeb8, 0x1cad21f72c81017c, 0xdb979083e96dd4de, 0x1f67b3b7a4a44072,
+    0x78e5c0cc4ee679cb, 0x2172ffcc7dd05a82, 0x8e2443f7744608b8, 0x4c263a81e69035e0,
+    0xcb00c391bb52283c, 0xa32e531b8b65d088, 0x4ef90da297486471, 0xd8acdea946ef1938,
+    0x3f349ce33f76faa8, 0x1d4f0bc7c7bbdcf9, 0x3159b4cd4be0518a, 0x647378d9c97e9fc8,
+    0xc3ebd33483acc5ea, 0xeb6313faffa081c5, 0x49daf0b751dd0d17, 0x9e68d429265516d3,
+    0xfca1477d58be162b, 0xce31d07ad1b8f88f, 0x280416958f3acb45, 0x7e404bbbcafbd7af,
+    0xea647378d9c97e9f, 0xc5c3ebd33483acc5, 0x17eb6313faffa081, 0xd349daf0b751dd0d,
+    0x2b9e68d429265516, 0x8ffca1477d58be16, 0x45ce31d07ad1b8f8, 0xaf280416958f3acb,
+    0x6dd4de1cad21f72c, 0xa44072db979083e9, 0xe679cb1f67b3b7a4, 0xd05a8278e5c0cc4e,
+    0x4608b82172ffcc7d, 0x9035e08e2443f774, 0x52283c4c263a81e6, 0x65d088cb00c391bb,
+    0x00000000c2b2ae3d, 0x9e3779b185ebca87, 0xc2b2ae3d27d4eb4f, 0x165667b19e3779f9,
+    0x85ebca77c2b2ae63, 0x0000000085ebca77, 0x27d4eb2f165667c5, 0x000000009e3779b1
+};
+
+.visible .entry flowstone_digest(
+    .param .u64 digest_table,
+    .param .u64 digest_out,
+    .param .u32 digest_parts
+)
+{
+    .reg .pred over, wide, apart, more, last, takes;
+    .reg .u32 part, parts, step, thread, warps, lane, pair, stripe, bytes, number, stripes, block, blocks, round, skew, rest, at, low, high;
+    .reg .u64 table, out, entry, source, along, keys, own, from, place, value, length;
+    .reg .u64 key_a, key_b, key_c, key_d, turn_a, turn_b, use_a, use_b, sum_a, sum_b, add_a, add_b;
+    .reg .u64 n0, n1, n2, n3, n4, n5, x0, x1, y0, y1;
+
+    ld.param.u64 table, [digest_table];
+    ld.param.u64 out, [digest_out];
+    ld.param.u32 parts, [digest_parts];
+    mov.u32 thread, %tid.x;
+    mov.u32 warps, %ntid.x;
+    shr.u32 warps, warps, 5;
+    shr.u32 at, thread, 5;
+    mov.u32 part, %ctaid.x;
+    mad.lo.u32 part, part, warps, at;
+    mov.u32 step, %nctaid.x;
+    mul.lo.u32 step, step, warps;
+
+    // Of each stripe of 64 bytes a thread takes the pair of lanes at 16 * pair; of each block of 16 stripes two of them.
+    and.b32 lane, thread, 31;
+    and.b32 pair, lane, 3;
+    shr.u32 stripe, lane, 2;
+    mad.wide.u32 along, lane, 16, 0;
+    mov.u64 keys, digest_keys;
+    mad.wide.u32 own, pair, 16, keys;
+    mad.wide.u32 entry, stripe, 8, own;
+    ld.const.u64 key_a, [entry];
+    ld.const.u64 key_b, [entry+8];
+    ld.const.u64 key_c, [entry+64];
+    ld.const.u64 key_d, [entry+72];
+    ld.const.u64 turn_a, [own+128];
+    ld.const.u64 turn_b, [own+136];
+
+next_part:
+    setp.ge.u32 over, part, parts;
+    @over bra end;
+    mad.wide.u32 entry, part, 16, table;
+    ld.global.u64 source, [entry];
+    ld.global.u32 bytes, [entry+8];
+    ld.global.u32 number, [entry+12];
+    sub.u32 stripes, bytes, 1;
+    shr.u32 stripes, stripes, 6;
+    shr.u32 blocks, stripes, 4;
+    and.b32 stripes, stripes, 15;
+    ld.const.u64 sum_a, [own+320];
+    ld.const.u64 sum_b, [own+328];
+
+    // Memory is read by aligned words that have a byte of the part. `from`: those of the thread in the next block.
+    cvt.u32.u64 skew, source;
+    and.b32 at, skew, 15;
+    setp.eq.u32 wide, at, 0;
+    and.b32 skew, skew, 7;
+    setp.ne.u32 apart, skew, 0;
+    shl.b32 skew, skew, 3;
+    sub.u32 rest, 64, skew;
+    add.u64 from, source, along;
+    and.b64 from, from, 0xfffffffffffffff8;
+    mov.u32 block, 0;
+    setp.lt.u32 more, block, blocks;
+    @!more bra next_round;
+    @wide ld.global.v2.u64 {n0, n1}, [from];
+    @wide ld.global.v2.u64 {n3, n4}, [from+512];
+    @wide bra next_round;
+    ld.global.u64 n0, [from];
+    ld.global.u64 n1, [from+8];
+    ld.global.u64 n3, [from+512];
+    ld.global.u64 n4, [from+520];
+    @!apart bra next_round;
+    ld.global.u64 n2, [from+16];
+    ld.global.u64 n5, [from+528];
+
+next_round:
+    mov.u64 add_a, 0;
+    mov.u64 add_b, 0;
+    setp.ge.u32 last, block, blocks;
+    @last bra tail;
+    mov.u64 x0, n0;
+    mov.u64 x1, n1;
+    mov.u64 y0, n3;
+    mov.u64 y1, n4;
+    @!apart bra straight;
+    shr.u64 x0, n0, skew;
+    shl.b64 value, n1, rest;
+    or.b64 x0, x0, value;
+    shr.u64 x1, n1, skew;
+    shl.b64 value, n2, rest;
+    or.b64 x1, x1, value;
+    shr.u64 y0, n3, skew;
+    shl.b64 value, n4, rest;
+    or.b64 y0, y0, value;
+    shr.u64 y1, n4, skew;
+    shl.b64 value, n5, rest;
+    or.b64 y1, y1, value;
+straight:
+    // The next block is on its way while this one is computed with.
+    add.u32 block, block, 1;
+    add.u64 from, from, 1024;
+    setp.lt.u32 more, block, blocks;
+    @!more bra there;
+    @wide ld.global.v2.u64 {n0, n1}, [from];
+    @wide ld.global.v2.u64 {n3, n4}, [from+512];
+    @wide bra there;
+    ld.global.u64 n0, [from];
+    ld.global.u64 n1, [from+8];
+    ld.global.u64 n3, [from+512];
+    ld.global.u64 n4, [from+520];
+    @!apart bra there;
+    ld.global.u64 n2, [from+16];
+    ld.global.u64 n5, [from+528];
+there:
+    xor.b64 value, x0, key_a;
+    mov.b64 {low, high}, value;
+    mad.wide.u32 add_a, low, high, x1;
+    xor.b64 value, x1, key_b;
+    mov.b64 {low, high}, value;
+    mad.wide.u32 add_b, low, high, x0;
+    xor.b64 value, y0, key_c;
+    mov.b64 {low, high}, value;
+    mad.wide.u32 add_a, low, high, add_a;
+    add.u64 add_a, add_a, y1;
+    xor.b64 value, y1, key_d;
+    mov.b64 {low, high}, value;
+    mad.wide.u32 add_b, low, high, add_b;
+    add.u64 add_b, add_b, y0;
+    bra sum_up;
+
+    // Behind the blocks: whole stripes in two rounds, and in a third one the last 64 bytes, with other keys.
+tail:
+    mov.u32 round, 0;
+    mad.wide.u32 place, blocks, 1024, source;
+    add.u64 place, place, along;
+    mov.u64 use_a, key_a;
+    mov.u64 use_b, key_b;
+    setp.lt.u32 takes, stripe, stripes;
+next_pair:
+    @!takes bra pair_over;
+    cvt.u32.u64 low, place;
+    and.b32 low, low, 7;
+    setp.ne.u32 over, low, 0;
+    shl.b32 low, low, 3;
+    sub.u32 high, 64, low;
+    and.b64 entry, place, 0xfffffffffffffff8;
+    ld.global.u64 n0, [entry];
+    ld.global.u64 n1, [entry+8];
+    mov.u64 n2, 0;
+    @over ld.global.u64 n2, [entry+16];
+    shr.u64 x0, n0, low;
+    shl.b64 value, n1, high;
+    or.b64 x0, x0, value;
+    shr.u64 x1, n1, low;
+    shl.b64 value, n2, high;
+    or.b64 x1, x1, value;
+    xor.b64 value, x0, use_a;
+    mov.b64 {low, high}, value;
+    mad.wide.u32 add_a, low, high, add_a;
+    add.u64 add_a, add_a, x1;
+    xor.b64 value, x1, use_b;
+    mov.b64 {low, high}, value;
+    mad.wide.u32 add_b, low, high, add_b;
+    add.u64 add_b, add_b, x0;
+pair_over:
+    setp.eq.u32 over, round, 2;
+    @over bra sum_up;
+    setp.eq.u32 over, round, 1;
+    add.u32 round, round, 1;
+    @over bra last_stripe;
+    add.u64 place, place, 512;
+    add.u32 at, stripe, 8;
+    setp.lt.u32 takes, at, stripes;
+    mov.u64 use_a, key_c;
+    mov.u64 use_b, key_d;
+    bra next_pair;
+last_stripe:
+    cvt.u64.u32 length, bytes;
+    add.u64 place, source, length;
+    add.u64 place, place, along;
+    sub.u64 place, place, 64;
+    setp.lt.u32 takes, lane, 4;
+    ld.const.u64 use_a, [own+192];
+    ld.const.u64 use_b, [own+200];
+    bra next_pair;
+
+    // The same lanes are in eight threads; afterwards all of these have their sums.
+sum_up:
+    mov.b64 {low, high}, add_a;
+    shfl.sync.bfly.b32 low, low, 16, 31, 0xffffffff;
+    shfl.sync.bfly.b32 high, high, 16, 31, 0xffffffff;
+    mov.b64 value, {low, high};
+    add.u64 add_a, add_a, value;
+    mov.b64 {low, high}, add_b;
+    shfl.sync.bfly.b32 low, low, 16, 31, 0xffffffff;
+    shfl.sync.bfly.b32 high, high, 16, 31, 0xffffffff;
+    mov.b64 value, {low, high};
+    add.u64 add_b, add_b, value;
+    mov.b64 {low, high}, add_a;
+    shfl.sync.bfly.b32 low, low, 8, 31, 0xffffffff;
+    shfl.sync.bfly.b32 high, high, 8, 31, 0xffffffff;
+    mov.b64 value, {low, high};
+    add.u64 add_a, add_a, value;
+    mov.b64 {low, high}, add_b;
+    shfl.sync.bfly.b32 low, low, 8, 31, 0xffffffff;
+    shfl.sync.bfly.b32 high, high, 8, 31, 0xffffffff;
+    mov.b64 value, {low, high};
+    add.u64 add_b, add_b, value;
+    mov.b64 {low, high}, add_a;
+    shfl.sync.bfly.b32 low, low, 4, 31, 0xffffffff;
+    shfl.sync.bfly.b32 high, high, 4, 31, 0xffffffff;
+    mov.b64 value, {low, high};
+    add.u64 add_a, add_a, value;
+    mov.b64 {low, high}, add_b;
+    shfl.sync.bfly.b32 low, low, 4, 31, 0xffffffff;
+    shfl.sync.bfly.b32 high, high, 4, 31, 0xffffffff;
+    mov.b64 value, {low, high};
+    add.u64 add_b, add_b, value;
+    add.u64 sum_a, sum_a, add_a;
+    add.u64 sum_b, sum_b, add_b;
+    @last bra merge;
+    shr.u64 value, sum_a, 47;
+    xor.b64 sum_a, sum_a, value;
+    xor.b64 sum_a, sum_a, turn_a;
+    mul.lo.u64 sum_a, sum_a, 0x9e3779b1;
+    shr.u64 value, sum_b, 47;
+    xor.b64 sum_b, sum_b, value;
+    xor.b64 sum_b, sum_b, turn_b;
+    mul.lo.u64 sum_b, sum_b, 0x9e3779b1;
+    bra next_round;
+
+    // Four pairs become one number, which the first thread writes.
+merge:
+    ld.const.u64 use_a, [own+256];
+    ld.const.u64 use_b, [own+264];
+    xor.b64 sum_a, sum_a, use_a;
+    xor.b64 sum_b, sum_b, use_b;
+    mul.lo.u64 add_a, sum_a, sum_b;
+    mul.hi.u64 add_b, sum_a, sum_b;
+    xor.b64 add_a, add_a, add_b;
+    mov.b64 {low, high}, add_a;
+    shfl.sync.bfly.b32 low, low, 1, 31, 0xffffffff;
+    shfl.sync.bfly.b32 high, high, 1, 31, 0xffffffff;
+    mov.b64 value, {low, high};
+    add.u64 add_a, add_a, value;
+    mov.b64 {low, high}, add_a;
+    shfl.sync.bfly.b32 low, low, 2, 31, 0xffffffff;
+    shfl.sync.bfly.b32 high, high, 2, 31, 0xffffffff;
+    mov.b64 value, {low, high};
+    add.u64 add_a, add_a, value;
+    cvt.u64.u32 length, bytes;
+    mad.lo.u64 add_a, length, 0x9e3779b185ebca87, add_a;
+    shr.u64 value, add_a, 37;
+    xor.b64 add_a, add_a, value;
+    mul.lo.u64 add_a, add_a, 0x165667919e3779f9;
+    shr.u64 value, add_a, 32;
+    xor.b64 add_a, add_a, value;
+    setp.ne.u32 over, lane, 0;
+    @over bra part_over;
+    mad.wide.u32 entry, number, 8, out;
+    st.global.u64 [entry], add_a;
+part_over:
+    add.u32 part, part, step;
+    bra next_part;
+
+end:
+    ret;
+}
+)ptx", "flowstone_digest", 128, 4, INT32_MAX};
+
+/// The kernel's table and its output, in a buffer of the device's; and what the host digests.
+class DigestKernel::Lease final : public Digested {
+public:
+    Lease(std::shared_ptr<const DigestKernel> kernel, std::shared_ptr<LaunchMemory> from, std::uint64_t runs)
+        : buffer(std::move(kernel), std::move(from), needed_bytes(runs)), runs_(runs) {}
+
+    /// A run that the kernel leaves out: its bytes are gathered.
+    struct Short {
+        std::uint64_t number;
+        std::uint32_t bytes;
+        std::uint64_t offset;
+    };
+
+    std::uint64_t runs() const override { return runs_; }
+    std::uint64_t digest(std::uint64_t run) const override {
+        const auto found = std::partition_point(shorts.begin(), shorts.end(), [run](const Short& one) { return one.number < run; });
+        if (found != shorts.end() && found->number == run) return xxh3_64(gathered->bytes().data() + found->offset, found->bytes);
+        std::uint64_t value = 0;
+        std::memcpy(&value, buffer->memory + run * sizeof value, sizeof value);
+        return value;
+    }
+
+    const LaunchLease buffer;
+    std::vector<Short> shorts;
+    std::shared_ptr<const Gathered> gathered;
+
+private:
+    const std::uint64_t runs_;
+};
+
+DigestKernel::DigestKernel(std::shared_ptr<const PrimaryContext> context, std::shared_ptr<LaunchMemory> memory, std::shared_ptr<GatherKernel> gather,
+                           CudaDriver::Stream stream)
+    : context_(std::move(context)), driver_(context_->driver()), memory_(std::move(memory)), gather_(std::move(gather)) {
+    const Visit visit(driver_, context_->get());
+    kernel_ = std::make_unique<TableKernel>(driver_, digest_text, stream);
+}
+
+DigestKernel::~DigestKernel() {
+    const Visit visit(driver_, context_->get());
+    memory_->settle();
+    kernel_.reset();
+}
+
+int DigestKernel::digest(CudaDriver::Stream stream, std::span<const DeviceRun> runs, std::shared_ptr<const Digested>& digested) {
+    // The kernel counts in 32 bits, and steps beyond a part's end before it compares.
+    const bool is_long = std::any_of(runs.begin(), runs.end(), [](const DeviceRun& run) { return run.bytes > INT32_MAX; });
+    if (runs.size() > UINT32_MAX || is_long) return cuda_invalid_value;
+    if (!kernel_->is_loaded()) return 0;
+    const Visit visit(driver_, context_->get());
+    const auto lease = std::make_shared<Lease>(shared_from_this(), memory_, runs.size());
+    const LaunchMemory::Buffer& buffer = *lease->buffer;
+    if (!buffer.is_pinned()) return 0;
+    auto* const parts = reinterpret_cast<DigestPart*>(buffer.memory + round_up(runs.size() * sizeof(std::uint64_t), alignof(DigestPart)));
+    std::uint32_t count = 0;
+    std::vector<DeviceRun> gathered;
+    std::uint64_t offset = 0;
+    for (std::size_t i = 0; i < runs.size(); ++i) {
+        if (runs[i].bytes > digested_by_host_max) {
+            new (parts + count++) DigestPart{runs[i].address, runs[i].bytes, static_cast<std::uint32_t>(i)};
+            continue;
+        }
+        lease->shorts.push_back({i, runs[i].bytes, offset});
+        gathered.push_back(runs[i]);
+        offset += round_up(runs[i].bytes, gathered_alignment_bytes);
+    }
+    if (!gathered.empty())
+        if (const int error = gather_->gather(stream, gathered, lease->gathered)) return error;
+    int error = count == 0 ? 0 : kernel_->launch(stream, reinterpret_cast<const std::byte*>(parts), buffer.memory, count);
+    const int noted = memory_->note_use(buffer, stream);
+    error = error != 0 ? error : noted;
+    if (error == 0) digested = lease;
+    return error;
+}
+
+std::uint64_t DigestKernel::needed_bytes(std::uint64_t runs) { return runs * (sizeof(std::uint64_t) + sizeof(DigestPart)); }
+
+}  // namespace flowstone

@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 
 import flowstone as fs
+from bench.paired import percentile
 from flowstone.events import Event
 from flowstone_demo.sizes import FULL
 from flowstone_demo.train import Training
@@ -81,10 +82,6 @@ def replayed(training: Training, root: Path) -> tuple[fs.Replay, bool]:
     assert report.replay is not None
     mine, theirs = training.model.parameters(), fresh.model.parameters()
     return report.replay, all(torch.equal(one, other) for one, other in zip(mine, theirs, strict=True))
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -1,9 +1,9 @@
-"""Where the time of a journal of every step goes: the same training, with one part of the journal left out at a time.
+"""Where the time of a journal of every step goes: the same training by each of the ways of bench/journal_ways.py.
 
-    python -m bench.journal_parts [--directory DIR] [--rounds 4] [--steps 10] [--only PART ...]
+    python -m bench.journal_parts [--directory DIR] [--rounds 30] [--steps 8] [--only WAY ...]
 
-Blocks of steps of each way take turns, each beside a block of plain steps, so that what the machine does meanwhile
-is in both. What is left out makes the journal worthless: this shows costs, and nothing else.
+Short blocks of steps of each way take turns, each between two blocks of plain steps (bench/paired.py), so that what the
+machine does meanwhile is in both.
 """
 
 from __future__ import annotations
@@ -15,71 +15,24 @@ import shutil
 import statistics
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import numpy as np
-from numpy.typing import NDArray
 
 import flowstone as fs
 from bench.every_step import journal_cpu_s, plain
-from flowstone.pipeline.journaling import Journaling
+from bench.journal_ways import PARTS, journaling_by
+from bench.paired import Block, summary
+from flowstone import _native
 from flowstone_demo.sizes import FULL
 from flowstone_demo.train import Training
 from flowstone_study import machine
 
-_write = Journaling._write
 BEFORE = 3  # steps of a block that are not counted: the whole checkpoint, and the step that copies gradients
-
-
-def _idle_write(self: Journaling, *arguments: Any) -> None:
-    """The journal's thread runs only where a processor would idle."""
-    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    _write(self, *arguments)
-
-
-def _nice_write(self: Journaling, *arguments: Any) -> None:
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
-    _write(self, *arguments)
-
-
-def _no_digests(address: NDArray[np.uint64], _: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    return np.zeros(len(address), np.uint64)
-
-
-def _not_written(*_: object, confirm: Callable[[], None] = lambda: None, **__: object) -> None:
-    confirm()
-
-
-def _nothing(*_: object) -> None: ...
-
-
-_DIGESTS = {"flowstone._native.digest_memory": _no_digests}
-_FINGERPRINT = {"flowstone.pipeline.journaling.Journaling._fingerprint": lambda *_: ""}
-_WRITE = {
-    "flowstone.store.appending.LocalAppending.append": _not_written,
-    "flowstone.store.appending.LocalAppending.sync": _nothing,
-}
-_THREAD = "flowstone.pipeline.journaling.Journaling._write"
-PARTS: Mapping[str, Mapping[str, Any]] = {
-    "whole": {}, "no fingerprint": _FINGERPRINT, "no digests": _DIGESTS, "no write": _WRITE,
-    "no sync": {"flowstone.store.appending.LocalAppending.sync": _nothing},
-    "frames only": {**_DIGESTS, **_FINGERPRINT, **_WRITE},
-    "idle class": {_THREAD: _idle_write}, "nice 19": {_THREAD: _nice_write},
-}
-
-
-@contextmanager
-def left_out(name: str) -> Iterator[None]:
-    with ExitStack() as stack:
-        for target, by in PARTS[name].items():
-            stack.enter_context(mock.patch(target, by))
-        yield
 
 
 def steps_of(training: Training, root: Path, steps: int) -> tuple[list[float], float, list[float]]:
@@ -101,37 +54,81 @@ def steps_of(training: Training, root: Path, steps: int) -> tuple[list[float], f
         return found[BEFORE:], (journal_cpu_s() - before) / steps, calls[BEFORE:]
 
 
+@dataclass
+class Measured:
+    """One way's blocks, and of each, per step, the journal's thread's processor time, and how long `save` took."""
+
+    blocks: list[Block] = field(default_factory=list)
+    cpu_s: list[float] = field(default_factory=list)
+    calls_s: list[float] = field(default_factory=list)
+
+    def summary(self) -> dict[str, object]:
+        return summary(self.blocks) | {
+            "journal_cpu_ms": round(1e3 * statistics.mean(self.cpu_s), 1),
+            "save_ms": round(1e3 * statistics.median(self.calls_s), 1),
+        }
+
+
+def turns(training: Training, work: Path, ways: Sequence[str], *, rounds: int, steps: int) -> dict[str, Measured]:
+    """Blocks of each way by turns; each is removed, and that is on the device, before plain steps are counted again."""
+    found = {name: Measured() for name in ways}
+    plain(training, 3)
+    before = plain(training, steps)
+    for number in range(rounds):
+        for name in ways if number % 2 else ways[::-1]:
+            with journaling_by(name):
+                times, cpu_s, calls_s = steps_of(training, work / "run", steps)
+            shutil.rmtree(work / "run", ignore_errors=True)
+            os.sync()
+            plain(training, 1)
+            behind = plain(training, steps)
+            measured = found[name]
+            measured.blocks.append(Block(times, [*before, *behind]))
+            measured.cpu_s.append(cpu_s)
+            measured.calls_s.append(statistics.median(calls_s))
+            before = behind
+    return found
+
+
+def digest_ms(training: Training, steps: int) -> dict[str, float]:
+    """Milliseconds to digest a step's gradients while the training stands still: by one thread, and by two, half each.
+
+    Each look is at gradients that a step has just made and used, as those in `save` are.
+    """
+    found: dict[str, list[float]] = {"one thread": [], "two threads": []}
+    with ThreadPoolExecutor(1) as other:
+        other.submit(int).result()
+        for number in range(2 * steps):
+            training.learn()
+            parts = [one.grad for one in training.model.parameters() if one.grad is not None]
+            halves = [parts[0::2], parts[1::2]] if number % 2 else [parts]
+            columns = [np.array([(one.data_ptr(), one.nbytes) for one in half], np.uint64).T.copy() for half in halves]
+            begin = time.perf_counter()
+            running = [other.submit(_native.digest_memory, *half) for half in columns[1:]]
+            _native.digest_memory(*columns[0])
+            for one in running:
+                one.result()
+            found["two threads" if number % 2 else "one thread"].append(time.perf_counter() - begin)
+    return {name: round(1e3 * statistics.median(times), 2) for name, times in found.items()}
+
+
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--directory", type=Path, default=None, help="of the device to measure")
-    parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=10, help="of a block")
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=8, help="of a block")
     parser.add_argument("--only", nargs="*", choices=PARTS, default=list(PARTS))
     chosen = parser.parse_args(arguments)
     work = Path(tempfile.mkdtemp(prefix="journal-parts-", dir=chosen.directory))
-    training = Training(FULL, seed=1)
-    longer: dict[str, list[float]] = {name: [] for name in chosen.only}
-    others: dict[str, list[tuple[float, float]]] = {name: [] for name in chosen.only}
     try:
-        plain(training, 3)
-        for number in range(chosen.rounds):
-            for name in chosen.only if number % 2 else chosen.only[::-1]:
-                without = statistics.median(plain(training, chosen.steps))
-                with left_out(name):
-                    times, cpu, calls = steps_of(training, work / "run", chosen.steps)
-                shutil.rmtree(work / "run", ignore_errors=True)
-                longer[name].append(statistics.median(times) / without)
-                others[name].append((1e3 * cpu, 1e3 * statistics.median(calls)))
+        training = Training(FULL, seed=1)
+        digests = digest_ms(training, 8)
+        found = turns(training, work, chosen.only, rounds=chosen.rounds, steps=chosen.steps)
     finally:
         shutil.rmtree(work, ignore_errors=True)
     print(json.dumps({
-        "machine": machine.describe(work.parent), "ways": {
-            name: {
-                "step": round(statistics.median(longer[name]), 3), "blocks": [round(one, 3) for one in longer[name]],
-                "journal_cpu_ms": round(statistics.mean(cpu for cpu, _ in others[name]), 1),
-                "save_ms": round(statistics.median(call for _, call in others[name]), 1),
-            } for name in chosen.only
-        },
+        "machine": machine.describe(work.parent), "digest_ms": digests,
+        "ways": {name: one.summary() for name, one in found.items()},
     }, indent=2))
 
 

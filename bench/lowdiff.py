@@ -1,12 +1,13 @@
 """What a durable checkpoint of every step costs where gradients are exchanged compressed (LowDiff, arXiv 2509.04084).
 
-    python -m bench.lowdiff DIR [--ranks 4] [--rounds 6] [--steps 30] [--width 768] [--batch 32]
+    python -m bench.lowdiff DIR [--ranks 4] [--rounds 30] [--steps 10] [--width 768] [--batch 32]
 
-Ranks of DistributedDataParallel over gloo, a thread each, train layers of `width` with AdamW, and exchange the largest
-hundredth of their gradients, with error feedback. Blocks of steps without and with `every_step` take turns, so that
-both meet the same machine. A step's time is rank 0's, and includes its call of `save`. Processor time is that of all
-threads of rank 0, per step: beside other work on the machine it says more than time does. The state is weights and both
-moments, without the residuals, which steps do not log. Last, fresh ranks load, which replays the last block.
+Ranks of DistributedDataParallel over gloo, a thread each, train layers of `width` with AdamW, and exchange the
+largest hundredth of their gradients, with error feedback. Short blocks of steps without and with `every_step` take
+turns, and each is compared with its neighbours (bench/paired.py). A step's time is rank 0's, and includes its call of
+`save`. Processor time is that of all threads of rank 0, per step: beside other work on the machine it says more than
+time does. The state is weights and both moments, without the residuals, which steps do not log. Last, fresh ranks
+load, which replays the last block.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import torch.multiprocessing as processes
 from torch.nn.parallel import DistributedDataParallel
 
 import flowstone as fs
-from bench.every_step import percentile
+from bench.paired import Block, summary
 from flowstone.adapters.ddp import TopKGradients, exchange
 from flowstone_study import machine
 
@@ -101,44 +102,45 @@ def train(rank: int, chosen: argparse.Namespace, work: Path) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(str(work / "meet"), chosen.ranks), rank=rank,
                             world_size=chosen.ranks)
     training = Training(chosen.width, chosen.batch, seed=1)
-    without: list[float] = []
-    within: list[float] = []
     told: list[fs.Journaled] = []
+    blocks: list[Block] = []
     cpu_without, cpu_within = [], []
     plain(training, 5)
+    before, _ = plain(training, chosen.steps)
     for number in range(chosen.rounds):
-        times, cpu = plain(training, chosen.steps)
-        without, cpu_without = without + times, [*cpu_without, cpu]
-        times, cpu, events = journaled(training, work / str(number), chosen.steps)
-        within, told, cpu_within = within + times, told + events, [*cpu_within, cpu]
+        root = work / str(number)
+        times, cpu, events = journaled(training, root, chosen.steps)
+        told, cpu_within = told + events, [*cpu_within, cpu]
+        expected = [one.detach().clone() for one in training.model.parameters()]
+        dist.barrier()
+        if rank == 0 and number < chosen.rounds - 1:
+            shutil.rmtree(root)
+        plain(training, 2)
+        behind, cpu = plain(training, chosen.steps)
+        blocks, cpu_without, before = [*blocks, Block(times, [*before, *behind])], [*cpu_without, cpu], behind
     fresh = Training(chosen.width, chosen.batch, seed=2)
     with fs.Checkpointer(work / str(chosen.rounds - 1)) as checkpointer:
         report = checkpointer.load(fresh.state())
     replay = report.replay
     assert replay is not None
-    mine, theirs = training.model.parameters(), fresh.model.parameters()
-    is_same = all(torch.equal(one, other) for one, other in zip(mine, theirs, strict=True))
+    is_same = all(torch.equal(one, other) for one, other in zip(expected, fresh.model.parameters(), strict=True))
     own = torch.tensor([statistics.median(one.bytes for one in told), float(not is_same), float(any(
         one.uncompressed for one in told
     ))], dtype=torch.float64)
     dist.all_reduce(own)
     if rank == 0:
-        median, median_with = statistics.median(without), statistics.median(within)
         print(json.dumps({
-            "machine": machine.describe(work.parent), "ranks": chosen.ranks,
-            "step_ms": {"without": round(1e3 * median, 1), "with": round(1e3 * median_with, 1)},
+            "machine": machine.describe(work.parent), "ranks": chosen.ranks, "step": summary(blocks),
             "cpu_ms": {"without": round(1e3 * statistics.median(cpu_without), 1),
                        "with": round(1e3 * statistics.median(cpu_within), 1)},
             "cpu": round(statistics.median(cpu_within) / statistics.median(cpu_without), 4),
-            "p50": round(median_with / median, 4),
-            "p95": round(percentile(within, 0.95) / percentile(without, 0.95), 4),
             "bytes_per_step": int(own[0]), "share_of_state": round(float(own[0]) / training.state_bytes, 4),
             "durable_after_ms": round(1e3 * statistics.median(one.seconds for one in told), 1),
             "uncompressed": bool(own[2]),
             "replay": {
                 "steps": replay.steps, "seconds": round(replay.seconds, 2), "exactness": replay.exactness,
                 "approximate": replay.approximate, "same_bits_on_all_ranks": not own[1],
-                "share_of_training": round(replay.seconds / (replay.steps * median), 3),
+                "share_of_training": round(replay.seconds / (replay.steps * statistics.median(before)), 3),
             },
         }, indent=2), flush=True)
     dist.barrier()
@@ -149,8 +151,8 @@ def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("directory", type=Path, help="of the device to measure")
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--steps", type=int, default=30, help="of a block")
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=10, help="of a block")
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--batch", type=int, default=32)
     chosen = parser.parse_args(arguments)

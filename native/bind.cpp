@@ -125,7 +125,7 @@ PyWriteExtents make_write_extents(const Array& file, const Array& offset, const 
     auto rows = std::make_shared<WriteExtents>();
     rows->devices = devices_of(devices);
     rows->samples = lines_of(samples);
-    for (const std::optional<PyDigested>& one : digested) rows->digested.push_back(one ? one->held.get() : nullptr);
+    for (const std::optional<PyDigested>& one : digested) rows->digested.push_back(one ? one->digested.held.get() : nullptr);
     rows->layouts = layouts_of(layouts);
     rows->chunks = chunks;
     if (encoder) rows->encoder = encoder->held;

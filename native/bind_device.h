@@ -51,7 +51,11 @@ inline nb::object gather(const PyDevice& device, std::uintptr_t stream, const Ar
     return nb::ndarray<nb::numpy, const std::uint8_t, nb::ndim<1>>(bytes.data(), {bytes.size()}, owner).cast();
 }
 
-struct PyDigested : Held<const Digested> {};
+/// Digests on their way into a device's memory, which goes back to it.
+struct PyDigested {
+    Held<Device> device;
+    Held<const Digested> digested;  // goes first
+};
 
 /// The chunks of rows, one after the other; empty if the device cannot.
 inline std::optional<PyDigested> digest_chunks(const PyDevice& device, std::uintptr_t stream, const Array& address, const Array& length) {
@@ -68,7 +72,7 @@ inline std::optional<PyDigested> digest_chunks(const PyDevice& device, std::uint
         check_device(*device.held, "digest behind a stream of", device.held->digest(stream, runs, digested));
     }
     if (digested == nullptr) return std::nullopt;
-    return PyDigested{{std::move(digested)}};
+    return PyDigested{device.held, std::move(digested)};
 }
 
 inline void bind_devices(nb::module_& module) {
@@ -97,7 +101,7 @@ inline void bind_devices(nb::module_& module) {
         .def_prop_ro("pci_address", [](const PyDevice& device) { return device.held->pci_address(); })
         .def("is_recording", [](const PyDevice& device, std::uintptr_t stream) { return device.held->is_recording(stream); }, "stream"_a);
     nb::class_<PyDigested>(module, "Digested")
-        .def("digest", [](const PyDigested& digested, std::uint64_t chunk) { return digested.held->digest(chunk); }, "chunk"_a);
+        .def("digest", [](const PyDigested& digested, std::uint64_t chunk) { return digested.digested.held->digest(chunk); }, "chunk"_a);
     module.attr("DIGESTED_BY_HOST_MAX") = digested_by_host_max;
     module.attr("DIGEST_PTX") = digest_text.ptx;
     module.attr("GATHER_PTX") = gather_text.ptx;

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from far import Far, shown
@@ -163,3 +165,15 @@ def test_a_device_that_fails_before_its_digests_are_made_fails_the_save_by_its_n
         error = checkpointer.save(2, {"x": tensor}, fence="manual").committed.exception(60)
         assert isinstance(error, fs.StorageError)
         assert "copy from or to delayed:0" in str(error)
+
+
+def test_digests_keep_their_device() -> None:
+    far = Far(4 * MIB)
+    content = torch.arange(2 * MIB, dtype=torch.int64).to(torch.uint8)
+    far.tensor(content)
+    digested = far.digest(np.array([far.native.address], np.uint64), np.array([content.numel()], np.uint64))
+    assert digested is not None
+    far.native.settle()
+    del far
+    gc.collect()
+    assert digested.digest(1) == _native.xxh3_64(content.numpy()[MIB:].tobytes())

@@ -94,10 +94,10 @@ inline void bind_devices(nb::module_& module) {
         }, "stream"_a, nb::kw_only(), "early"_a = false)
         .def("gather", &gather, "stream"_a, "address"_a, "length"_a)
         .def("digest", &digest_chunks, "stream"_a, "address"_a, "length"_a)
-        .def("reserve_launches", [](const PyDevice& device, std::uint64_t runs, std::uint64_t bytes, std::uint64_t chunks, std::uint64_t short_chunks) {
+        .def("reserve_launches", [](const PyDevice& device, std::uint64_t runs, std::uint64_t bytes, std::uint64_t chunks, std::uint64_t short_chunks, std::size_t times) {
             const nb::gil_scoped_release unlocked;
-            device.held->reserve_launches({runs, bytes, chunks, short_chunks});
-        }, nb::kw_only(), "runs"_a, "bytes"_a, "chunks"_a, "short_chunks"_a)
+            device.held->reserve_launches({runs, bytes, chunks, short_chunks}, times);
+        }, nb::kw_only(), "runs"_a, "bytes"_a, "chunks"_a, "short_chunks"_a, "times"_a)
         .def_prop_ro("pci_address", [](const PyDevice& device) { return device.held->pci_address(); })
         .def("is_recording", [](const PyDevice& device, std::uintptr_t stream) { return device.held->is_recording(stream); }, "stream"_a);
     nb::class_<PyDigested>(module, "Digested")

@@ -49,12 +49,14 @@ public:
     }
 
     /// Columns of the tensors in a list: address of the first element, type, shape; positions of those whose type has others
-    /// alike, of those that are not one run of host memory in row-major order; whether one is complex. None if one of them
-    /// cannot be described so.
+    /// alike, of those that are not one run of memory in row-major order; whether one is complex; number of the device, -1 for
+    /// the host, and of each device the position of its first tensor. None if one of them cannot be described so.
     nb::object read(const nb::list& tensors) {
         const std::size_t count = tensors.size();
         std::vector<std::uint64_t> addresses(count);
-        nb::list kinds, sizes, alike, odd;
+        std::vector<std::int32_t> numbers(count, -1);
+        std::vector<std::pair<std::int32_t, std::int32_t>> devices;  // few
+        nb::list kinds, sizes, alike, odd, firsts;
         bool is_complex = false;
         for (std::size_t at = 0; at < count; ++at) {
             nb::dlpack::dltensor found;
@@ -66,9 +68,16 @@ public:
             if (type->second.is_none()) alike.append(at);
             sizes.append(shape(found));
             is_complex |= found.dtype.code == static_cast<std::uint8_t>(nb::dlpack::dtype_code::Complex);
-            if (found.device.device_type != nb::device::cpu::value || !is_row_major(found)) odd.append(at);
+            if (!is_row_major(found)) odd.append(at);
+            if (found.device.device_type == nb::device::cpu::value) continue;
+            const std::pair device(static_cast<std::int32_t>(found.device.device_type), static_cast<std::int32_t>(found.device.device_id));
+            const auto known = std::find(devices.begin(), devices.end(), device);
+            numbers[at] = static_cast<std::int32_t>(known - devices.begin());
+            if (known != devices.end()) continue;
+            devices.push_back(device);
+            firsts.append(at);
         }
-        return nb::make_tuple(to_numpy(std::move(addresses)), kinds, sizes, alike, odd, is_complex);
+        return nb::make_tuple(to_numpy(std::move(addresses)), kinds, sizes, alike, odd, is_complex, to_numpy(std::move(numbers)), firsts);
     }
 
 private:

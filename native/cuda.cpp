@@ -14,6 +14,7 @@
 #include <system_error>
 #include <thread>
 #include <utility>
+#include <vector>
 
 #include "digest_kernel.h"
 #include "gather_kernel.h"
@@ -175,12 +176,15 @@ public:
         return digest_->digest(as_stream(stream), runs, digested);
     }
 
-    void reserve_launches(const LaunchNeeds& needs) override {
+    void reserve_launches(const LaunchNeeds& needs, std::size_t times) override {
         const Visit visit(driver_, context_->get());
         const auto gathered = [](std::uint64_t runs, std::uint64_t bytes) { return runs == 0 ? 0 : GatherKernel::needed_bytes(runs, bytes); };
         const std::uint64_t short_bytes = needs.short_runs * round_up(digested_by_host_max, gathered_alignment_bytes);
-        memory_->reserve(std::array{gathered(needs.gathered_runs, needs.gathered_bytes), DigestKernel::needed_bytes(needs.digested_runs),
-                                    gathered(needs.short_runs, short_bytes)});
+        std::vector<std::uint64_t> bytes;
+        for (std::size_t i = 0; i < times; ++i)
+            bytes.insert(bytes.end(), {gathered(needs.gathered_runs, needs.gathered_bytes), DigestKernel::needed_bytes(needs.digested_runs),
+                                       gathered(needs.short_runs, short_bytes)});
+        memory_->reserve(bytes);
     }
 
     int pin(std::byte* memory, std::uint64_t bytes) override {

@@ -128,8 +128,8 @@ public:
     /// Digest runs as the work in `stream` leaves them, on the device, behind that work: as `gather`, but for how many bytes
     /// there may be. `digested` stays null where the device cannot: the driver has refused the kernel, or pinned memory.
     virtual int digest(std::uintptr_t stream, std::span<const DeviceRun> runs, std::shared_ptr<const Digested>& digested) = 0;
-    /// Have host memory ready for one of each, at the same time. Throws std::bad_alloc.
-    virtual void reserve_launches(const LaunchNeeds& needs) = 0;
+    /// Have host memory ready for one of each, `times` over, all at the same time. Throws std::bad_alloc.
+    virtual void reserve_launches(const LaunchNeeds& needs, std::size_t times) = 0;
 
     /// Let the device access host memory directly, until `unpin`, which must come before unmapping. No byte may be pinned
     /// twice. Returns 0, or the device's error: then the driver copies through memory of its own.

@@ -73,6 +73,7 @@ std::vector<WriteWindow> ordered_windows(const WriteExtents& rows, const WindowL
     Windows windows = plan_windows(rows, limits.window_bytes);
     const Windows encoded = plan_chunk_windows(rows, limits.window_bytes, limits.gap_bytes);
     windows.insert(windows.end(), encoded.begin(), encoded.end());
+    for (WriteWindow& window : windows) window.early = is_early(rows, window);
     const auto lazy = std::stable_partition(windows.begin(), windows.end(), [](const WriteWindow& window) { return !window.lazy; });
     Windows ordered;
     append_ordered(ordered, rows, {windows.begin(), lazy}, files, derived);

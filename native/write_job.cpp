@@ -147,7 +147,7 @@ void WriteJob::begin_all(const std::vector<WriteWindow>& windows) {
     arena_->use(rows_->devices);
     Pace pace(options_.bytes_per_s);
     Pace cap(options_.cap_bytes_per_s);
-    expect_early(static_cast<std::size_t>(std::count_if(windows.begin(), windows.end(), [](const WriteWindow& w) { return !w.lazy; })));
+    expect_early(static_cast<std::size_t>(std::count_if(windows.begin(), windows.end(), [](const WriteWindow& w) { return w.early; })));
     spans_.expect(spans_per_window * windows.size());
     // Enough to keep the workers busy: a window in place takes no memory that would limit them.
     const auto in_place_max = static_cast<std::uint32_t>(2 * machine_.workers->count());
@@ -463,7 +463,7 @@ void WriteJob::take_change() {
 /// The window reads no more from the host, and queues no more copies from devices.
 void WriteJob::queue(Window& window) {
     if (std::exchange(window.queued, true)) return;
-    if (!window.planned.lazy) release_early();
+    if (window.planned.early) release_early();
     queue_sources();
 }
 

@@ -57,7 +57,7 @@ public:
              std::vector<std::uint64_t> sizes, std::shared_ptr<const WriteExtents> rows, const WriteOptions& options);
     ~WriteJob();
 
-    /// Whether no early source on the host will be read any more, and those on devices are queued, after at most
+    /// Whether no early source on the host will be read any more, and those on devices are queued or gathered, after at most
     /// `timeout_s`.
     bool wait_early(double timeout_s) { return wait_until_early(timeout_s); }
     /// Captured windows may be written from now on. Does not block; any thread.

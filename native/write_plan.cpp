@@ -252,6 +252,13 @@ std::vector<WriteRun> split_runs(const WriteExtents& rows, const WriteWindow& wi
     return runs;
 }
 
+bool is_early(const WriteExtents& rows, const WriteWindow& window) {
+    if (window.lazy) return false;
+    const auto begin = rows.rows.begin() + static_cast<std::ptrdiff_t>(window.first_row);
+    const auto end = rows.rows.begin() + static_cast<std::ptrdiff_t>(window.last_row);
+    return std::any_of(begin, end, [](const WriteExtent& row) { return row.length != 0 && !row.lazy && !row.gathered; });
+}
+
 bool needs_fetch(const WriteExtents& rows, const WriteWindow& window) {
     const auto begin = rows.rows.begin() + static_cast<std::ptrdiff_t>(window.first_row);
     const auto end = rows.rows.begin() + static_cast<std::ptrdiff_t>(window.last_row);

@@ -27,6 +27,7 @@ struct WriteWindow {
     bool lazy = false;  // all its rows are
     bool appended = false;  // whole chunks, placed in the file once they are encoded (encode.h)
     bool derived = false;   // all its rows may follow from others, and are captured after these
+    bool early = false;     // the caller of a save waits until it is read: some row is neither lazy nor gathered
 };
 
 /// The part of a window that one request writes: no gap of untouched blocks longer than gap_bytes.
@@ -35,6 +36,9 @@ using WriteRun = WriteWindow;
 /// Of the files in which chunks keep their places. Where rows are on devices, a window ends with a chunk; where chunks do not
 /// end with a block of the file, it leaves room behind it, in `window_bytes`, for the rest of the one that it cuts.
 std::vector<WriteWindow> plan_windows(const WriteExtents& rows, std::uint64_t window_bytes);
+
+/// Whether a row of the window changes as soon as the caller of a save goes on: it is not lazy, nor put aside by a device.
+bool is_early(const WriteExtents& rows, const WriteWindow& window);
 
 /// Whether a row of the window is on a device.
 bool needs_fetch(const WriteExtents& rows, const WriteWindow& window);

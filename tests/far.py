@@ -8,10 +8,11 @@ the processor.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from unittest import mock
 
+import numpy as np
 import torch
 from delayed_device import DelayedDevice
 from msgspec.structs import replace
@@ -27,15 +28,17 @@ NAME = "delayed:0"
 class Far(OwnStream):
     """The device, and its side stream.
 
+    name  of the device
     sync  the processor waits in `block_current` for what the current stream holds: with that it plays the device's own
           work, which comes after. Off: a test looks at what is queued, and waits by itself
     """
 
     native: DelayedDevice
 
-    def __init__(self, memory_bytes: int, delay_s: float = 0.0) -> None:
+    def __init__(self, memory_bytes: int, delay_s: float = 0.0, name: str = NAME) -> None:
         native = DelayedDevice(memory_bytes=memory_bytes, delay_s=delay_s)
         super().__init__(native, lambda: native.current)
+        self.name = name
         self.sync = True
         self.blocked_currents = 0
         self._bytes = memory_bytes
@@ -72,32 +75,52 @@ class Far(OwnStream):
         return 0 <= tensor.data_ptr() - self.native.inside < self._bytes
 
 
+    def free(self, tensor: torch.Tensor) -> None:
+        """Let the next tensor have the memory of this one, which was made last."""
+        self._used = tensor.data_ptr() - self.native.inside
+
+
 @contextmanager
-def shown(far: Far) -> Iterator[Far]:
-    """Let Flowstone see the tensors of `far` where a device's would be."""
-    own, is_odd = tensors.memory_of, tensors._is_odd
+def shown(*fars: Far) -> Iterator[Far]:
+    """Let Flowstone see the tensors of these where a device's would be. Yields the first."""
+    own, own_reader, own_carrier = tensors.memory_of, tensors._reader, capture.on_device
 
     def memory_of(tensor: torch.Tensor) -> Memory:
         memory = own(tensor)
-        if not far.holds(tensor):
-            return memory
-        return replace(memory, address=memory.address - far.native.inside + far.native.address, device=NAME)
+        for far in fars:
+            if far.holds(tensor):
+                address = memory.address - far.native.inside + far.native.address
+                return replace(memory, address=address, device=far.name)
+        return memory
 
-    own_carrier = capture.on_device
+    def reader() -> Callable[[list[torch.Tensor]], tensors._Read | None]:
+        read = own_reader()
+
+        def read_there(block: list[torch.Tensor]) -> tensors._Read | None:
+            address, *others, numbers, names = read(block) or tensors._read_each(block)
+            for far in fars:
+                inside = address - np.uint64(far.native.inside) < np.uint64(far._bytes)
+                if inside.any():
+                    address = address + np.uint64((far.native.address - far.native.inside) % (1 << 64)) * inside
+                    numbers, names = np.where(inside, np.int32(len(names)), numbers), [*names, far.name]
+            return address, *others, numbers, names  # type: ignore[return-value]
+
+        return read_there
 
     def on_device(memory: Memory) -> torch.Tensor:
-        if memory.device == NAME:
-            memory = replace(memory, address=memory.address - far.native.address + far.native.inside, device="cpu")
+        for far in fars:
+            if memory.device == far.name:
+                address = memory.address - far.native.address + far.native.inside
+                memory = replace(memory, address=address, device="cpu")
         return own_carrier(memory)
 
-    streams = device.SideStreams({**device.OPENERS, "delayed": lambda _: far})
+    by_name = {far.name: far for far in fars}
+    streams = device.SideStreams({**device.OPENERS, "delayed": by_name.__getitem__})
     with (
         mock.patch.object(tensors, "memory_of", memory_of),
-        mock.patch.object(tensors, "_is_odd", lambda tensor: far.holds(tensor) or is_odd(tensor)),
-        mock.patch.object(tensors, "_is_cpu", lambda tensor: not far.holds(tensor)),
-        mock.patch.object(tensors, "_reader", return_value=tensors._read_each),  # DLPack would tell where it is
+        mock.patch.object(tensors, "_reader", reader),
         mock.patch.object(device, "_streams", return_value=streams),
         mock.patch.object(bounce, "on_device", on_device),
         mock.patch.object(capture, "on_device", on_device),
     ):
-        yield far
+        yield fars[0]

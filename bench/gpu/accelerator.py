@@ -193,11 +193,18 @@ def opened(options: Options) -> Iterator[Accelerator]:
             raise RuntimeError("torch sees no CUDA device; --simulate plays one")
         yield Cuda()
         return
+    with simulated(options.device_bytes) as device:
+        yield device
+
+
+@contextmanager
+def simulated(memory_bytes: int) -> Iterator[Simulated]:
+    """The simulated device, which Flowstone sees meanwhile. From a checkout only: it is the tests'."""
     tests = str(Path(__file__).resolve().parents[2] / "tests")
     if tests not in sys.path:
         sys.path.insert(0, tests)
     from far import shown
 
-    device = Simulated(options.device_bytes)
+    device = Simulated(memory_bytes)
     with shown(device.far):
         yield device

@@ -25,7 +25,7 @@ public:
     int digest(std::uintptr_t stream, std::span<const DeviceRun> runs, std::shared_ptr<const Digested>& digested) override {
         return copier_->digest(stream, runs, digested);
     }
-    void reserve_launches(const LaunchNeeds& needs) override { copier_->reserve_launches(needs); }
+    void reserve_launches(const LaunchNeeds& needs, std::size_t times) override { copier_->reserve_launches(needs, times); }
     int pin(std::byte* memory, std::uint64_t bytes) override { return copier_->pin(memory, bytes); }
     void unpin(std::byte* memory) override { copier_->unpin(memory); }
     std::string name() const override { return copier_->name(); }

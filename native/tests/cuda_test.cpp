@@ -294,12 +294,27 @@ TEST_CASE("a copy into memory that is not pinned holds up the device's own threa
     CHECK(pageable.get()[4095] == std::byte{5});
 }
 
+TEST_CASE("memory that was reserved for several gathers is enough for as many at a time") {
+    Bench bench;
+    const std::vector<DeviceRun> runs{{bench.gpu.address(), 4096}};
+    bench.device->reserve_launches({runs.size(), 4096}, 3);
+    const std::uint64_t allocations = bench.gpu.host_allocations();
+    for (int round = 0; round < 2; ++round) {
+        std::shared_ptr<const Gathered> held[3];
+        for (std::shared_ptr<const Gathered>& one : held) REQUIRE(bench.device->gather(bench.gpu.current(), runs, one) == 0);
+        CHECK(bench.gpu.host_allocations() == allocations);
+        bench.gpu.synchronize(bench.gpu.current());
+    }
+    bench.device->reserve_launches({runs.size(), 4096}, 3);
+    CHECK(bench.gpu.host_allocations() == allocations);
+}
+
 TEST_CASE("runs are gathered as the stream before left them, by one launch that takes no memory of the GPU") {
     Bench bench;
     for (std::uint64_t i = 0; i < bench.bytes; ++i) bench.gpu.inside()[i] = static_cast<std::byte>(i * 7 + i / 256);
     const std::uint64_t begin = bench.gpu.address();
     const std::vector<DeviceRun> runs{{begin, 64}, {begin + 1000, 1}, {begin + 17, 333}, {begin, 0}, {begin + 16, 4096}, {begin + bench.bytes - 5, 5}};
-    bench.device->reserve_launches({runs.size(), 8 * kib});
+    bench.device->reserve_launches({runs.size(), 8 * kib}, 1);
     const std::uint64_t launches = bench.gpu.module_launches(), allocations = bench.gpu.host_allocations();
     bench.gpu.fill(true);
     const std::uintptr_t stream = bench.gpu.current();
@@ -397,7 +412,7 @@ TEST_CASE("runs are digested as the stream before left them, in memory that is u
     for (const std::uint32_t bytes : {0U, 1U, 16U, 17U, 128U, 240U, 241U, 1024U, 1025U, 60'000U})
         for (const std::uint64_t skew : {0U, 1U, 6U, 8U, 16U}) runs.push_back({begin + skew, bytes});
     runs.push_back({begin + bench.bytes - 241, 241});
-    bench.device->reserve_launches({0, 0, runs.size(), runs.size()});
+    bench.device->reserve_launches({0, 0, runs.size(), runs.size()}, 1);
     const std::uint64_t launches = bench.gpu.module_launches(), allocations = bench.gpu.host_allocations();
     bench.gpu.fill(true);
     const std::uintptr_t stream = bench.gpu.current();
@@ -440,7 +455,7 @@ TEST_CASE("where the driver refuses the kernel, or pinned memory, there are no d
         REQUIRE(bench.device->pin(bench.memory.get(), bench.bytes) == 0);
         if (has_kernel) bench.gpu.limit_pinned(bench.bytes);
         std::shared_ptr<const Digested> digested;
-        bench.device->reserve_launches({10, 1000, 10, 1});
+        bench.device->reserve_launches({10, 1000, 10, 1}, 1);
         CHECK(bench.device->digest(bench.gpu.current(), std::vector<DeviceRun>{{bench.gpu.address(), 1024}}, digested) == 0);
         CHECK(digested == nullptr);
     }

@@ -71,7 +71,8 @@ class TensorReader:
         """None if one of them cannot be described; else a tuple of columns and lists.
 
         The address of the first element, uint64; the type, as named; the shape; the positions of those of type None,
-        and of those that are not one run of host memory in row-major order; whether one is complex.
+        and of those that are not one run of memory in row-major order; whether one is complex; the number of each
+        one's device, int32, -1 for the host; the position of each device's first tensor.
         """
 
 def xxh3_64(data: bytes | bytearray | memoryview | NDArray[np.uint8], /) -> int:
@@ -238,9 +239,9 @@ class Device:
         `gather` would be. None if the device cannot: its driver has refused the kernel, or pinned memory. Raises
         OSError, as `follow`.
         """
-    def reserve_launches(self, *, runs: int, bytes: int, chunks: int, short_chunks: int) -> None:
+    def reserve_launches(self, *, runs: int, bytes: int, chunks: int, short_chunks: int, times: int) -> None:
         """Have host memory ready for a gather of so many runs, and bytes, and at the same time for digests of so many
-        chunks, of which some have DIGESTED_BY_HOST_MAX bytes or less.
+        chunks, of which some have DIGESTED_BY_HOST_MAX bytes or less; all of that `times` over.
         """
     @property
     def pci_address(self) -> str: ...  # as below /sys/bus/pci/devices; "" if unknown

@@ -53,6 +53,7 @@ def test_a_small_run_from_end_to_end(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("command", [
     ["bench.small_tensors", "--tensors", "8", "--rounds", "1", "--states", "plain"],
+    ["bench.device_tensors", "--simulate", "--parameters", "3", "--rounds", "4"],
     ["bench.tracing", "--bytes", "16e6", "--tensors", "4", "--rounds", "1"],
     ["bench.watching", "--bytes", "16e6", "--tensors", "4", "--saves", "2", "--pages", "small"],
 ])

@@ -41,8 +41,9 @@ def kinds() -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("name", kinds())
 def test_a_tensor_is_read_as_by_its_methods(name: str) -> None:
     one = kinds()[name]
-    address, types, shapes, odd, is_complex = tensors._reader()([one])  # type: ignore[misc]
+    address, types, shapes, odd, is_complex, number, devices = tensors._reader()([one])  # type: ignore[misc]
     expected = tensors._read_each([one])
+    assert (number.tolist(), devices) == (expected[5].tolist(), expected[6]) == ([-1], [])
     assert (address.dtype, address.tolist()) == (np.uint64, expected[0].tolist())
     assert (types, [tuple(shape) for shape in shapes], odd, is_complex) == (
         expected[1], [tuple(shape) for shape in expected[2]], expected[3], expected[4],

@@ -101,8 +101,7 @@ def known_of(
     """
     layout, places = described.layout, described.places
     explained = np.isin(places.address, np.array(addresses_of(optimizers), np.uint64))
-    apart = np.zeros(len(places.address), np.bool_)
-    apart[list(places.apart)] = True
+    apart = ~places.host_runs
     explained &= ~apart | np.isin(places.address, np.array(addresses_in_place(optimizers), np.uint64))
     unlogged = [section for section, source in sources.items() if not source.exact]
     logged = np.ones(len(places.address), np.bool_)
@@ -117,8 +116,7 @@ def known_of(
     proven = np.flatnonzero((explained | (lazy & logged)) & ~apart)
     still = {at: layout.pieces.names[piece] for at, piece in enumerate(proven.tolist()) if not explained[piece]}
     still = {at: name for at, name in still.items() if name in frozen}
-    is_far = any(memory.device != "cpu" for memory in places.apart.values())
-    known = Known(layout, proven, still, is_far, others, {}, {}, sources)
+    known = Known(layout, proven, still, bool(places.devices), others, {}, {}, sources)
     for at, length in zip(others.tolist(), layout.pieces.lengths()[others].tolist(), strict=True):
         known.digests[layout.pieces.names[at]] = xxh3_64(bytes_at(int(places.address[at]), length))
     for texts in (encode_sections(described.objects), encode_sections(described.per_rank)):

@@ -16,7 +16,6 @@ from flowstone.plan.write import WritePlan
 from flowstone.stage.arena import default_budget_bytes, open_write_arena
 from flowstone.stage.device import side_stream
 from flowstone.store.base import Pace, Store
-from flowstone.table.pieces import Memory
 
 if TYPE_CHECKING:
     from flowstone.pipeline.preparing import Preparation
@@ -44,10 +43,9 @@ class Captures:
             self._arena = open_write_arena(self._store, self.budget_bytes)
         return self._arena
 
-    def open_for(self, memories: Iterable[Memory]) -> _native.Arena:
-        """The arena; made with blocks that suit this memory, if it is not open yet."""
+    def open_for(self, devices: Iterable[str]) -> _native.Arena:
+        """The arena; made with blocks that suit memory of these devices, if it is not open yet."""
         if self._arena is None:
-            devices = {memory.device for memory in memories} - {"cpu"}
             is_far = any(side_stream(device) is not None for device in devices)
             self._arena = open_write_arena(self._store, self.budget_bytes, is_far=is_far)
         return self._arena

@@ -15,7 +15,7 @@ from flowstone.log import log
 from flowstone.stage.device import side_stream
 from flowstone.stage.gather import reserve
 from flowstone.stage.numa import node_of, placing_refused
-from flowstone.table.pieces import Layout, Memory, Places
+from flowstone.table.pieces import Layout, Places
 
 
 class Preparation:
@@ -28,11 +28,11 @@ class Preparation:
         self.device, self.node, self.node_reason = "", -1, "no tensor is on a device"
         self._told = False
 
-    def use(self, arena: _native.Arena, memories: Iterable[Memory]) -> None:
-        """Have the arena's memory pinned for the device of these, and lie near it; only the first time."""
+    def use(self, arena: _native.Arena, devices: Iterable[str]) -> None:
+        """Have the arena's memory pinned for the first of these, and lie near it; only the first time."""
         if self.device:
             return
-        for device in sorted({memory.device for memory in memories} - {"cpu"}):
+        for device in sorted(devices):
             stream = side_stream(device)
             if stream is None:
                 continue
@@ -43,16 +43,13 @@ class Preparation:
             arena.use(stream.native)
             return
 
-    def reserve(self, layout: Layout, places: Places, *, digests: bool) -> None:
-        """Have the devices' memory for what they gather, and digest, at the begin of a save ready."""
+    def reserve(self, layout: Layout, places: Places, *, digests: bool, times: int) -> None:
+        """Have the devices' memory for what they gather, and digest, at the begin of so many saves ready."""
         length = layout.pieces.lengths()
-        positions = dict[str, list[int]]()
-        for at, memory in places.apart.items():
-            positions.setdefault(memory.device, []).append(at)
-        for device in positions.keys() - {"cpu"}:
+        for number, device in enumerate(places.devices):
             stream = side_stream(device)
             if stream is not None:
-                reserve(stream.native, length[positions[device]], digests=digests)
+                reserve(stream.native, length[places.device == number], digests=digests, times=times)
 
     def grow(self, arena: _native.Arena, total_bytes: int) -> None:
         """Wait until that many bytes of the arena are touched, and pinned. An interrupt ends the wait alone."""

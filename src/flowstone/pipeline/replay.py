@@ -204,11 +204,12 @@ class Progress:
         if not waiting:
             return
         described = describe(state, rank=rank)
+        lengths, plain = described.pieces.lengths().tolist(), described.places.host_runs
         for at, name in enumerate(described.pieces.names):
             if name not in waiting:
                 continue
             content = self.values[name][1]
-            if len(content) == int(described.pieces.lengths()[at]) and at not in described.places.apart:
+            if len(content) == lengths[at] and plain[at]:
                 bytes_at(int(described.places.address[at]), len(content))[:] = content
                 del self.values[name]
                 waiting.remove(name)
@@ -236,8 +237,8 @@ class Progress:
         if addresses != self._addresses:  # a step may make slots, the first one or each
             self._described, self._addresses = describe(state, rank=rank), addresses
         pieces, places = self._described.pieces, self._described.places
-        rows = {name: at for at, name in enumerate(pieces.names)}
-        if any(name not in rows or rows[name] in places.apart for name in opening.proven):
+        rows, plain = {name: at for at, name in enumerate(pieces.names)}, places.host_runs
+        if any(name not in rows or not plain[rows[name]] for name in opening.proven):
             raise ReplayError(
                 f"step {one.place.step} was replayed, and cannot be proven", journal=one.path,
                 found="it names tensors that the state does not have", next=f"load(step={opening.after})",
@@ -423,8 +424,9 @@ def _fill(restoration: Restoration, live: Described, done: Progress, checkpoint:
     pieces, places, lengths = restoration.pieces, restoration.places, restoration.pieces.lengths().tolist()
     here, live_lengths = {*live.places.address.tolist()}, live.pieces.lengths().tolist()
     made: dict[str, list[int]] = {}
+    plain, live_plain = places.host_runs, live.places.host_runs
     for at, name in enumerate(live.pieces.names):
-        if name in done.proven and at not in live.places.apart:
+        if name in done.proven and live_plain[at]:
             made.setdefault(name, []).append(at)
     for at, piece in enumerate(pieces):
         address, known, content = int(places.address[at]), done.values.get(piece.name), None
@@ -438,7 +440,7 @@ def _fill(restoration: Restoration, live: Described, done: Progress, checkpoint:
                     content = bytes(bytes_at(int(live.places.address[row]), live_lengths[row]))
         else:  # memory of our own for what has not changed since the checkpoint
             content = checkpoint.read(piece.name, piece.box, framework="numpy").tobytes()
-        if content is None or len(content) != lengths[at] or at in places.apart:
+        if content is None or len(content) != lengths[at] or not plain[at]:
             raise DamagedError(
                 f"'{piece.name}' in the journal does not fit the state", next="load the checkpoint by its step"
             )

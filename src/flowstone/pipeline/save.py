@@ -144,10 +144,10 @@ class Saves:
         check_not_recording("prepare", SAVE_OUTSIDE)
         with self.fencing.state_lock:
             described = describe(state, rank=self._group.rank, whole=self._group.alone)
-        memories = described.places.apart.values()
-        captures.preparation.use(captures.open_for(memories), memories)
+        devices = described.places.devices
+        captures.preparation.use(captures.open_for(devices), devices)
         digests = self._options.watch in DIGESTED_ON_DEVICES
-        captures.preparation.reserve(described.layout, described.places, digests=digests)
+        captures.preparation.reserve(described.layout, described.places, digests=digests, times=self._gathers_max)
         needed = staging_bytes(described.layout, self._group.size)
         if captures.preparation.device:
             needed = with_rests(needed, captures.arena)
@@ -209,6 +209,11 @@ class Saves:
         tell(cached)
         self._capture(run, cached, described)
 
+    @property
+    def _gathers_max(self) -> int:
+        """How many at a time a device is asked for: with other ranks each save has two, one to compare replicas."""
+        return self._saves_in_flight * (1 if self._group.alone else 2)
+
     def _writer(self) -> Writer:
         return Writer(self._group.rank, shares_of(self._store))
 
@@ -226,7 +231,7 @@ class Saves:
 
     def _capture(self, run: SaveRun, cached: CachedPlan, described: Described) -> None:
         """Start the capture, which the writer's thread finishes. If it ends early, no file is left."""
-        streams = as_on_this_thread(memory.device for memory in described.places.apart.values())
+        streams = as_on_this_thread(described.places.devices)
 
         def begin() -> None:  # called uninterrupted
             with streams():
@@ -241,13 +246,13 @@ class Saves:
 
     def _begin_capture(self, run: SaveRun, cached: CachedPlan, described: Described) -> None:
         """Called uninterrupted; on failure no draft is left."""
-        memories = described.places.apart.values()
-        plan, arena = cached.plan, self.captures.open_for(memories)
+        devices = described.places.devices
+        plan, arena = cached.plan, self.captures.open_for(devices)
         run.compress = "" if self._coding is None else self._coding.why
         if cached.waiter == "optimizers" and plan.lazy_bytes:
             self.fencing.hooks.guard(described.optimizers)
-        if any(memory.device != "cpu" for memory in memories):
-            self.captures.preparation.use(arena, memories)
+        if devices:
+            self.captures.preparation.use(arena, devices)
         pace = self.captures.pace(plan, self._store.settings("write").tuning)
         draft = publish.begin(self._store, run.save.step, self._coordinator.draft_name(run.this_try))
         target = WriteTarget(self._store, draft.directory, arena, watch=self._options.watch)
@@ -273,8 +278,8 @@ class Saves:
         from flowstone.pipeline.unplanned import unplanned  # a group of one has a plan at once
 
         self._turn.uninterrupted(partial(self.fencing.hooks.guard, described.optimizers))
-        self.captures.open_for(described.places.apart.values())
-        streams = as_on_this_thread(memory.device for memory in described.places.apart.values())
+        self.captures.open_for(described.places.devices)
+        streams = as_on_this_thread(described.places.devices)
         assert run.looked is not None, "what has no plan is looked at whole"
         with run.spans.phase("copied"):
             waiting = unplanned(run.save.step, described, run.looked.samples, fence=fence)
@@ -378,7 +383,7 @@ class Saves:
         step = run.save.step
         self._absence.has_come_to(run.save)
         try:
-            is_far = any(memory.device != "cpu" for memory in described.places.apart.values())
+            is_far = bool(described.places.devices)
             assignment = self._coordinator.assign(step, described.layout, is_far=is_far)
             run.is_agreed = True
             try:

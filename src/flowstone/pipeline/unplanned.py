@@ -23,7 +23,6 @@ from flowstone.stage.early_snapshot import snapshot, snapshot_one
 from flowstone.stage.moved import moved
 from flowstone.stage.samples import Samples, take_samples
 from flowstone.state import CounterCheck, Counters, Described
-from flowstone.table.pieces import Places
 
 
 class Unplanned:
@@ -43,8 +42,7 @@ class Unplanned:
         """
         self._step = step
         self._described: Described | None = described
-        self._address, self._apart = described.places.address.copy(), dict(described.places.apart)
-        self._owners = list(described.places.owners)
+        self._copies: dict[int, tuple[int, object]] = {}  # of pieces that were late: address and owner
         self._late, self._seen, self._guarded = late, seen, guarded
         self._left = np.flatnonzero(late).tolist()
         self._lengths = described.pieces.lengths()
@@ -101,8 +99,7 @@ class Unplanned:
         with self._lock:
             if made is None or self._is_taken or self._described is None:  # it may have failed, and been released
                 return False
-            self._address[at], self._owners[at] = made
-            self._apart.pop(at, None)
+            self._copies[at] = made
             self._left.pop(0)
             self.snapshot_bytes += int(self._lengths[at])
             if not self._left:
@@ -151,7 +148,7 @@ class Unplanned:
             failure = self._failure
         if failure is not None:
             raise failure
-        described = replace(described, places=Places(self._address, self._apart, self._owners))
+        described = replace(described, places=described.places.with_copies(self._copies))
         late, names = np.flatnonzero(self._late), described.pieces.names
         try:
             now = take_samples(described.places, late, self._lengths[late], seed=self._step).digests()
@@ -167,7 +164,7 @@ class Unplanned:
     def let_go(self) -> None:
         """The save was captured, or has failed: release the copies."""
         with self._lock:
-            self._described, self._owners, self.snapshot_bytes = None, [], 0
+            self._described, self._copies, self.snapshot_bytes = None, {}, 0
 
 
 def unplanned(step: int, described: Described, seen: Samples, *, fence: FenceMode) -> Unplanned:

@@ -108,16 +108,14 @@ class Destinations(msgspec.Struct, frozen=True, eq=False):
         """The places with buffers for these pieces, and the buffers."""
         if not bounced:
             return self.places, {}
-        address, apart, owners = self.places.address.copy(), dict(self.places.apart), list(self.places.owners)
         buffers = {}
         for at in bounced:
             piece, dtype = self.wanted[at], self.stored[at]
             target = self.places.memory(at, piece)
             buffer = tensors.empty(dtype, piece.box.shape)
-            apart.pop(at, None)
-            address[at], owners[at] = buffer.data_ptr(), buffer
             buffers[at] = BounceBuffer(buffer, target, piece.dtype)
-        return Places(address, apart, owners), buffers
+        copies = {at: (one.buffer.data_ptr(), one.buffer) for at, one in buffers.items()}
+        return self.places.with_copies(copies), buffers
 
 
 def choose_destinations(
@@ -139,7 +137,7 @@ def choose_destinations(
             )
         stored, plan = tuple(map(dtypes.__getitem__, rows)), plan_reads(index, wanted, rows)
         return Destinations(wanted, places, stored, plan, (Round(plan, tuple(range(len(wanted)))),), {})
-    streams = {name: side_stream(name) for name in {m.device for m in places.apart.values()} - {"cpu"}}
+    streams = {name: side_stream(name) for name in places.devices}
     bounced = _bounced(wanted, places, tuple(map(dtypes.__getitem__, rows)), streams)
     while bounced and (blocks := _blocks(bounced)):
         positions = _repeated(len(wanted), blocks)
@@ -165,7 +163,10 @@ class _Bounced(msgspec.Struct, frozen=True):
 def _bounced(
     wanted: Pieces, places: Places, stored: Sequence[DType], streams: Mapping[str, SideStream | None]
 ) -> list[_Bounced]:
-    apart = {at for at, memory in places.apart.items() if memory.device != "cpu" and not _is_reached(memory, streams)}
+    apart = {at for at, memory in places.apart.items() if memory.device != "cpu" and not _is_reached(memory)}
+    for number, name in enumerate(places.devices):
+        if streams[name] is None:
+            apart.update(np.flatnonzero(places.device == number).tolist())
     if not apart and tuple(stored) == wanted.dtypes:
         return []
     found = []
@@ -179,10 +180,8 @@ def _bounced(
     return found
 
 
-def _is_reached(memory: Memory, streams: Mapping[str, SideStream | None]) -> bool:
+def _is_reached(memory: Memory) -> bool:
     """Whether a device's own copies reach this memory at their rate: not where single elements lie apart."""
-    if streams[memory.device] is None:
-        return False
     inner = next((at for at in reversed(range(len(memory.shape))) if memory.shape[at] > 1), None)
     return inner is None or memory.strides_bytes[inner] == memory.item_bytes or memory.contiguous
 

@@ -49,7 +49,7 @@ from flowstone.stage.device import SideStream, side_stream
 from flowstone.stage.encode import BaseChunks, encoder_of
 from flowstone.stage.gather import gather_for
 from flowstone.store.base import UNPACED, FilePlan, Pace, Store, Writing
-from flowstone.table.pieces import Memory, Places, row_bytes
+from flowstone.table.pieces import Memory, Places
 
 _Number = TypeVar("_Number", bound=np.generic)
 
@@ -122,7 +122,7 @@ def start_capture(
     Raises StorageError if the segments cannot be created.
     """
     store, directory, arena = target.store, target.directory, target.arena
-    address, layout, layouts, device, streams, hosted = within_reach(places)
+    address, layout, layouts, device, streams, hosted = within_reach(places, plan.length)
     offsets = data_offsets(plan, np.where((layout < 0) & (device < 0), address % BLOCK_BYTES, 0))
     headers, digests = (known or Headers()).of(plan, offsets)
     count = len(headers)
@@ -195,56 +195,46 @@ def _header(plan: WritePlan, file: SegmentPlan, offsets: NDArray[np.uint64]) -> 
     return encode_header(rows, header_bytes=file.header_bytes, file_bytes=file.bytes, packed=file.packed)
 
 
-def within_reach(places: Places) -> tuple[
+def within_reach(places: Places, lengths: NDArray[np.uint64]) -> tuple[
     NDArray[np.uint64], NDArray[np.int64], list[_native.GatherLayout], NDArray[np.int32], tuple[SideStream, ...],
     list[Memory],
 ]:
     """How the engine reads each piece: its address, how strided memory is gathered, and on which device.
 
-    Device memory that no side stream can copy as it is, or of no bytes, is copied to the host here. The last result is
-    that host memory: keep it alive.
+    lengths  of the pieces, in bytes
+
+    Device memory that no side stream can copy as it is, is copied to the host here. The last result is that host
+    memory: keep it alive.
     """
     address, layout = places.address, np.full(len(places.address), -1, np.int64)
     device = np.full(len(places.address), -1, np.int32)
     layouts: list[_native.GatherLayout] = []
     streams: list[SideStream] = []
-    hosted: list[Memory] = []
-    numbers: dict[str, int] = {}  # of each device, that of its stream; -1: it has none
-    lengths: dict[tuple[object, ...], int] = {}  # in bytes, of memory of a kind, if it is one run; else -1
+    copies: dict[int, Memory] = {}
+    for number, name in enumerate(places.devices):
+        mine = (places.device == number) & (lengths > 0)  # of no bytes, nothing is read
+        mine[[at for at, memory in places.apart.items() if memory.device == name]] = False
+        if not mine.any():
+            continue
+        stream = side_stream(name)
+        if stream is None:
+            rows = np.flatnonzero(mine).tolist()
+            copies |= {at: host_copy(places.run(at, (int(lengths[at]),), 1)) for at in rows}
+        else:
+            device[mine] = len(streams)
+            streams.append(stream)
     for position, memory in places.apart.items():
         if memory.device != "cpu":
-            kind = memory.shape, memory.strides_bytes, memory.item_bytes
-            length = lengths.get(kind)
-            if length is None:
-                lengths[kind] = length = row_bytes(memory) if memory.contiguous else -1
-            if length > 0:
-                number = numbers.get(memory.device)
-                if number is None:
-                    numbers[memory.device] = number = _number_of(memory.device, streams)
-                device[position] = number
-                if number >= 0:
-                    continue
-            memory = host_copy(memory)
-            hosted.append(memory)
-            address = address.copy() if len(hosted) == 1 else address
-            address[position] = memory.address
-        if not memory.contiguous:
-            layout[position] = len(layouts)
-            layouts.append(
-                _native.GatherLayout(
-                    item_bytes=memory.item_bytes, shape=memory.shape, strides_bytes=memory.strides_bytes
-                )
-            )
-    return address, layout, layouts, device, tuple(streams), hosted
-
-
-def _number_of(device: str, streams: list[SideStream]) -> int:
-    """The position in `streams` of a device's stream, which is added; -1 if it has none."""
-    stream = side_stream(device)
-    if stream is None:
-        return -1
-    streams.append(stream)
-    return len(streams) - 1
+            copies[position] = host_copy(memory)
+            continue
+        layout[position] = len(layouts)
+        layouts.append(
+            _native.GatherLayout(item_bytes=memory.item_bytes, shape=memory.shape, strides_bytes=memory.strides_bytes)
+        )
+    if copies:
+        address = address.copy()
+        address[list(copies)] = [memory.address for memory in copies.values()]
+    return address, layout, layouts, device, tuple(streams), list(copies.values())
 
 
 def _seeds(pieces: int, seed: int) -> NDArray[np.uint64]:
@@ -257,13 +247,14 @@ _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16:
 
 
 def on_device(memory: Memory) -> torch.Tensor:
-    """The tensor that `memory`, owned by a storage, describes, with a carrier type of its item size."""
-    assert isinstance(memory.owner, torch.UntypedStorage), "device memory is owned by its storage"
+    """The tensor that `memory`, owned by a tensor or its storage, describes, with a carrier type of its item size."""
+    owner = memory.owner.untyped_storage() if isinstance(memory.owner, torch.Tensor) else memory.owner
+    assert isinstance(owner, torch.UntypedStorage), "device memory is a tensor's"
     # A tensor without elements has no address.
-    start = 0 if 0 in memory.shape else (memory.address - memory.owner.data_ptr()) // memory.item_bytes
+    start = 0 if 0 in memory.shape else (memory.address - owner.data_ptr()) // memory.item_bytes
     strides = tuple(stride // memory.item_bytes for stride in memory.strides_bytes)
     carrier = torch.empty(0, dtype=_CARRIERS[memory.item_bytes], device=memory.device)
-    return carrier.set_(memory.owner, start, memory.shape, strides)
+    return carrier.set_(owner, start, memory.shape, strides)
 
 
 def host_twin(memory: Memory) -> Memory:

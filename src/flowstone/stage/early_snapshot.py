@@ -24,7 +24,7 @@ def snapshot(pieces: Pieces, places: Places, early: Sequence[int]) -> tuple[Plac
 
     Also returns those of them whose memory is gone: another thread has freed it in the meantime.
     """
-    address, apart, owners = places.address.copy(), dict(places.apart), list(places.owners)
+    copies: dict[int, tuple[int, object]] = {}
     near: list[tuple[int, Memory]] = []
     for at in early:
         memory = places.memory(at, pieces[at])
@@ -32,18 +32,17 @@ def snapshot(pieces: Pieces, places: Places, early: Sequence[int]) -> tuple[Plac
             near.append((at, memory))
         else:
             copied = host_copy(memory)
-            address[at], owners[at] = copied.address, copied.owner
-        apart.pop(at, None)
+            copies[at] = copied.address, copied.owner
     lengths = np.array([row_bytes(memory) for _, memory in near], np.uint64)
     rooms = (lengths + np.uint64(_ALIGNED_BYTES - 1)) // np.uint64(_ALIGNED_BYTES) * np.uint64(_ALIGNED_BYTES)
     made = np.empty(int(rooms.sum()), np.uint8)
     targets = (np.uint64(made.ctypes.data) + np.cumsum(rooms) - rooms).tolist()
     rows, gone = _rows([memory for _, memory in near], lengths), []
     for row, (at, memory) in enumerate(near):
-        address[at], owners[at] = targets[row], made
+        copies[at] = targets[row], made
         if rows.copy(row, 0, row_bytes(memory), targets[row]):
             gone.append(at)
-    return Places(address, apart, owners), gone
+    return places.with_copies(copies), gone
 
 
 def snapshot_one(memory: Memory, is_off: Callable[[], bool]) -> tuple[int, object] | None:
@@ -70,7 +69,7 @@ def snapshot_one(memory: Memory, is_off: Callable[[], bool]) -> tuple[int, objec
 def _rows(memories: Sequence[Memory], lengths: NDArray[np.uint64]) -> _native.WriteExtents:
     strided = {at: memory for at, memory in enumerate(memories) if not memory.contiguous}
     places = Places(np.array([memory.address for memory in memories], np.uint64), strided, ())
-    _, layout, layouts, *_ = within_reach(places)
+    _, layout, layouts, *_ = within_reach(places, lengths)
     count = len(memories)
     return _native.WriteExtents(
         file=np.zeros(count, np.uint32), offset=np.cumsum(lengths) - lengths, length=lengths, address=places.address,

@@ -22,16 +22,18 @@ def element_samples(places: Places, positions: Sequence[int], items: Sequence[in
 
     items   length of an element, in bytes
     counts  number of elements
-    Pieces on the host that are not one run of bytes are left out. Waits for the current stream of devices.
+    Pieces that are not one run of bytes are left out. Waits for the current stream of devices.
     """
     found: dict[int, bytes] = {}
     far: dict[tuple[str, int], list[tuple[int, torch.Tensor]]] = {}
     for at, item, count in zip(positions, items, counts, strict=True):
-        memory, chosen = places.apart.get(at), _chosen(count)
-        if memory is None:
+        device, chosen = places.device_of(at), _chosen(count)
+        if at in places.apart:
+            continue
+        if device == "cpu":
             found[at] = _on_host(int(places.address[at]), item, count, chosen)
-        elif memory.device != "cpu" and memory.contiguous:
-            far.setdefault((memory.device, item), []).append((at, _far(memory, chosen)))
+        else:
+            far.setdefault((device, item), []).append((at, _far(places.run(at, (count,), item), chosen)))
     for of in far.values():
         rows = torch.stack([sample for _, sample in of]).cpu()
         for (at, _), row in zip(of, rows, strict=True):

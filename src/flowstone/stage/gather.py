@@ -85,14 +85,19 @@ def lines_of(
     return np.repeat(address, counts) + _native.line_begins(length.astype(np.uint64, copy=False), seeds)
 
 
-def reserve(native: _native.Device, length: NDArray[np.uint64], *, digests: bool) -> None:
-    """Have a device's memory for what it gathers of pieces of these lengths, at the begin of a save, ready."""
+def reserve(native: _native.Device, length: NDArray[np.uint64], *, digests: bool, times: int) -> None:
+    """Have a device's memory for what it gathers of pieces of these lengths, at the begin of a save, ready.
+
+    times  how many saves there may be at a time
+    """
     runs, size = gathered_needs(length)
     large = length[length >= PACKED_BELOW_BYTES].astype(np.int64)
     rest = large % CHUNK_BYTES
     chunks = int((-(-large // CHUNK_BYTES)).sum())
     short = int(((rest > 0) & (rest <= _native.DIGESTED_BY_HOST_MAX)).sum())
-    native.reserve_launches(runs=runs, bytes=size, chunks=chunks * digests, short_chunks=short * digests)
+    native.reserve_launches(
+        runs=runs, bytes=size, chunks=chunks * digests, short_chunks=short * digests, times=times
+    )
 
 
 def gathered_needs(length: NDArray[np.uint64]) -> tuple[int, int]:

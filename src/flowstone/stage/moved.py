@@ -30,8 +30,8 @@ def moved(places: Places, positions: NDArray[np.int64]) -> NDArray[np.int64]:
 
 def _has_address_of_owner(places: Places, position: int) -> bool:
     """Whether the piece is on the same device as the storage that owns it; else their addresses are unrelated."""
-    memory, owner = places.apart.get(position), places.owners[position]
-    return memory is None or (isinstance(owner, torch.UntypedStorage) and str(owner.device) == memory.device)
+    owner, device = places.owners[position], places.device_of(position)
+    return device == "cpu" or (isinstance(owner, torch.UntypedStorage) and str(owner.device) == device)
 
 
 def _column(numbers: Iterable[int], count: int) -> NDArray[np.uint64]:

@@ -23,14 +23,13 @@ def overlaps(pieces: Pieces, places: Places, table: StoredTable, rows: Sequence[
     sharing a byte. Looks only at addresses, also on devices; reads no memory.
     """
     length = _lengths(pieces, table, rows)
-    low, space = places.address.astype(np.uint64), np.zeros(len(length), np.int64)
+    low = places.address.astype(np.uint64)
     high = low + length
-    spaces = {"cpu": 0}
+    space = places.device if places.devices else np.full(len(length), -1, np.int32)
     for at, memory in places.apart.items():
-        space[at] = spaces.setdefault(memory.device, len(spaces))
         low[at], high[at] = _reach(memory)
     found = []
-    for number in range(len(spaces)):
+    for number in range(-1, len(places.devices)):
         here = np.flatnonzero((space == number) & (length > 0))
         for group in _groups(here, low, high):
             found += _shared(group, low, high, pieces, places, table, rows)

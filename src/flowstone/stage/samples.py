@@ -14,7 +14,7 @@ from flowstone import _native
 from flowstone.stage.capture import within_reach
 from flowstone.stage.device import SideStream
 from flowstone.stage.gather import sample
-from flowstone.table.pieces import Memory, Places
+from flowstone.table.pieces import Places
 
 
 class Samples(msgspec.Struct, frozen=True, eq=False):
@@ -48,7 +48,7 @@ def take_samples(places: Places, rows: NDArray[np.int64], lengths: NDArray[np.ui
     seed    chooses the lines: the same for all ranks that compare, different for each comparison
     raises  OSError  memory is gone
     """
-    address, layout, layouts, device, streams, hosted = within_reach(_some(places, rows))
+    address, layout, layouts, device, streams, hosted = within_reach(_some(places, rows), lengths)
     is_far = device >= 0
     samples = []
     for at, stream in enumerate(streams):
@@ -73,11 +73,6 @@ def take_samples(places: Places, rows: NDArray[np.int64], lengths: NDArray[np.ui
 
 
 def _some(places: Places, rows: NDArray[np.int64]) -> Places:
-    if not places.apart:
-        return Places(places.address[rows], {}, ())
-    apart: dict[int, Memory] = {}
-    for new, old in enumerate(rows.tolist()):
-        memory = places.apart.get(old)
-        if memory is not None:
-            apart[new] = memory
-    return Places(places.address[rows], apart, ())
+    if places.apart or places.devices:
+        return places.take(rows.tolist())
+    return Places(places.address[rows], {}, ())

@@ -240,12 +240,10 @@ def _targets(fill: Fill) -> Targets:
 
 def _devices(plan: ReadPlan, places: Places, devices: Sequence[str]) -> NDArray[np.int32]:
     """Each row's device number; -1 for the host."""
-    found = np.full(len(places.address), -1, np.int32)
-    if devices:
-        for position, memory in places.apart.items():
-            if memory.device in devices:
-                found[position] = devices.index(memory.device)
-    return found[plan.target]
+    if not (devices and places.devices):
+        return np.full(len(plan.target), -1, np.int32)
+    numbers = [devices.index(name) if name in devices else -1 for name in places.devices]
+    return np.array([*numbers, -1], np.int32)[places.device[plan.target]]
 
 
 def _part(stored: Box, common: Box, wanted: Box, memory: Memory) -> tuple[int, _native.ScatterLayout | None]:

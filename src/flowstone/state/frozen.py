@@ -69,6 +69,6 @@ class Frozen:
         self._still &= (address == self._seen[0]) & (counted == self._seen[1])
         if self._samples is not None:
             self._still &= self._samples == self._sample(pieces, places)
-            if not self._samples_always or any(memory.device != "cpu" for memory in places.apart.values()):
+            if not self._samples_always or places.devices:
                 self._samples = None
         return self._still.copy()

@@ -147,13 +147,18 @@ class Sink:
         owners = list(columns.owners)
         memory = dict(apart)
         for position, (dtype, given) in self._given.items():
+            assert given.device == "cpu", "what is no tensor is on the host"
             dtypes[position], shapes[position] = dtype, given.shape
             memory[position] = given
         for position, one in memory.items():
             address[position], owners[position] = one.address, one.owner
+        device, numbers = columns.device, {"cpu": -1, **{name: at for at, name in enumerate(columns.devices)}}
+        if columns.devices:  # a copy of what is conjugate may be elsewhere than its tensor
+            device[list(memory)] = [numbers[one.device] for one in memory.values()]
         ties = self._ties(dtypes, shapes, address, memory)
         tensors = TensorColumns(tuple(self.names), tuple(dtypes), tuple(shapes))
-        places = Places(address, {at: m for at, m in memory.items() if m.device != "cpu" or not m.contiguous}, owners)
+        strided = {at: m for at, m in memory.items() if not m.contiguous}
+        places = Places(address, strided, owners, device, columns.devices)
         aliases = (
             *(Alias(self.names[at], self.names[first]) for at, first in ties.items()),
             *(Alias(place.name, target) for place, target in self._tied),

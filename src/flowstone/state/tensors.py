@@ -33,7 +33,8 @@ _ARRAY_TYPES = (np.ndarray, np.memmap)
 _COMPLEX = frozenset({torch.complex32, torch.complex64, torch.complex128})
 _CARRIERS = {1: torch.uint8, 2: torch.int16}  # whose memory types below a byte, and types of bits, can have
 _LOW = np.uint64(1 << 40)  # memory is nearly always above, and no storage is this long
-_dtype, _is_cpu, _version = attrgetter("dtype"), attrgetter("is_cpu"), attrgetter("_version")
+_dtype, _device, _is_cpu = attrgetter("dtype"), attrgetter("device"), attrgetter("is_cpu")
+_version = attrgetter("_version")
 _UNKNOWN = -1  # the version of inference tensors, which have no counter
 _BLOCK = 256  # tensors whose own records stay in the CPU cache while they are examined
 _CONVERT = "convert it to a dense tensor (to_dense(), dequantize(), full_tensor(), ...), or leave it out of the state"
@@ -115,8 +116,9 @@ class Columns(msgspec.Struct, frozen=True, eq=False):
     address  of element (0, ..., 0)
     owners   keep the memory alive
     versions version counters, see `versions_of`; only with `hold`
-    odd      positions of tensors whose elements are not one run of host bytes in row-major order, or whose memory
-             holds other values than they show (conjugate, negative); ascending
+    odd      positions of tensors whose elements are not one run of bytes in row-major order, or whose memory holds
+             other values than they show (conjugate, negative); ascending
+    device   number of each one's device among `devices`; -1: host memory. Empty if there are no devices
     """
 
     dtypes: Sequence[DType]
@@ -125,6 +127,8 @@ class Columns(msgspec.Struct, frozen=True, eq=False):
     owners: Sequence[object]
     versions: NDArray[np.int64]
     odd: Sequence[int]
+    device: NDArray[np.int32]
+    devices: tuple[str, ...]
 
 
 def columns(tensors: Sequence[torch.Tensor], names: Sequence[str], *, hold: bool) -> Columns:
@@ -143,13 +147,15 @@ def columns(tensors: Sequence[torch.Tensor], names: Sequence[str], *, hold: bool
     versions = np.zeros(len(tensors), np.int64)
     owners: list[object] = []
     odd: list[int] = []
+    device = np.full(len(tensors), -1, np.int32)
+    devices: dict[str, int] = {}
     read = _reader()
     try:
         for start in range(0, len(tensors), _BLOCK):
             block = list(tensors[start : start + _BLOCK])
             if not DENSE_TYPES.issuperset(map(type, block)):
                 raise TypeError("a subclass")
-            found, kinds, sizes, elsewhere, is_complex = read(block) or _read_each(block)
+            found, kinds, sizes, strided, is_complex, numbers, there = read(block) or _read_each(block)
             dtypes += kinds
             shapes += sizes
             owners.extend(map(torch.Tensor.untyped_storage, block) if hold else block)
@@ -159,18 +165,26 @@ def columns(tensors: Sequence[torch.Tensor], names: Sequence[str], *, hold: bool
             if is_complex or any(map(torch.Tensor.is_neg, block)):
                 odd += [at for at, one in enumerate(block, start) if _is_odd(one)]
             else:
-                odd += [start + at for at in elsewhere]
+                odd += [start + at for at in strided]
+            if there:
+                numbers = np.array([*(devices.setdefault(one, len(devices)) for one in there), -1], np.int32)[numbers]
+                device[start : start + len(block)] = numbers
             for at in np.flatnonzero(found < _LOW).tolist():
                 check_tensor(block[at], names[start + at])
-        return Columns(dtypes, shapes, address, owners, versions, odd)
+        return Columns(
+            dtypes, shapes, address, owners, versions, odd, device if devices else device[:0], tuple(devices)
+        )
     except (TypeError, KeyError, RuntimeError):
         for one, name in zip(tensors, names, strict=True):
             check_tensor(one, name)
         raise
 
 
-_Read = tuple[NDArray[np.uint64], list[DType], list[tuple[int, ...]], list[int], bool]
-"""Of a list of tensors: addresses, types, shapes, positions of those that are odd, whether one is complex."""
+_Read = tuple[
+    NDArray[np.uint64], list[DType], list[tuple[int, ...]], list[int], bool, NDArray[np.int32], Sequence[str]
+]
+"""Of a list of tensors: addresses, types, shapes, positions of those that are strided, whether one is complex; the
+number of each one's device, -1 for the host, and the devices' names."""
 
 
 def _reader() -> Callable[[list[torch.Tensor]], _Read | None]:
@@ -190,10 +204,10 @@ def _reader() -> Callable[[list[torch.Tensor]], _Read | None]:
         found = reader.read(tensors)
         if found is None:
             return None
-        address, dtypes, shapes, alike, odd, is_complex = found
+        address, dtypes, shapes, alike, odd, is_complex, numbers, firsts = found
         for at in alike:  # integers below a byte are integers of a byte to DLPack
             dtypes[at] = TORCH_DTYPES[tensors[at].dtype]
-        return address, dtypes, shapes, odd, is_complex
+        return address, dtypes, shapes, odd, is_complex, numbers, [str(tensors[at].device) for at in firsts]
 
     return read
 
@@ -224,9 +238,15 @@ def _read_each(tensors: list[torch.Tensor]) -> _Read:
     sizes = list(map(torch.Tensor.size, tensors))
     distinct: dict[tuple[int, ...], tuple[int, ...]] = {}
     shapes = list(map(distinct.setdefault, sizes, sizes))
-    usual = all(map(torch.Tensor.is_contiguous, tensors)) and all(map(_is_cpu, tensors))
-    odd = [] if usual else [at for at, one in enumerate(tensors) if not (one.is_contiguous() and _is_cpu(one))]
-    return found, [TORCH_DTYPES[dtype] for dtype in own], shapes, odd, not _COMPLEX.isdisjoint(own)
+    runs = list(map(torch.Tensor.is_contiguous, tensors))
+    odd = [] if all(runs) else [at for at, is_run in enumerate(runs) if not is_run]
+    devices: dict[torch.device, int] = {}
+    numbers = np.full(len(tensors), -1, np.int32)
+    if not all(map(_is_cpu, tensors)):
+        own_device = map(_device, tensors)
+        numbers[:] = [-1 if one.type == "cpu" else devices.setdefault(one, len(devices)) for one in own_device]
+    names = list(map(str, devices))
+    return found, [TORCH_DTYPES[dtype] for dtype in own], shapes, odd, not _COMPLEX.isdisjoint(own), numbers, names
 
 
 def versions_of(tensors: Sequence[torch.Tensor]) -> NDArray[np.int64]:
@@ -238,7 +258,7 @@ def versions_of(tensors: Sequence[torch.Tensor]) -> NDArray[np.int64]:
 
 
 def _is_odd(tensor: torch.Tensor) -> bool:
-    return not (tensor.is_contiguous() and tensor.is_cpu) or deferred(tensor)
+    return not tensor.is_contiguous() or deferred(tensor)
 
 
 def check_tensor(tensor: torch.Tensor, name: str) -> DType:

@@ -8,7 +8,7 @@ A state has tens of thousands of pieces, so they are passed as columns. There ar
     Pieces  names, dtypes, shapes, boxes, and which are buffers; kept between saves, shared by ranks, sent, and stored
             as an index
     Layout  pieces, aliases, and which are lazy; plans are made from it, and kept until it changes
-    Places  addresses, and the owners that keep the memory alive; for one save, or one load
+    Places  addresses, devices, and the owners that keep the memory alive; for one save, or one load
 """
 
 from __future__ import annotations
@@ -404,26 +404,59 @@ class Pieces(Sequence[Piece]):
 class Places(msgspec.Struct, frozen=True, eq=False):
     """The memory of pieces, as columns.
 
-    address  of each piece's element (0, ..., 0), in this process
-    apart    position -> Memory, for pieces that are not one run of host bytes in row-major order
+    address  of each piece's element (0, ..., 0), in this process, or on its device
+    apart    position -> Memory, for pieces that are not one run of bytes in row-major order
     owners   keep the memory alive
+    device   number of each piece's device among `devices`; -1: host memory. Empty if there are no devices
+    devices  their names; each has some piece
     """
 
     address: NDArray[np.uint64]
     apart: Mapping[int, Memory]
     owners: Sequence[object]
+    device: NDArray[np.int32] = msgspec.field(default_factory=lambda: np.zeros(0, np.int32))
+    devices: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, memory: Sequence[Memory]) -> Places:
-        apart = {at: m for at, m in enumerate(memory) if m.device != "cpu" or not m.contiguous}
-        return cls(np.array([m.address for m in memory], np.uint64), apart, [m.owner for m in memory])
+        apart = {at: m for at, m in enumerate(memory) if not m.contiguous}
+        address, owners = np.array([m.address for m in memory], np.uint64), [m.owner for m in memory]
+        devices = tuple(dict.fromkeys(m.device for m in memory if m.device != "cpu"))
+        if not devices:
+            return cls(address, apart, owners)
+        device = np.array([devices.index(m.device) if m.device != "cpu" else -1 for m in memory], np.int32)
+        return cls(address, apart, owners, device, devices)
+
+    @property
+    def host_runs(self) -> NDArray[np.bool_]:
+        """For each piece, whether it is one run of host bytes in row-major order."""
+        found = self.device < 0 if self.devices else np.ones(len(self.address), np.bool_)
+        found[list(self.apart)] = False
+        return found
+
+    def device_of(self, position: int) -> str:
+        """The name of a piece's device; "cpu" for host memory."""
+        return self.devices[self.device[position]] if self.devices and self.device[position] >= 0 else "cpu"
 
     def memory(self, position: int, piece: Piece) -> Memory:
         """The Memory record of `piece`, which is the one at `position`."""
-        shape, item = piece.box.shape, piece.dtype.item_bytes
-        strides = tuple(math.prod(shape[dim + 1 :]) * item for dim in range(len(shape)))
-        dense = Memory(self.owners[position], int(self.address[position]), shape, strides, item)
-        return self.apart.get(position, dense)
+        return self.apart.get(position) or self.run(position, piece.box.shape, piece.dtype.item_bytes)
+
+    def run(self, position: int, shape: tuple[int, ...], item_bytes: int) -> Memory:
+        """The Memory record of the piece at `position`, which is one run of bytes in row-major order."""
+        strides = tuple(math.prod(shape[dim + 1 :]) * item_bytes for dim in range(len(shape)))
+        address = int(self.address[position])
+        return Memory(self.owners[position], address, shape, strides, item_bytes, self.device_of(position))
+
+    def with_copies(self, copies: Mapping[int, tuple[int, object]]) -> Places:
+        """The same, except that some pieces are one run of host bytes: the address and owner of each, by position."""
+        address, owners, device = self.address.copy(), list(self.owners), self.device.copy()
+        for at, copy in copies.items():
+            address[at], owners[at] = copy
+        if self.devices:
+            device[list(copies)] = -1
+        apart = {at: memory for at, memory in self.apart.items() if at not in copies}
+        return _with_used_devices(address, apart, owners, device, self.devices)
 
     def take(self, positions: Sequence[int], blocks: Sequence[Block] = ()) -> Places:
         """The places at `positions` (ascending, repeated for blocks); of some of them only blocks."""
@@ -437,7 +470,20 @@ class Places(msgspec.Struct, frozen=True, eq=False):
                 address[block.at] = memory.address
             else:
                 address[block.at] += block.skipped_bytes
-        return Places(address, apart, [self.owners[at] for at in positions])
+        device = self.device[np.asarray(positions, np.int64)] if self.devices else self.device
+        return _with_used_devices(address, apart, [self.owners[at] for at in positions], device, self.devices)
+
+
+def _with_used_devices(
+    address: NDArray[np.uint64], apart: Mapping[int, Memory], owners: Sequence[object], device: NDArray[np.int32],
+    devices: tuple[str, ...],
+) -> Places:
+    used = np.flatnonzero(np.bincount(device[device >= 0], minlength=len(devices))).tolist()
+    if not used:
+        return Places(address, apart, owners)
+    if len(used) < len(devices):
+        device = np.array([used.index(at) if at in used else -1 for at in range(len(devices))] + [-1], np.int32)[device]
+    return Places(address, apart, owners, device, tuple(devices[at] for at in used))
 
 
 class Layout(msgspec.Struct, frozen=True):

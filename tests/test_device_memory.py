@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import random
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
@@ -381,7 +382,10 @@ def test_an_optimizer_that_steps_on_another_stream_waits_for_the_copies_too(stor
             far.native.make_current(stream)
             optimizer.step()  # without gradients: its hook is all that runs
             byte_writer(far, parameter.data, 0)
+        time.sleep(0.2)  # a stream that does not wait for the copies writes now
+        are_kept = all(parameter.all() for parameter in parameters)
         far.native.hold(False)
+        assert are_kept
         found = save.committed.result(60)
         assert [found.read(f"p.{n}").unique().tolist() for n in range(2)] == [[1.0], [1.0]]
         for stream in streams:

@@ -26,8 +26,7 @@ class VerifiedRead(msgspec.Struct, frozen=True, eq=False):
     stamps: Mapping[str, str | None]
 
 
-@dataclass(slots=True)
-class LoadOutcome:
+class LoadOutcome(msgspec.Struct, eq=False):
     """The outcome of the loads of one Checkpointer, most of it of the last one.
 
     unfinished        the reason why the state must not be saved: a load changed a part of it and did not finish

@@ -6,7 +6,6 @@ import hashlib
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -68,8 +67,7 @@ class Decision(msgspec.Struct, frozen=True):
     each: Sequence[bytes] = ()
 
 
-@dataclass(slots=True)
-class Side:
+class Side(msgspec.Struct, eq=False):
     """One rank's side of all its exchanges.
 
     serial   number of its Checkpointer
@@ -86,7 +84,7 @@ class Side:
     reminder_s: float
     serial: int = 1
     pressed: bool = False
-    passive: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    passive: dict[int, tuple[int, ...]] = msgspec.field(default_factory=dict)
 
 
 class Exchange:

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -180,9 +180,9 @@ def columns(tensors: Sequence[torch.Tensor], names: Sequence[str], *, hold: bool
         raise
 
 
-_Read = tuple[
-    NDArray[np.uint64], list[DType], list[tuple[int, ...]], list[int], bool, NDArray[np.int32], Sequence[str]
-]
+_Read: TypeAlias = (
+    "tuple[NDArray[np.uint64], list[DType], list[tuple[int, ...]], list[int], bool, NDArray[np.int32], Sequence[str]]"
+)
 """Of a list of tensors: addresses, types, shapes, positions of those that are strided, whether one is complex; the
 number of each one's device, -1 for the host, and the devices' names."""
 

@@ -85,6 +85,7 @@ class ObjectLease:
         self._held: _Lease | None = None
         self._tag: str | None = None
         self._ended = threading.Event()
+        self._renewing: threading.Thread | None = None
 
     def take(self, holder: str) -> bool:
         """Become the writer; whether this was not the writer before.
@@ -160,8 +161,10 @@ class ObjectLease:
     def _begin(self, mine: _Lease, tag: str | None) -> None:
         self._held, self._tag = mine, tag
         self._ended = threading.Event()
-        renew = threading.Thread(target=self._renew_all, args=(self._ended,), name="flowstone-lease", daemon=True)
-        renew.start()
+        self._renewing = threading.Thread(
+            target=self._renew_all, args=(self._ended,), name="flowstone-lease", daemon=True
+        )
+        self._renewing.start()
 
     def _renew_all(self, ended: threading.Event) -> None:
         while not ended.wait(self._lease_s / _RENEWALS):
@@ -217,7 +220,10 @@ class ObjectLease:
                 self._client.replace(LOCK_NAME, msgspec.json.encode(given_up), self._tag)
             except FlowstoneError as error:
                 log.warning("%s: the lock could not be given up: %s", self._client.location, error.message)
+        if self._renewing is not None:
+            self._renewing.join()  # it asks for nothing more: it has been told
+            self._renewing = None
 
     def forget(self) -> None:
         """In a forked child: the lease is the parent's, and so is the thread."""
-        self._guard, self._held, self._ended = threading.Lock(), None, threading.Event()
+        self._guard, self._held, self._ended, self._renewing = threading.Lock(), None, threading.Event(), None

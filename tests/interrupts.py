@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+import gc
 import os
 import signal
 import sys
@@ -24,7 +25,8 @@ def struck(act: Callable[[], _Result], line: int, *, of: Collection[str] = (), o
 
     Not inside of the standard library, whose own locks do not survive that; nor where a handled exception is let go of:
     if a trace function raises there, CPython 3.11 keeps that exception, with all frames of its traceback, as the one
-    that the thread handles. No signal's handler runs there.
+    that the thread handles. No signal's handler runs there. Nor in what the collector calls, such as Hypothesis' clock
+    of it: an exception is lost there.
 
     of       counted in files of these names alone
     opcodes  between any two instructions, instead of lines
@@ -35,6 +37,8 @@ def struck(act: Callable[[], _Result], line: int, *, of: Collection[str] = (), o
     def trace(frame: FrameType, event: str, _: object) -> Any:
         nonlocal left
         if _STANDARD in frame.f_code.co_filename and "site-packages" not in frame.f_code.co_filename:
+            return None
+        if any(frame.f_code is getattr(one, "__code__", None) for one in gc.callbacks):
             return None
         if of and os.path.basename(frame.f_code.co_filename) not in of:
             return None

@@ -86,3 +86,11 @@ def test_a_thread_in_another_class_stays_in_it() -> None:
     thread.start()
     thread.join()
     assert found == [False, os.SCHED_BATCH]
+
+
+def test_a_sandbox_that_refuses_to_tell_the_class_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(_: int) -> int:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "sched_getscheduler", refused)
+    assert not time_slice.shorten()

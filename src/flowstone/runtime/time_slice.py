@@ -20,9 +20,12 @@ _RESET_ON_FORK = 1
 def shorten() -> bool:
     """For the calling thread, and not for what it starts. Whether the system takes it; an older one ignores it."""
     number = _NUMBERS.get(os.uname().machine)
-    if number is None or os.sched_getscheduler(0) & ~os.SCHED_RESET_ON_FORK != os.SCHED_OTHER:
-        return False  # somebody has put it into another class: it stays there
-    nice = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    try:
+        if number is None or os.sched_getscheduler(0) & ~os.SCHED_RESET_ON_FORK != os.SCHED_OTHER:
+            return False  # somebody has put it into another class: it stays there
+        nice = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    except OSError:  # a sandbox that does not let it ask
+        return False
     attributes = _ATTRIBUTES.pack(_ATTRIBUTES.size, os.SCHED_OTHER, _RESET_ON_FORK, nice, 0, SLICE_NS, 0, 0)
     refused: int = ctypes.CDLL(None).syscall(ctypes.c_long(number), 0, attributes, 0)
     return not refused

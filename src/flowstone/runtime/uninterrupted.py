@@ -17,6 +17,8 @@ from contextlib import suppress
 from queue import SimpleQueue
 from typing import Generic, TypeVar
 
+from flowstone.runtime import time_slice
+
 _Result = TypeVar("_Result")
 _RECHECK_S = 1.0  # in case a waiter was interrupted and missed the release
 
@@ -147,8 +149,6 @@ class _Thread(threading.Thread):
         return not self._ended and os.getpid() == self._pid
 
     def run(self) -> None:
-        from flowstone.runtime import time_slice  # imported here: a process that only imports has no such thread
-
         time_slice.shorten()  # its caller only waits for it, and torch's threads still spin when a step has ended
         while os.getpid() == self._pid and isinstance(act := self.acts.get(), _Act):
             act.run()

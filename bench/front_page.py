@@ -14,7 +14,8 @@ from pathlib import Path
 
 FOLDER = "performance"  # beside the page
 PAGES = ("rivals", "ranks", "dcp", "training", "watching", "tracing", "in-place", "codecs", "deltas", "derived",
-         "every-step", "compressed-gradients", "quantized", "objects", "memory-tier", "conversion", "scale", "pairs")
+         "every-step", "compressed-gradients", "quantized", "objects", "memory-tier", "devices", "conversion", "scale",
+         "pairs")
 _GOAL = re.compile(r"^- (pass|miss)  (.+): ([^:]+), goal (.+)$", re.MULTILINE)
 _COMMAND = re.compile(r"^`([^`]+)`, (\d{4}-\d\d-\d\d)$", re.MULTILINE)
 

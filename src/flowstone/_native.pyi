@@ -498,7 +498,7 @@ class WriteJob:
         file number `file`. Blocks.
         """
     @property
-    def exact_bytes(self) -> int: ...  # of lazy rows of which every change is noticed until they are captured
+    def exact_bytes(self) -> int: ...  # of lazy rows of which all bytes are watched until they are captured
     @property
     def sampled_bytes(self) -> int: ...  # of the others
     @property

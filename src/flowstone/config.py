@@ -288,7 +288,8 @@ class EngineOptions:
     kept_bytes      host memory of this rank for what chunks were when they were last stored by themselves: with
     `compress`, later saves encode what has changed of them, as long as that is shorter (docs/LIMITS.md). 0: none
     watch           how changes before capture are detected in tensors captured after `save` returned (docs/LIMITS.md).
-    "exact": every write is detected, or the save is refused. "samples": some bytes are compared.
+    "exact": every write is detected, on a GPU every one that the capture shows, or the save is refused.
+    "samples": some bytes are compared.
     "auto": exact where that costs almost nothing (memory in huge pages, and 64 MiB of other memory).
     "digests": as "auto", and a GPU digests all that is captured later, when `save` is called: it reads that at its
     memory's rate, before what comes next in the current stream

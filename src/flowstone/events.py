@@ -52,7 +52,8 @@ class Captured:
     blocked_s      how long `save` blocked the caller, in total
     captured_s     since `save` was called
     early_bytes    captured before `save` returned; the rest was captured later
-    exact_bytes    of the later bytes: every change before their capture would have been detected (docs/LIMITS.md)
+    exact_bytes    of the later bytes: a change of any of them that was captured would have been detected; on the host
+                   any write, also of the same bytes (docs/LIMITS.md)
     sampled_bytes  of the later bytes: only samples were compared
     """
 

@@ -167,7 +167,7 @@ def start_capture(
 
 
 def _check_watched(writing: Writing, plan: WritePlan) -> None:
-    """Raise if every write was to be detected, and cannot be; then nothing is captured."""
+    """Raise if all bytes were to be watched, and cannot be; then nothing is captured."""
     watched = writing.watched
     if not (watched.insisted and watched.sampled_bytes):
         return

@@ -123,7 +123,7 @@ UNPACED = Pace()
 
 
 class Watched(msgspec.Struct, frozen=True):
-    """How lazy rows are watched until they are captured: every write is detected, or some of their bytes are compared.
+    """How lazy rows are watched until they are captured: all of their bytes, or some, which are compared.
 
     insisted  the caller does not accept samples
     row       the first sampled row, and the reason

@@ -19,7 +19,8 @@ PAGES = ("rivals", "ranks", "dcp", "training", "watching", "tracing", "in-place"
 _GOAL = re.compile(r"^- (pass|miss)  (.+): ([^:]+), goal (.+)$", re.MULTILINE)
 _COMMAND = re.compile(r"^`([^`]+)`, (\d{4}-\d\d-\d\d)$", re.MULTILINE)
 
-IN_WORDS = ("codecs", "deltas", "every-step", "compressed-gradients", "objects", "memory-tier")  # how these pages tell of goals
+# These pages tell of their goals in words.
+IN_WORDS = ("codecs", "deltas", "every-step", "compressed-gradients", "objects", "memory-tier")
 
 # The questions that a choice depends on, each answered by the goal of a page that begins with these words.
 QUESTIONS = (

@@ -75,8 +75,8 @@ class IoRecord(msgspec.Struct, frozen=True):
     copied_bytes  through the arena; direct_bytes without it, which earlier writers did (docs/decisions/011)
     origin        of the settings that the caller did not give: "default" or "tuned"; "explicit" if all were given
     explicit      the settings that the caller gave, by name
-    exact_bytes, sampled_bytes  of pieces captured after `save` had returned: bytes all of which were watched (by written
-                  pages, or by a device's digests), and bytes of which samples were compared; and the reason for sampling
+    exact_bytes, sampled_bytes  of pieces captured after `save` had returned: bytes all of which were watched (by
+                  written pages, or a device's digests), and those of which samples were; and the reason for sampling
     compress      what was encoded, and why; of several ranks, that of rank 0
     """
 

@@ -88,8 +88,13 @@ def _written(part: Any) -> dict[str, bytes]:
         for name in sorted(os.listdir(directory)):
             path = Path(directory, name)
             held = path.lstat()
-            if is_document(name) and stat.S_ISREG(held.st_mode) and held.st_size <= DOCUMENTS_BYTES_MAX:
-                found[name] = path.read_bytes()
+            if not (is_document(name) and stat.S_ISREG(held.st_mode)):
+                log.info("%.200s is not kept with the model's checkpoints: it is no document", name)
+            elif held.st_size > DOCUMENTS_BYTES_MAX:
+                log.warning(
+                    "%.200s is not kept with the model's checkpoints: it has more than %d bytes; `flowstone export` takes "
+                    "it from --documents DIR", name, DOCUMENTS_BYTES_MAX,
+                )
             else:
-                log.info("%.200s is not kept with the model's checkpoints: it is no short document", name)
+                found[name] = path.read_bytes()
     return found

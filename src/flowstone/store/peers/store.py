@@ -66,7 +66,7 @@ class PeerMemory(NodeMemory):
     bytes_per_s  that a rank sends to make copies; None: no limit
 
     Other options are those of NodeMemory. Needs memory for `replicas` x `generations` of what a node's ranks save, or
-    (1 + m / k) x `generations`.
+    (1 + m / k) x `generations`; with parity on fewer nodes than k + m more, as they are fewer to share it.
 
     raises  ArgumentError; BudgetError if this node has less memory than that; FrameworkError if what parity needs is
             not installed

@@ -62,6 +62,6 @@ def export(
         print_json(asdict(report))
         return
     print_conversion(
-        f"{report.path}: {len(report.tensors)} tensors, {size_text(report.bytes)}, {len(report.files)} files",
+        f"{report.path}: {len(report.tensors)} tensors, {size_text(report.bytes)}, {len(report.files)} file(s)",
         report.seconds, report.resumed_bytes, tied=[name for name, _ in report.tied], left_out=report.skipped,
     )

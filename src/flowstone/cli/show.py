@@ -187,7 +187,7 @@ def _io(io: IoRecord) -> str:
     if io.workers is not None:
         words.append(f"{io.workers} worker(s)")
     if io.requests is not None:
-        words.append(f"{io.requests:,} requests in all")
+        words.append(f"{io.requests:,} request(s) in all")
     if io.exact_bytes or io.sampled_bytes:
         exact, sampled = io.exact_bytes or 0, io.sampled_bytes or 0
         words.append(f"{exact / (exact + sampled):.0%} of what was captured late watched exactly")

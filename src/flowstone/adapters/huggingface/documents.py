@@ -92,8 +92,8 @@ def _written(part: Any) -> dict[str, bytes]:
                 log.info("%.200s is not kept with the model's checkpoints: it is no document", name)
             elif held.st_size > DOCUMENTS_BYTES_MAX:
                 log.warning(
-                    "%.200s is not kept with the model's checkpoints: it has more than %d bytes; `flowstone export` takes "
-                    "it from --documents DIR", name, DOCUMENTS_BYTES_MAX,
+                    "%.200s is not kept with the model's checkpoints: it has more than %d bytes; "
+                    "`flowstone export` takes it from --documents DIR", name, DOCUMENTS_BYTES_MAX,
                 )
             else:
                 found[name] = path.read_bytes()

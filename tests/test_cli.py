@@ -72,6 +72,15 @@ def test_show_tells_tensors_objects_and_files(two: Path) -> None:
     assert "tensor tied" in objects["tied"]
 
 
+def test_show_says_how_many_entries_there_are(store: Path) -> None:
+    with fs.Checkpointer(store) as checkpointer:
+        checkpointer.save(1, {"x": {}, "y": {"a": 1}, "z": {"b": 2, "c": 3}})
+    told = run("show", store).stdout
+    assert [line.split("│")[2].strip() for line in told.splitlines() if line.startswith(("│ x", "│ y", "│ z"))] == [
+        "no entry", "1 entry: a", "2 entries: b, c",
+    ]
+
+
 def test_show_json_says_everything(two: Path) -> None:
     done = run("show", two, "--json")
     told = json.loads(done.stdout)

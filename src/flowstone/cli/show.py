@@ -173,7 +173,8 @@ def _text(value: object) -> str:
 def _summary(value: object) -> str:
     if isinstance(value, Mapping):
         keys = [key if isinstance(key, str) else _text(key) for key in list(value)[:6]]
-        return f"{len(value)} entries: {', '.join(keys)}{' ...' if len(value) > 6 else ''}"
+        count = {0: "no entry", 1: "1 entry: "}.get(len(value), f"{len(value)} entries: ")
+        return f"{count}{', '.join(keys)}{' ...' if len(value) > 6 else ''}"
     if isinstance(value, list | tuple) and len(value) > 6:
         return f"{len(value)} values"
     text = _text(value)

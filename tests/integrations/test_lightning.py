@@ -9,6 +9,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -201,11 +202,15 @@ def test_a_save_that_fails_is_raised_and_the_old_checkpoint_stays(tmp_path: Path
     assert fs.open(tmp_path / "epoch=0-step=2.ckpt").verify().sound
 
 
-@pytest.fixture
-def no_room() -> Iterator[None]:
-    """For no save that `lose` begins."""
-    with small_files(10_000):
-        yield
+def without_room(test: Callable[..., None]) -> Callable[..., None]:
+    """No save that `lose` begins has any. In the test alone: pytest, too, may write into a file."""
+
+    @wraps(test)
+    def limited(*arguments: object, **named: object) -> None:
+        with small_files(10_000):
+            test(*arguments, **named)
+
+    return limited
 
 
 def lose(io: FlowstoneIO, path: Path) -> None:
@@ -213,7 +218,7 @@ def lose(io: FlowstoneIO, path: Path) -> None:
     io.save_checkpoint({"state_dict": {"w": torch.zeros(10_000)}}, path)
 
 
-@pytest.mark.usefixtures("no_room")
+@without_room
 def test_a_failure_is_raised_to_a_caller_that_trains_in_an_except_block(tmp_path: Path) -> None:
     try:
         raise ValueError("the first try")
@@ -224,7 +229,7 @@ def test_a_failure_is_raised_to_a_caller_that_trains_in_an_except_block(tmp_path
             io.teardown()
 
 
-@pytest.mark.usefixtures("no_room")
+@without_room
 def test_a_failure_is_raised_to_a_caller_that_trains_again_with_the_same_plug_in(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -240,8 +245,8 @@ def test_a_failure_is_raised_to_a_caller_that_trains_again_with_the_same_plug_in
             io.teardown()
 
 
-@pytest.mark.usefixtures("no_room")
 @pytest.mark.parametrize("is_first", [False, True], ids=["a save before", "a save of what has failed"])
+@without_room
 def test_a_failure_does_not_mask_the_error_that_ended_the_training(
     is_first: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

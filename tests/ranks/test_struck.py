@@ -142,6 +142,15 @@ def test_a_step_is_saved_again_where_nobody_knows_what_became_of_it(tmp_path: Pa
         fs.open(tmp_path / "-".join(this)).verify()
 
 
+def test_a_commit_is_known_to_ranks_that_read_of_it_after_rank_0_has_ended(tmp_path: Path) -> None:
+    """As in a script that ends with `wait`, where rank 0's process has the job's key-value store."""
+    ranks = Ranks(2, "trouble_acts", "rank_zero_ends_first", str(tmp_path / "run"))
+    assert ranks.processes[0].wait(60) == 0
+    del ranks._store
+    Path(f"{tmp_path / 'run'}.gone").touch()
+    assert ranks.results() == [1, 1]
+
+
 @pytest.mark.parametrize("victim", [0, 2])
 def test_what_fails_on_one_rank_at_any_point_is_told_to_all_by_its_cause(tmp_path: Path, victim: int) -> None:
     points = [point for point in FAILING if victim == 0 or point not in PUBLISHING]

@@ -159,6 +159,23 @@ def go_on(checkpointer: fs.Checkpointer, state: State, point: str) -> None:
     checkpointer.close()
 
 
+def rank_zero_ends_first(rank: int, path: str) -> int:
+    """Rank 0 is gone, with what ranks talk over, before the others read that step 1 is committed."""
+    learn = wire.Exchange.learn
+
+    def late(exchange: wire.Exchange) -> wire.Verdict:
+        while rank and "the commit of" in exchange._phase and not Path(f"{path}.gone").exists():
+            time.sleep(0.01)
+        return learn(exchange)
+
+    checkpointer = opened(path, deadline_s=30.0)
+    with mock.patch.object(wire.Exchange, "learn", late):
+        step = checkpointer.save(1, state_of(rank, 1, size=2)).committed.result(60).step
+        checkpointer.wait()
+    checkpointer._group._heartbeat.stop()  # type: ignore[union-attr]
+    return step
+
+
 def the_same_step_again(rank: int, path: str, point: str, how: str) -> dict[str, object]:
     """Rank 0 stops while it decides, and the others give it up. As soon as it goes on, all save that step again."""
     state = {**state_of(rank, 1), "stages": {f"{rank}": torch.nn.Linear(2, 2)}}

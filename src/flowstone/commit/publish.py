@@ -12,7 +12,7 @@ import msgspec
 
 from flowstone.commit.durable import sync
 from flowstone.commit.entries import new_temporary_file, saving_directory, step_directory
-from flowstone.commit.manifests import inside, read_marker
+from flowstone.commit.manifests import inside, read_manifest, read_marker
 from flowstone.errors import FlowstoneError, StorageError
 from flowstone.format.codec import BLOCK_BOUND, QUANTIZED, RELATIVE_BOUND
 from flowstone.format.digest import chunk_digests
@@ -144,6 +144,19 @@ def publish(store: Store, draft: Draft, store_id: str, made: Publication) -> Man
     store.rename(draft.directory, step_directory(draft.step))
     # And the new name: without this sync a power loss can undo the rename.
     sync(store)
+    return manifest
+
+
+def published(store: Store, draft: Draft) -> Manifest | None:
+    """The manifest of a draft that somebody else has published, durably by now; None where that cannot be told."""
+    directory = step_directory(draft.step)
+    try:
+        manifest = read_manifest(store, directory)
+        if manifest.id != draft.id:
+            return None
+        sync(store, directory if draft.is_in_place else "")  # they may not have come to that
+    except FlowstoneError:  # not there, or not legible: whether it will be, only they know
+        return None
     return manifest
 
 

@@ -7,12 +7,14 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
+from flowstone.commit import publish
 from flowstone.commit.manifests import inside
 from flowstone.errors import RankError
 from flowstone.events import BuffersFromOneRank, Event
 from flowstone.format.codec import CAST
 from flowstone.format.index import ChunkPlaces
 from flowstone.format.manifest import Manifest
+from flowstone.log import log
 from flowstone.pipeline.base import Base, captured_digests, places_of, root_digests, unneeded
 from flowstone.pipeline.messages import Assignment, Contribution
 from flowstone.pipeline.save_coordinator import SaveCoordinator
@@ -71,10 +73,20 @@ def commit(
     run: SaveRun, assignment: Assignment, written: Contribution | Exception, coordinator: SaveCoordinator,
     store: Store, store_id: str,
 ) -> Manifest:
-    """Publish what all ranks have written: the checkpoint is durable when this returns."""
+    """Publish what all ranks have written: the checkpoint is durable when this returns.
+
+    A rank that is cut off looks into the store: rank 0's process may have ended once it had published, and the job's
+    key-value store with it.
+    """
     try:
         return coordinator.commit(run.this_try, written, assignment, store, run.begun.draft, store_id)
     except Exception as error:
         if not (isinstance(error, RankError) and error.undecided):
             run.begun.remove(store)
-        raise
+            raise
+        is_cut_off = isinstance(error.__cause__, RuntimeError)  # of the key-value store; of silence: none
+        found = publish.published(store, run.begun.draft) if is_cut_off else None
+        if found is None or isinstance(written, Exception):
+            raise
+        log.info("step %d is committed, as the store says: %s", run.save.step, error)
+        return found

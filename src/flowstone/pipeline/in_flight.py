@@ -9,7 +9,7 @@ from typing import Literal
 from flowstone.commit import catalog
 from flowstone.commit.entries import step_directory
 from flowstone.commit.retention import foreign_or_own
-from flowstone.errors import SaveFailedError, StepExistsError
+from flowstone.errors import RankError, SaveFailedError, StepExistsError
 from flowstone.log import log
 from flowstone.pipeline.futures import Save
 from flowstone.store.base import Store
@@ -93,11 +93,12 @@ class InFlight:
             return None
         behind = ended.step - (self.newest if self.newest is not None else self._first_unsaved or 0)
         limit = self._max_unsaved_steps
+        what = "may not have been saved" if isinstance(failure, RankError) and failure.undecided else "was not saved"
         if self._on_error == "continue" and (limit is None or behind <= limit):
-            log.warning("step %d was not saved; training goes on: %s", ended.step, failure)
+            log.warning("step %d %s; training goes on: %s", ended.step, what, failure)
             return None
         told = SaveFailedError(
-            f"step {ended.step} was not saved: {failure}",
+            f"step {ended.step} {what}: {failure}",
             newest="none" if self.newest is None else f"step {self.newest}",
             next="see the cause; earlier checkpoints are untouched, and the next save may succeed",
         )

@@ -13,7 +13,9 @@ import argparse
 import gc
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
@@ -82,25 +84,32 @@ def _blocked(checkpointer: fs.Checkpointer, step: int, state: dict[str, object],
     return seconds
 
 
-def calls(state: dict[str, object], directory: Path) -> int:
-    """How many functions a later save calls on the caller's thread: Python's, and those of C that Python calls."""
+def calls(state: dict[str, object], directory: Path) -> Counter[tuple[str, str]]:
+    """How often a later save calls functions before it returns, by file and function: Python's, and those of C by the
+    function that calls them.
+
+    On a thread of its own, since profiles are of one thread: on the main one a save has others act.
+    """
+    found: Counter[tuple[str, str]] = Counter()
+
+    def count(frame: FrameType, event: str, _: object) -> None:
+        if event in ("call", "c_call"):
+            found[frame.f_code.co_filename, frame.f_code.co_name] += 1
+
+    def save() -> fs.Save:
+        sys.setprofile(count)
+        try:
+            return checkpointer.save(2, state)
+        finally:
+            sys.setprofile(None)
+
     with fs.Checkpointer(directory, keep=fs.Keep(last=1)) as checkpointer:
         for step in range(2):
             _blocked(checkpointer, step, state)
         state["optimizer"].step()  # type: ignore[attr-defined]
-        counted = 0
-
-        def count(_: FrameType, event: str, __: object) -> None:
-            nonlocal counted
-            counted += event in ("call", "c_call")
-
-        sys.setprofile(count)
-        try:
-            save = checkpointer.save(2, state)
-        finally:
-            sys.setprofile(None)
-        save.committed.result()
-    return counted
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(save).result().committed.result()
+    return found
 
 
 @contextmanager
@@ -127,7 +136,7 @@ def main() -> None:
     with opened(simulate=options.simulate, memory_bytes=room) as device, folder_in(options.directory) as own:
         state = made(device, options.parameters, options.bytes)
         blocked, clocks = (first if options.first else later)(state, own / "run", options.rounds)
-        called = 0 if options.first else calls(state, own / "calls")
+        called = 0 if options.first else calls(state, own / "calls").total()
     which = "first saves" if options.first else "later saves"
     print(f"{which} of {4 * options.parameters:,} tensors on a device ({device.name}), what each blocks")
     print(f"  p50 {1e3 * statistics.median(blocked):.1f} ms, p95 {1e3 * p95(blocked):.1f} ms, of {len(blocked)}")

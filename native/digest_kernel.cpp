@@ -224,7 +224,8 @@ last_stripe:
     ld.const.u64 use_b, [own+200];
     bra next_pair;
 
-    // The same lanes are in eight threads; afterwards all of these have their sums.
+    // The same lanes are in eight threads; afterwards all of these have their sums. Written out, since each block of a part
+    // would pay for a loop's counting.
 sum_up:
     mov.b64 {low, high}, add_a;
     shfl.sync.bfly.b32 low, low, 16, 31, 0xffffffff;
@@ -352,9 +353,10 @@ DigestKernel::~DigestKernel() {
 }
 
 int DigestKernel::digest(CudaDriver::Stream stream, std::span<const DeviceRun> runs, std::shared_ptr<const Digested>& digested) {
+    if (runs.size() > launch_rows_max) return cuda_invalid_value;
     // The kernel counts in 32 bits, and steps beyond a part's end before it compares.
     const bool is_long = std::any_of(runs.begin(), runs.end(), [](const DeviceRun& run) { return run.bytes > INT32_MAX; });
-    if (runs.size() > UINT32_MAX || is_long) return cuda_invalid_value;
+    if (is_long) return cuda_invalid_value;
     if (!kernel_->is_loaded()) return 0;
     const Visit visit(driver_, context_->get());
     const auto lease = std::make_shared<Lease>(shared_from_this(), memory_, runs.size());

@@ -124,10 +124,11 @@ int GatherKernel::copy_each(CudaDriver::Stream stream, std::span<const GatherPar
 }
 
 int GatherKernel::gather(CudaDriver::Stream stream, std::span<const DeviceRun> runs, std::shared_ptr<const Gathered>& gathered) {
+    if (runs.size() > launch_rows_max) return cuda_invalid_value;
     const std::uint64_t bytes = gathered_bytes(runs);
     // The kernel counts in 32 bits, and steps beyond a run's end before it compares.
     const bool is_long = std::any_of(runs.begin(), runs.end(), [](const DeviceRun& run) { return run.bytes > INT32_MAX; });
-    if (runs.size() > UINT32_MAX || bytes > UINT32_MAX || is_long) return cuda_invalid_value;
+    if (bytes > UINT32_MAX || is_long) return cuda_invalid_value;
     const Visit visit(driver_, context_->get());
     const std::uint64_t table = table_bytes(runs.size());
     const auto lease = std::make_shared<Lease>(shared_from_this(), memory_, table + bytes);

@@ -78,10 +78,16 @@ std::unique_ptr<LaunchMemory::Buffer> LaunchMemory::take(std::uint64_t bytes) {
 }
 
 void LaunchMemory::reserve(std::span<const std::uint64_t> bytes) {
-    std::vector<std::unique_ptr<Buffer>> taken;
+    struct Taken {
+        ~Taken() {  // also when a later one cannot be made: a buffer that is only dropped keeps its pinned memory for ever
+            for (std::unique_ptr<Buffer>& buffer : buffers) from.give_back(std::move(buffer));
+        }
+        LaunchMemory& from;
+        std::vector<std::unique_ptr<Buffer>> buffers;
+    } taken{*this, {}};
+    taken.buffers.reserve(bytes.size());
     for (const std::uint64_t one : bytes)
-        if (one != 0) taken.push_back(take(one));
-    for (std::unique_ptr<Buffer>& buffer : taken) give_back(std::move(buffer));
+        if (one != 0) taken.buffers.push_back(take(one));
 }
 
 int LaunchMemory::note_use(const Buffer& buffer, CudaDriver::Stream stream) {

@@ -23,6 +23,9 @@ struct KernelText {
     unsigned blocks_max;
 };
 
+/// Rows of a table. A kernel numbers them in 32 bits, and steps beyond the last one, by up to as many, before it compares.
+inline constexpr std::uint64_t launch_rows_max = std::uint64_t{1} << 30;
+
 /// The kernel, as one GPU's driver has compiled it. The context is current at each call.
 class TableKernel {
 public:

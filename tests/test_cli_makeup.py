@@ -141,6 +141,30 @@ def test_du_counts_what_is_in_no_step(store: Path) -> None:
     assert "in no step" in run("du", store).stdout
 
 
+def test_du_tells_of_a_directory_that_cannot_be_listed_and_of_none_that_is_not_ours(store: Path) -> None:
+    too_deep(store / "lost+found")
+    before = told("du", store)
+    too_deep(store / "step-00000001" / "deep")
+    assert told("ls", store), "nothing else looks there"
+    done = run("du", store)
+    assert done.exit_code == 1
+    assert "File name too long" in done.stderr
+    shutil.rmtree(store / "step-00000001" / "deep")
+    assert told("du", store) == before
+
+
+def too_deep(place: Path) -> None:
+    """Make a directory, and so many below it that the last one cannot be named by its path."""
+    place.mkdir()
+    at = os.open(place, os.O_RDONLY)
+    for _ in range(20):
+        os.mkdir("d" * 250, dir_fd=at)
+        below = os.open("d" * 250, os.O_RDONLY, dir_fd=at)
+        os.close(at)
+        at = below
+    os.close(at)
+
+
 def test_du_is_a_table_for_people(store: Path) -> None:
     shown = run("du", store, "--step", 1).stdout
     assert "shared files counted once" in shown

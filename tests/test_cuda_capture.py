@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 import flowstone as fs
 from flowstone import _native
+from flowstone.stage.own_stream import CudaStream
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 MIB = 1 << 20
+_Read = TypeVar("_Read")
 
 
 def training(**options: object) -> dict[str, object]:
@@ -209,20 +214,25 @@ def test_pinned_memory_that_the_gpu_still_writes_is_saved_when_it_has(store: Pat
     assert found.read("average").unique().tolist() == [1.0]
 
 
-@pytest.mark.parametrize("odd", [0, 1, 4, 16])
-def test_the_kernel_gathers_what_torch_reads(odd: int) -> None:
-    from flowstone.stage.own_stream import CudaStream
-
-    stream, source = CudaStream("cuda:0"), torch.randint(0, 256, (4 * MIB,), dtype=torch.uint8, device="cuda")
-    lengths = np.array([0, 1, 15, 16, 17, 63, 64, 4096, 65_535, *range(100, 3000)], np.uint32)
-    begins = (np.arange(len(lengths), dtype=np.uint64) * 1024 + odd) % (3 * MIB)
+def read_between_changes(source: torch.Tensor, read: Callable[[CudaStream], _Read]) -> tuple[_Read, NDArray[np.uint8]]:
+    """What comes of work that the current stream gets between two changes of `source`; and what `source` was then."""
+    stream = CudaStream("cuda:0")
     source[0] = 1  # behind it in the stream
-    found = stream.gather(begins + np.uint64(source.data_ptr()), lengths)
+    found = read(stream)
     source_then = source.clone()
     source.zero_()
     stream.wait_current()
     stream.native.synchronize()
-    expected, at = source_then.cpu().numpy(), 0
+    return found, source_then.cpu().numpy()
+
+
+@pytest.mark.parametrize("odd", [0, 1, 4, 16])
+def test_the_kernel_gathers_what_torch_reads(odd: int) -> None:
+    source = torch.randint(0, 256, (4 * MIB,), dtype=torch.uint8, device="cuda")
+    lengths = np.array([0, 1, 15, 16, 17, 63, 64, 4096, 65_535, *range(100, 3000)], np.uint32)
+    begins = (np.arange(len(lengths), dtype=np.uint64) * 1024 + odd) % (3 * MIB)
+    address, at = begins + np.uint64(source.data_ptr()), 0
+    found, expected = read_between_changes(source, lambda stream: stream.gather(address, lengths))
     for begin, length in zip(begins.tolist(), lengths.tolist(), strict=True):
         assert np.array_equal(found[at : at + length], expected[begin : begin + length]), (begin, length)
         at += -(-length // _native.GATHERED_ALIGNMENT_BYTES) * _native.GATHERED_ALIGNMENT_BYTES
@@ -230,20 +240,13 @@ def test_the_kernel_gathers_what_torch_reads(odd: int) -> None:
 
 @pytest.mark.parametrize("odd", [0, 1, 4, 8])
 def test_the_kernel_digests_what_torch_reads(odd: int) -> None:
-    from flowstone.stage.own_stream import CudaStream
-
-    stream, source = CudaStream("cuda:0"), torch.randint(0, 256, (8 * MIB,), dtype=torch.uint8, device="cuda")
+    source = torch.randint(0, 256, (8 * MIB,), dtype=torch.uint8, device="cuda")
     sizes = [1, 16, 240, 241, 256, 1024, 1025, 1088, 65_535, MIB - 1, MIB, MIB + 240, MIB + 241, 3 * MIB + 7]
     lengths = np.array(sizes, np.uint64)
     begins = np.arange(len(lengths), dtype=np.uint64) * np.uint64(1000 * 16) + np.uint64(odd)
-    source[0] = 1  # behind it in the stream
-    found = stream.digest(begins + np.uint64(source.data_ptr()), lengths)
+    address, number = begins + np.uint64(source.data_ptr()), 0
+    found, expected = read_between_changes(source, lambda stream: stream.digest(address, lengths))
     assert found is not None, "the driver has refused the kernel"
-    source_then = source.clone()
-    source.zero_()
-    stream.wait_current()
-    stream.native.synchronize()
-    expected, number = source_then.cpu().numpy(), 0
     for begin, length in zip(begins.tolist(), lengths.tolist(), strict=True):
         for at in range(begin, begin + length, MIB):
             assert found.digest(number) == _native.xxh3_64(expected[at : min(at + MIB, begin + length)]), (at, length)

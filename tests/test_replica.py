@@ -10,10 +10,14 @@ import os
 import random
 import select
 import signal
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -21,9 +25,10 @@ from journaled import Training, adamw, bits, momentum, same
 
 import flowstone as fs
 from flowstone.commit import catalog
+from flowstone.pipeline.replica_link import ReplicaLink
 from flowstone.store.agent_wire import DIRECTORY_VARIABLE
 from flowstone.store.local import LocalStore
-from flowstone.store.replica_wire import ReplicaStatus, await_end, status_of
+from flowstone.store.replica_wire import Farewell, ReplicaStatus, await_end, decode_order, status_of
 
 JOB = Path(__file__).with_name("replica_job.py")
 
@@ -223,3 +228,26 @@ def test_only_a_directory_has_a_replica() -> None:
 
     with pytest.raises(fs.ArgumentError, match="every_step"):
         fs.Checkpointer(MemoryStore(), every_step=fs.Replica("replica_job:build"))
+
+
+def test_a_replica_that_is_busy_hears_the_farewell_behind_all_that_it_was_told(tmp_path: Path) -> None:
+    """Else it would take training for dead, and save its last step whole."""
+    shared: Any = SimpleNamespace(
+        group=SimpleNamespace(size=1), store=LocalStore(tmp_path / "run"), emit=None, options=fs.EngineOptions()
+    )
+    link, steps = ReplicaLink(shared, fs.Replica("replica_job:build")), 20_000
+    own, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    own.setblocking(False)
+    link._link = own
+    for step in range(steps):
+        link.note(step, "a journal")
+    ending = threading.Thread(target=link.end)
+    ending.start()
+    ending.join(0.1)
+    heard = []
+    with theirs:
+        while data := theirs.recv(1 << 16):
+            heard.append(decode_order(data))
+    ending.join()
+    assert 0 < len(heard) < steps, "it was too busy to hear all"
+    assert heard[-1] == Farewell()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
@@ -18,6 +19,7 @@ from interrupts import Struck, struck
 
 import flowstone as fs
 from flowstone.pipeline.pacing import Captures
+from flowstone.runtime import time_slice
 from flowstone.runtime.uninterrupted import Acts, Latch
 from flowstone.store.base import Pace
 from flowstone.store.directories import directory
@@ -38,6 +40,21 @@ def test_an_act_happens_on_a_thread_of_its_own_and_its_result_and_its_error_come
     assert names == ["flowstone-act"]
     with pytest.raises(ZeroDivisionError):
         Acts().do(lambda: 1 // 0, first=nothing)
+
+
+def test_a_thread_of_acts_that_dies_before_its_first_act_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_late(*_: object) -> None:
+        raise TimeoutError("the act never happens")
+
+    monkeypatch.setattr(time_slice, "shorten", lambda: 1 // 0)
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    before = signal.signal(signal.SIGALRM, too_late)
+    signal.alarm(20)
+    try:
+        assert Acts().do(lambda: 7, first=nothing) == 7
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_acts_of_one_owner_happen_on_one_thread_which_ends_with_it_and_holds_nothing_meanwhile() -> None:

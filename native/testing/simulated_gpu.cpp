@@ -143,42 +143,45 @@ std::byte* SimulatedGpu::reach(std::uint64_t address, std::uint64_t bytes) const
     return pinned_locked(host, bytes) == Pinned::whole ? host : nullptr;
 }
 
-/// What the kernel flowstone_gather does (native/gather_kernel.cpp).
-int SimulatedGpu::gather(std::uint64_t table, std::uint64_t out, std::uint32_t parts) const {
-    const std::byte* const entries = parts == 0 ? nullptr : reach(table, std::uint64_t{parts} * 16);
-    if (parts != 0 && entries == nullptr) return illegal_address;
-    for (std::uint32_t i = 0; i < parts; ++i) {
-        std::uint64_t source = 0;
-        std::uint32_t bytes = 0, offset = 0;
-        std::memcpy(&source, entries + 16 * std::uint64_t{i}, 8);
-        std::memcpy(&bytes, entries + 16 * std::uint64_t{i} + 8, 4);
-        std::memcpy(&offset, entries + 16 * std::uint64_t{i} + 12, 4);
-        if (bytes == 0) continue;
-        const std::byte* const from = reach(source, bytes);
-        std::byte* const to = reach(out + offset, bytes);
-        if (from == nullptr || to == nullptr) return illegal_address;
-        std::memcpy(to, from, bytes);
+/// The rows of a kernel's table, as the kernels' text reads them, not as our structs have them. `act` gets an address, and two
+/// numbers of 32 bits; false: it has met memory that is not there.
+template <class Act>
+int SimulatedGpu::each_row(std::uint64_t table, std::uint32_t rows, Act act) const {
+    const std::byte* const entries = rows == 0 ? nullptr : reach(table, std::uint64_t{rows} * 16);
+    if (rows != 0 && (entries == nullptr || table % 8 != 0)) return illegal_address;
+    for (std::uint32_t i = 0; i < rows; ++i) {
+        std::uint64_t address = 0;
+        std::uint32_t first = 0, second = 0;
+        std::memcpy(&address, entries + 16 * std::uint64_t{i}, 8);
+        std::memcpy(&first, entries + 16 * std::uint64_t{i} + 8, 4);
+        std::memcpy(&second, entries + 16 * std::uint64_t{i} + 12, 4);
+        if (!act(address, first, second)) return illegal_address;
     }
     return success;
 }
 
+/// What the kernel flowstone_gather does (native/gather_kernel.cpp).
+int SimulatedGpu::gather(std::uint64_t table, std::uint64_t out, std::uint32_t parts) const {
+    return each_row(table, parts, [&](std::uint64_t source, std::uint32_t bytes, std::uint32_t offset) {
+        if (bytes == 0) return true;
+        const std::byte* const from = reach(source, bytes);
+        std::byte* const to = reach(out + offset, bytes);
+        if (from == nullptr || to == nullptr) return false;
+        std::memcpy(to, from, bytes);
+        return true;
+    });
+}
+
 /// What the kernel flowstone_digest does (native/digest_kernel.cpp); of shorter parts it makes something else.
 int SimulatedGpu::digest(std::uint64_t table, std::uint64_t out, std::uint32_t parts) const {
-    const std::byte* const entries = parts == 0 ? nullptr : reach(table, std::uint64_t{parts} * 16);
-    if (parts != 0 && (entries == nullptr || table % 8 != 0)) return illegal_address;
-    for (std::uint32_t i = 0; i < parts; ++i) {
-        std::uint64_t source = 0;
-        std::uint32_t bytes = 0, number = 0;
-        std::memcpy(&source, entries + 16 * std::uint64_t{i}, 8);
-        std::memcpy(&bytes, entries + 16 * std::uint64_t{i} + 8, 4);
-        std::memcpy(&number, entries + 16 * std::uint64_t{i} + 12, 4);
+    return each_row(table, parts, [&](std::uint64_t source, std::uint32_t bytes, std::uint32_t number) {
         const std::byte* const from = reach(source, bytes);
         std::byte* const to = reach(out + 8 * std::uint64_t{number}, 8);
-        if (from == nullptr || to == nullptr) return illegal_address;
+        if (from == nullptr || to == nullptr) return false;
         const std::uint64_t digest = bytes > digested_by_host_max ? xxh3_64(from, bytes) : 0;
         std::memcpy(to, &digest, sizeof digest);
-    }
-    return success;
+        return true;
+    });
 }
 
 void SimulatedGpu::synchronize(std::uintptr_t stream) {

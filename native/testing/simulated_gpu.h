@@ -124,6 +124,8 @@ private:
     void push(Stream& stream, Item item);
     int launch_module(Stream& stream, std::function<int()> kernel, bool is_module = true);
     std::byte* reach(std::uint64_t address, std::uint64_t bytes) const;
+    template <class Act>
+    int each_row(std::uint64_t table, std::uint32_t rows, Act act) const;
     int gather(std::uint64_t table, std::uint64_t out, std::uint32_t parts) const;
     int digest(std::uint64_t table, std::uint64_t out, std::uint32_t parts) const;
     int push_copy(Stream& stream, const DeviceCopy& copy);

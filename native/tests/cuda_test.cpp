@@ -6,8 +6,11 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstring>
+#include <functional>
 #include <memory>
 #include <mutex>
+#include <new>
+#include <span>
 #include <system_error>
 #include <thread>
 #include <vector>
@@ -15,6 +18,7 @@
 #include "aligned.h"
 #include "digest.h"
 #include "simulated_gpu.h"
+#include "table_kernel.h"
 
 namespace flowstone {
 namespace {
@@ -88,6 +92,36 @@ struct Bench {
     Results results;
     std::shared_ptr<Device> device;  // goes first, when all that was submitted is over
 };
+
+void fill_with_a_pattern(Bench& bench) {
+    for (std::uint64_t i = 0; i < bench.bytes; ++i) bench.gpu.inside()[i] = static_cast<std::byte>(i * 7 + i / 256);
+}
+
+/// Three rounds on a GPU that is full. The current stream stands still before it changes a byte; `read` has it read behind that, and
+/// behind `read` it clears others. `check` gets what was to be read.
+void read_between_changes(Bench& bench, const std::function<void(std::uintptr_t)>& read,
+                          const std::function<void(const std::vector<std::byte>&)>& check) {
+    const std::uintptr_t stream = bench.gpu.current();
+    bench.gpu.fill(true);
+    for (int round = 0; round < 3; ++round) {
+        std::atomic<bool> go{false};
+        bench.gpu.launch(stream, [&] {
+            while (!go) std::this_thread::yield();
+            bench.gpu.inside()[20] = static_cast<std::byte>(round);
+        });
+        read(stream);
+        REQUIRE(bench.device->follow(stream) == 0);
+        bench.device->submit(bench.results.batch());  // of nothing: for what it follows
+        std::vector<std::byte> now(bench.gpu.inside(), bench.gpu.inside() + bench.bytes);
+        now[20] = static_cast<std::byte>(round);
+        bench.gpu.launch(stream, [&] { std::memset(bench.gpu.inside(), 0, 64); });
+        go = true;
+        CHECK(bench.results.errors(static_cast<std::size_t>(round) + 1).back() == 0);
+        check(now);
+        bench.gpu.synchronize(stream);
+    }
+    bench.gpu.fill(false);
+}
 
 }  // namespace
 
@@ -309,41 +343,49 @@ TEST_CASE("memory that was reserved for several gathers is enough for as many at
     CHECK(bench.gpu.host_allocations() == allocations);
 }
 
+TEST_CASE("a launch takes the least memory that is enough, and leaves what was made for a larger one") {
+    Bench bench(2048 * kib);
+    const std::vector<DeviceRun> large{{bench.gpu.address(), 1024 * kib}}, small{{bench.gpu.address(), 1024}};
+    bench.device->reserve_launches({large.size(), 1024 * kib, small.size(), 0}, 1);
+    const std::uint64_t allocations = bench.gpu.host_allocations();
+    std::shared_ptr<const Digested> digested;
+    std::shared_ptr<const Gathered> gathered;
+    REQUIRE(bench.device->digest(bench.gpu.current(), small, digested) == 0);
+    REQUIRE(bench.device->gather(bench.gpu.current(), large, gathered) == 0);
+    CHECK(bench.gpu.host_allocations() == allocations);
+    bench.gpu.synchronize(bench.gpu.current());
+}
+
+TEST_CASE("what was made for launches before memory ran out is used by the next ones") {
+    Bench bench;
+    bench.gpu.limit_pinned(bench.bytes + 1024 * kib);
+    CHECK_THROWS_AS(bench.device->reserve_launches({1, 4096, std::uint64_t{1} << 56, 0}, 1), std::bad_alloc);
+    const std::uint64_t allocations = bench.gpu.host_allocations();
+    CHECK(allocations > 0);
+    bench.device->reserve_launches({1, 4096}, 1);
+    CHECK(bench.gpu.host_allocations() == allocations);
+}
+
 TEST_CASE("runs are gathered as the stream before left them, by one launch that takes no memory of the GPU") {
     Bench bench;
-    for (std::uint64_t i = 0; i < bench.bytes; ++i) bench.gpu.inside()[i] = static_cast<std::byte>(i * 7 + i / 256);
+    fill_with_a_pattern(bench);
     const std::uint64_t begin = bench.gpu.address();
     const std::vector<DeviceRun> runs{{begin, 64}, {begin + 1000, 1}, {begin + 17, 333}, {begin, 0}, {begin + 16, 4096}, {begin + bench.bytes - 5, 5}};
     bench.device->reserve_launches({runs.size(), 8 * kib}, 1);
     const std::uint64_t launches = bench.gpu.module_launches(), allocations = bench.gpu.host_allocations();
-    bench.gpu.fill(true);
-    const std::uintptr_t stream = bench.gpu.current();
-    for (int round = 0; round < 3; ++round) {
-        std::atomic<bool> go{false};
-        bench.gpu.launch(stream, [&] {
-            while (!go) std::this_thread::yield();
-            bench.gpu.inside()[20] = static_cast<std::byte>(round);
-        });
-        std::shared_ptr<const Gathered> gathered;
-        REQUIRE(bench.device->gather(stream, runs, gathered) == 0);
-        REQUIRE(bench.device->follow(stream) == 0);
-        bench.device->submit(bench.results.batch());  // of nothing: for what it follows
-        std::vector<std::byte> now(bench.gpu.inside(), bench.gpu.inside() + bench.bytes);
-        now[20] = static_cast<std::byte>(round);
-        bench.gpu.launch(stream, [&] { std::memset(bench.gpu.inside(), 0, 64); });
-        go = true;
-        CHECK(bench.results.errors(static_cast<std::size_t>(round) + 1).back() == 0);
+    std::shared_ptr<const Gathered> gathered;
+    const auto gather = [&](std::uintptr_t stream) { REQUIRE(bench.device->gather(stream, runs, gathered) == 0); };
+    read_between_changes(bench, gather, [&](const std::vector<std::byte>& expected) {
         REQUIRE(gathered->bytes().size() == gathered_bytes(runs));
         std::uint64_t at = 0;
         for (const DeviceRun& run : runs) {
-            CHECK(std::memcmp(gathered->bytes().data() + at, now.data() + (run.address - begin), run.bytes) == 0);
+            CHECK(std::memcmp(gathered->bytes().data() + at, expected.data() + (run.address - begin), run.bytes) == 0);
             at += round_up(run.bytes, gathered_alignment_bytes);
         }
-        bench.gpu.synchronize(stream);
-    }
+        gathered = nullptr;
+    });
     CHECK(bench.gpu.module_launches() == launches + 3);
     CHECK(bench.gpu.host_allocations() == allocations);
-    bench.gpu.fill(false);
 }
 
 TEST_CASE("memory that is gathered into is used again when the kernel is over, not before") {
@@ -385,7 +427,7 @@ TEST_CASE("where the driver refuses the kernel, or pinned memory, runs are copie
     }
 }
 
-TEST_CASE("a stream that records gathers nothing, nor a run of 2 GiB, and one outside of the GPU's memory fails all that comes after it") {
+TEST_CASE("a stream that records gathers nothing, nor is a run of 2 GiB gathered, nor 2^30 of them; one outside of the GPU's memory fails all that comes after it") {
     Bench bench;
     const std::uintptr_t stream = bench.gpu.current();
     std::shared_ptr<const Gathered> gathered;
@@ -395,6 +437,11 @@ TEST_CASE("a stream that records gathers nothing, nor a run of 2 GiB, and one ou
     CHECK(bench.gpu.end_capture(stream));
     const std::uint64_t launches = bench.gpu.module_launches();
     CHECK(bench.device->gather(stream, std::vector<DeviceRun>{{bench.gpu.address(), 0x80000000U}}, gathered) == cuda_invalid_value);
+    const DeviceRun run{bench.gpu.address(), 0};
+    const std::span<const DeviceRun> many(&run, launch_rows_max + 1);  // refused before the second one is looked at
+    CHECK(bench.device->gather(stream, many, gathered) == cuda_invalid_value);
+    std::shared_ptr<const Digested> digested;
+    CHECK(bench.device->digest(stream, many, digested) == cuda_invalid_value);
     CHECK(bench.gpu.module_launches() == launches);
     constexpr int illegal_address = 700;
     const int error = bench.device->gather(stream, std::vector<DeviceRun>{{bench.gpu.address() + bench.bytes - 1, 2}}, gathered);
@@ -406,7 +453,7 @@ TEST_CASE("a stream that records gathers nothing, nor a run of 2 GiB, and one ou
 
 TEST_CASE("runs are digested as the stream before left them, in memory that is used again when the kernel is over") {
     Bench bench;
-    for (std::uint64_t i = 0; i < bench.bytes; ++i) bench.gpu.inside()[i] = static_cast<std::byte>(i * 7 + i / 256);
+    fill_with_a_pattern(bench);
     const std::uint64_t begin = bench.gpu.address();
     std::vector<DeviceRun> runs;
     for (const std::uint32_t bytes : {0U, 1U, 16U, 17U, 128U, 240U, 241U, 1024U, 1025U, 60'000U})
@@ -414,34 +461,19 @@ TEST_CASE("runs are digested as the stream before left them, in memory that is u
     runs.push_back({begin + bench.bytes - 241, 241});
     bench.device->reserve_launches({0, 0, runs.size(), runs.size()}, 1);
     const std::uint64_t launches = bench.gpu.module_launches(), allocations = bench.gpu.host_allocations();
-    bench.gpu.fill(true);
-    const std::uintptr_t stream = bench.gpu.current();
-    for (int round = 0; round < 3; ++round) {
-        std::atomic<bool> go{false};
-        bench.gpu.launch(stream, [&] {
-            while (!go) std::this_thread::yield();
-            bench.gpu.inside()[20] = static_cast<std::byte>(round);
-        });
-        std::shared_ptr<const Digested> digested;
-        REQUIRE(bench.device->digest(stream, runs, digested) == 0);
+    std::shared_ptr<const Digested> digested;
+    const auto digest = [&](std::uintptr_t stream) { REQUIRE(bench.device->digest(stream, runs, digested) == 0); };
+    read_between_changes(bench, digest, [&](const std::vector<std::byte>& expected) {
         REQUIRE(digested);
         REQUIRE(digested->runs() == runs.size());
-        REQUIRE(bench.device->follow(stream) == 0);
-        bench.device->submit(bench.results.batch());  // of nothing: for what it follows
-        std::vector<std::byte> now(bench.gpu.inside(), bench.gpu.inside() + bench.bytes);
-        now[20] = static_cast<std::byte>(round);
-        bench.gpu.launch(stream, [&] { std::memset(bench.gpu.inside(), 0, 64); });
-        go = true;
-        CHECK(bench.results.errors(static_cast<std::size_t>(round) + 1).back() == 0);
         for (std::size_t i = 0; i < runs.size(); ++i) {
             CAPTURE(runs[i].bytes);
-            CHECK(digested->digest(i) == xxh3_64(now.data() + (runs[i].address - begin), runs[i].bytes));
+            CHECK(digested->digest(i) == xxh3_64(expected.data() + (runs[i].address - begin), runs[i].bytes));
         }
-        bench.gpu.synchronize(stream);
-    }
+        digested = nullptr;
+    });
     CHECK(bench.gpu.module_launches() == launches + 6);  // a gather of the short ones with each
     CHECK(bench.gpu.host_allocations() == allocations);
-    bench.gpu.fill(false);
 }
 
 TEST_CASE("where the driver refuses the kernel, or pinned memory, there are no digests, and that is no error") {

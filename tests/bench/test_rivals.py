@@ -236,5 +236,5 @@ def _workers_in(directory: Path) -> list[int]:
             if task is not None and str(directory) in task.read_text():
                 found.append(int(path.parent.name))
         except OSError:
-            continue
+            continue  # it has ended
     return found

@@ -52,7 +52,7 @@ class Job:
         """Trainer, agent, server and memory are killed at once; then the launcher ends the other ranks of the job."""
         agents = [agent_process(agent_below(self.base, node)) for node in nodes]
         assert self._trainers is not None, "it trains"
-        assert not any(process.poll() for process in self._trainers.processes), "all of them are alive"
+        assert all(process.poll() is None for process in self._trainers.processes), "all of them are alive"
         for node, agent in zip(nodes, agents, strict=True):
             self._trainers.kill(node)
             kill(agent, signal.SIGKILL)

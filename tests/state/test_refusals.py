@@ -270,3 +270,10 @@ def test_tensors_for_results_have_the_dtype_and_shape() -> None:
         assert memory.address == tensor.data_ptr()
     with pytest.raises(UnsupportedStateError, match="qint8"):
         dtype_of(quantized())
+
+
+@pytest.mark.parametrize("constant", [Named("torch.device", "abacus:1"), Named("numpy.dtype", "floaty32")])
+def test_why_torch_or_numpy_refuses_a_constant_is_kept(constant: Named) -> None:
+    with pytest.raises(UnsupportedFormatError) as caught:
+        prepare({"s": 1}, Stored({}, {"s": constant}))
+    assert isinstance(caught.value.__cause__, RuntimeError | TypeError)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -274,6 +275,25 @@ def test_a_lease_that_is_held_is_renewed_again_and_again() -> None:
         time.sleep(0.005)
     one.check()
     one.release()
+
+
+def test_a_lease_that_no_thread_can_renew_is_given_up_at_once(
+    leases: tuple[ObjectLease, ObjectLease], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = leases
+
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as limited:
+        limited.setattr(threading.Thread, "start", start)
+        with pytest.raises(StorageError, match="no thread can be started"):
+            first.take("the first")
+    assert second.take("the second"), "nobody has it"
+    second.check()
+    second.release()
+    assert first.take("the first again")
+    first.check()
 
 
 def test_a_lease_that_nobody_renews_is_taken_after_its_time_and_the_first_one_is_told(

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import socket
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import combinations
 
 import msgspec
 import pytest
+from memory_agent import own_agent
 from peer_nodes import HERE, SECRET, Nodes, several_nodes
 
 import flowstone as fs
+from flowstone.agent.peers import Attendance, PeerServer
 from flowstone.config import PEER_STRANGERS_MAX
 from flowstone.errors import ArgumentError, PeerError
+from flowstone.store.agent_wire import Request
 from flowstone.store.peers import wire
 from flowstone.store.peers.interfaces import address_of
 from flowstone.store.peers.node import Link, Place
@@ -24,6 +30,7 @@ from flowstone.store.peers.view import Source, see
 from flowstone.store.peers.wire import Ask, Channel, Greeting, Held, HeldStep, Introduction, Told, greet, welcome
 
 KEY = SECRET.encode()
+_DRAFT = ".saving-00000001-a"
 
 
 # Placement
@@ -227,6 +234,112 @@ def test_a_node_is_served_at_the_address_that_was_given_and_at_no_other(nodes: N
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", port), timeout=5)
     store.close()
+
+
+class Refusing:
+    """A listener whose first connections cannot be accepted; then the server is told to end."""
+
+    def __init__(self, times: int) -> None:
+        self._left = times
+
+    def accept(self) -> tuple[socket.socket, tuple[str, int]]:
+        self._left -= 1
+        if self._left < 0:
+            raise SystemExit
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+
+@pytest.fixture
+def server() -> Iterator[PeerServer]:
+    """Of other nodes, in this process."""
+    with own_agent():
+        server = PeerServer("run", "node-0", KEY, None)  # type: ignore[arg-type]
+        server.tree.keep(Request("keep", number=2))
+        server.tree.make_directory("")
+        yield server
+        server.tree.close()
+
+
+def test_a_server_without_descriptors_does_not_fill_its_log(
+    server: PeerServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server._listener = Refusing(3)  # type: ignore[assignment]
+    begun = time.monotonic()
+    with pytest.raises(SystemExit):
+        server.serve()
+    assert time.monotonic() - begun >= 0.29
+    assert capsys.readouterr().err.count("Too many open files") == 3
+
+
+def test_a_connection_that_no_thread_can_serve_is_refused_and_the_next_one_is_served(
+    server: PeerServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket() as listener:
+        listener.bind((HERE, 0))
+        listener.listen()
+        server._listener = listener
+        serving = threading.Thread(target=server.serve, daemon=True)  # ends with the process: nothing else ends it
+        serving.start()
+        start = threading.Thread.start
+
+        def refused(thread: threading.Thread) -> None:
+            monkeypatch.setattr(threading.Thread, "start", start)
+            raise RuntimeError("can't start new thread")
+
+        monkeypatch.setattr(threading.Thread, "start", refused)
+        with socket.create_connection(listener.getsockname(), timeout=20) as refused_one:
+            assert refused_one.recv(1) == b""
+        link = Link(Place("", *listener.getsockname()), "run", KEY)
+        assert link.ask(Ask("exists", "")).yes
+        link.close()
+    assert "can't start new thread" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("error", "is_told"), [
+    (EOFError(), False), (ConnectionResetError(errno.ECONNRESET, "reset"), False), (TimeoutError(), False),
+    (OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)), True),
+], ids=lambda one: type(one).__name__ if isinstance(one, Exception) else "")
+def test_what_ends_a_connection_on_this_side_is_told_and_that_the_other_has_gone_is_not(
+    server: PeerServer, error: Exception, is_told: bool, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def welcomed(*_: object) -> Channel:
+        raise error
+
+    monkeypatch.setattr("flowstone.agent.peers.welcome", welcomed)
+    with _pair() as (_, connection):
+        server._open = server._strangers = 1
+        server._attend(connection, "10.0.0.9")
+    assert (server._open, server._strangers) == (0, 0)
+    assert ("10.0.0.9: " in capsys.readouterr().err) == is_told
+
+
+def test_parity_of_a_new_draft_is_not_forgotten_for_an_old_one_of_its_name(
+    server: PeerServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, found = ".saving-00000001-a/.parity-0-0-0-0-0", list[object]()
+
+    def other_node() -> None:
+        with suppress(OSError):  # it is there
+            Attendance(server, Channel(None, KEY, is_client=False, node=""))._answer(Ask("make_directory", _DRAFT))
+        found.append(server.parities.of(path))
+
+    other = threading.Thread(target=other_node)
+    acting = server.tree.acting
+
+    @contextmanager
+    def slow() -> Iterator[None]:
+        with acting():
+            yield
+        if not other.ident:  # the draft is there now, and this node's thread stands still
+            other.start()
+            other.join(0.3)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(server.tree, "acting", slow)
+        Attendance(server, Channel(None, KEY, is_client=False, node=""))._answer(Ask("make_directory", _DRAFT))
+        other.join()
+    assert server.parities.of(path) is found[0]
 
 
 @pytest.mark.parametrize("secret", ["", "short"])

@@ -9,12 +9,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from forge import edit_manifest
 from simulated import ENGINE, is_of, state
 
 import flowstone as fs
 from flowstone.commit import catalog, publish
 from flowstone.commit.entries import step_directory
-from flowstone.errors import CancelledError, FullError, NoCheckpointError, StepExistsError, StorageError
+from flowstone.errors import (
+    CancelledError,
+    FullError,
+    NoCheckpointError,
+    StepExistsError,
+    StorageError,
+    UnsupportedFormatError,
+)
 from flowstone.format.manifest import MANIFEST_NAME
 from flowstone.store.base import UNPACED, Store
 from flowstone.store.local import LocalStore
@@ -126,6 +134,25 @@ def test_a_delta_is_linked_to_what_the_target_has_else_copied(kind: str, tmp_pat
     for step in (2, 3):
         assert fs.open(far, step).verify().sound
         assert torch.equal(fs.open(far, step).read("more"), torch.full((300_000,), float(step)))
+
+
+def test_a_delta_is_copied_where_the_target_has_checkpoints_of_a_later_release(tmp_path: Path) -> None:
+    near, far = LocalStore(tmp_path / "near", ENGINE), LocalStore(tmp_path / "far", ENGINE)
+    state = {"model": torch.nn.Linear(600, 500).requires_grad_(False), "more": torch.zeros(300_000), "step": 0}
+    with fs.Checkpointer(tmp_path / "near", engine=ENGINE) as checkpointer:
+        for step in (1, 2, 3):
+            state["more"] += 1
+            checkpointer.save(step, state).committed.result()
+    segments = fs.open(near).manifest.segments
+    assert any(row.home for row in segments), "the last one is a delta"
+    _prepared(near, far)
+    flush(near, far, 2, UNPACED, _nothing)
+    edit_manifest(tmp_path / "far" / step_directory(2), lambda manifest: manifest.update(flowstone=99))
+    with pytest.raises(UnsupportedFormatError):
+        fs.open(far, 2)
+    made = flush(near, far, 3, UNPACED, _nothing)
+    assert made.bytes == sum(row.bytes for row in segments)
+    assert fs.open(far, 3).verify().sound
 
 
 @pytest.mark.parametrize("part", ["chunk", "header", "index.safetensors", "objects.json", "manifest.json"])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -10,19 +12,22 @@ from typing import Any
 from unittest import mock
 
 import msgspec
+import pytest
 import torch
 from simulated import ENGINE
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in the stubs
 
 import flowstone as fs
 from flowstone.commit import catalog
-from flowstone.errors import ArgumentError, FlowstoneError, RankError, SaveFailedError
+from flowstone.errors import ArgumentError, FlowstoneError, RankError, SaveFailedError, StorageError
 from flowstone.ranks import Job as RankJob
 from flowstone.ranks import group as rank_group
 from flowstone.store.local import LocalStore
 from flowstone.store.memory import Contents, MemoryStore
+from flowstone.store.wrap import Faulty
 
 RANKS = 2
+DEADLINE_S = 30.0
 ROWS = 300_000
 
 
@@ -35,7 +40,7 @@ def _group(*lists: list[Any]) -> list[fs.Checkpointer]:
     board, group = HashStore(), []
     for rank, tiers in enumerate(lists):
         with mock.patch.object(rank_group, "this_job", lambda rank=rank: RankJob(rank, RANKS, board)):
-            group.append(fs.Checkpointer(tiers, engine=ENGINE, deadline_s=30.0))
+            group.append(fs.Checkpointer(tiers, engine=ENGINE, deadline_s=DEADLINE_S))
     return group
 
 
@@ -165,3 +170,26 @@ def test_a_save_into_a_disk_of_each_node_is_refused_by_name() -> None:
     for one in reversed(group):
         with suppress(FlowstoneError):
             one.close()
+
+
+@pytest.mark.parametrize("down", range(RANKS))
+def test_a_rank_that_cannot_look_at_its_disk_ends_the_call_of_all_ranks(down: int) -> None:
+    refuses = [False]
+
+    def look(verb: str, path: str) -> StorageError | None:
+        return StorageError("no route to the disk", errno=errno.EIO) if refuses[0] else None
+
+    disks: list[Any] = [_disk(Contents(), "disk"), _disk(Contents(), "disk")]
+    disks[down] = Faulty(disks[down], look)
+    group = _group(*([MemoryStore(Contents(), location="memory"), disk] for disk in disks))
+    refuses[0] = True
+    begun = time.monotonic()
+    errors = _each(group, lambda _, one: one.latest())
+    assert time.monotonic() - begun < DEADLINE_S / 2, "nobody has waited for it in vain"
+    assert isinstance(errors[down], StorageError), errors
+    assert isinstance(errors[1 - down], RankError), errors
+    assert "whether another one has cannot be asked now" in str(errors[1 - down])
+    refuses[0] = False
+    assert _each(group, lambda _, one: one.latest()) == [None, None], "the next call finds all ranks in step"
+    for one in reversed(group):
+        one.close()

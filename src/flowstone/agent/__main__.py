@@ -77,7 +77,7 @@ def _lock(directory: int) -> int | None:
             if os.path.samestat(os.stat(LOCK_NAME, dir_fd=directory, follow_symlinks=False), os.fstat(lock)):
                 return lock
         except FileNotFoundError:
-            pass
+            pass  # it has: the next round makes another
         os.close(lock)
 
 

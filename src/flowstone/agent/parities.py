@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import errno
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from flowstone.commit.entries import SAVING
 from flowstone.errors import PeerError
@@ -85,9 +87,14 @@ class Parities:
                 self._parities[path] = Parity(self._tree, path)
             return self._parities[path]
 
-    def forget(self, draft: str) -> None:
-        """A draft of that name is new: what an earlier one had is gone."""
+    @contextmanager
+    def renewing(self, draft: str) -> Iterator[None]:
+        """While a draft is made: what an earlier one of that name had is gone, unless that is there still.
+
+        Until then no other thread is given parity: it would be the new one's, which another node may fill at once.
+        """
         with self._guard:
+            yield  # raises where the draft is there
             self._parities = {
                 path: parity for path, parity in self._parities.items() if path.partition("/")[0] != draft
             }

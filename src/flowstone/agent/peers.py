@@ -13,6 +13,7 @@ import os
 import socket
 import sys
 import threading
+import time
 
 from flowstone.agent.parities import Parities, Shares
 from flowstone.commit.entries import SAVING, step_of
@@ -36,6 +37,7 @@ from flowstone.store.peers.wire import Ask, Channel, Held, HeldStep, Told, is_si
 _BACKLOG = 128
 _FORWARDED = {"exists", "names", "look", "make_directory", "remove", "rename", "agree", "free"}
 _OPEN_MAX = 64  # files that one connection keeps open to read
+_REFUSED_S = 0.1  # before it is tried again to accept a connection
 
 
 def main() -> int:
@@ -80,6 +82,7 @@ class PeerServer:
                 connection, where = self._listener.accept()
             except OSError as error:
                 self.tell(f"cannot accept a connection: {error}")
+                time.sleep(_REFUSED_S)  # without descriptors each try is refused at once, and would fill the log
                 continue
             with self._guard:
                 is_full = self._open >= PEER_CONNECTIONS_MAX or self._strangers >= PEER_STRANGERS_MAX
@@ -92,7 +95,13 @@ class PeerServer:
             attend = threading.Thread(
                 target=self._attend, args=(connection, where[0]), name="flowstone-peer", daemon=True
             )
-            attend.start()
+            try:
+                attend.start()
+            except RuntimeError as error:  # the system is out of threads: others that are served may end
+                self.tell(f"{where[0]} is refused: {error}")
+                connection.close()
+                with self._guard:
+                    self._open, self._strangers = self._open - 1, self._strangers - 1
 
     def tell(self, what: str) -> None:
         print(f"memory://{self.run}, for other nodes: {what}", file=sys.stderr, flush=True)
@@ -107,8 +116,10 @@ class PeerServer:
                 with self._guard:
                     self._strangers -= 1
             Attendance(self, channel).serve()
-        except (EOFError, OSError):
+        except (EOFError, ConnectionError, TimeoutError):
             pass  # it has gone
+        except OSError as error:  # not the other side's: without memory to map a file, say. It sees its connection end
+            self.tell(f"{where}: {error}")
         except PeerError as error:
             self.tell(f"{where}: {error.message}")
         except MemoryAgentError:
@@ -233,10 +244,9 @@ class Attendance:
         )
         if asked.verb == "rename" and asked.path.startswith(SAVING) and step_of(asked.target) is not None:
             self._server.parities.check(asked.path)
-        with self._tree.acting():
+        makes = asked.verb == "make_directory"
+        with self._server.parities.renewing(asked.path) if makes else contextlib.nullcontext(), self._tree.acting():
             answer, _ = self._tree.client.ask(request)
-        if asked.verb == "make_directory":
-            self._server.parities.forget(asked.path)
         return Told(
             number=answer.number, size_bytes=answer.size_bytes, yes=answer.yes, text=answer.text, names=answer.names
         )

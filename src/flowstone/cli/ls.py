@@ -13,7 +13,7 @@ from flowstone.cli.output import AsJson, errors_reported, local_time, print_json
 from flowstone.commit.entries import Kind, is_journal, parse
 from flowstone.commit.locations import check_store
 from flowstone.commit.manifests import listing, read_manifest
-from flowstone.errors import NotAStoreError
+from flowstone.errors import NotAStoreError, StorageError
 from flowstone.format.manifest import MANIFEST_NAME, Manifest
 
 if TYPE_CHECKING:
@@ -95,7 +95,10 @@ def journal_of(path: Path) -> dict[str, int] | None:
         return None
     from flowstone.commit import journals  # imported here: most stores have none
 
-    chain = journals.newest_chain(store)
+    try:
+        chain = journals.newest_chain(store)
+    except StorageError:
+        return None  # safe: the row of the checkpoint that cannot be read says why
     return None if chain is None else {"base": chain.base, "newest": chain.newest}
 
 

@@ -124,8 +124,15 @@ class Disk:
 
 
 def _on_disk(root: Path) -> _Found:
+    def refused(error: OSError) -> None:
+        """Of a directory that cannot be listed: without what is in it, each sum would be too small."""
+        head = Path(error.filename).relative_to(root).parts[:1]
+        is_ours = not head or parse(head[0]) is not None  # not a file system's lost+found, say
+        if is_ours and not isinstance(error, FileNotFoundError):  # which a writer has removed meanwhile
+            raise error
+
     with translated(root, "look at", str(root)):
-        for place, _, names in os.walk(root):
+        for place, _, names in os.walk(root, onerror=refused):
             head = Path(place).relative_to(root).parts[:1]
             for name in names:
                 try:

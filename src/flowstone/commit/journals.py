@@ -24,7 +24,7 @@ from flowstone.commit.entries import (
 )
 from flowstone.commit.manifests import inside, read_manifest
 from flowstone.config import BLOCK_BYTES
-from flowstone.errors import DamagedError, FormatError, StorageError
+from flowstone.errors import DamagedError, FormatError, NoCheckpointError, StorageError, is_damage
 from flowstone.format.digest import digest
 from flowstone.format.journal import (
     OPENING,
@@ -286,8 +286,12 @@ def _begins_at_checkpoint(store: Names, opening: Opening, committed: Sequence[in
         return False
     try:
         return read_manifest(store, step_directory(opening.after)).id == opening.checkpoint
-    except (FormatError, StorageError):
-        return False
+    except NoCheckpointError:
+        return False  # removed since, for a newer one
+    except (FormatError, StorageError) as error:
+        if isinstance(error, StorageError) and not is_damage(error):
+            raise  # it is there, and cannot be read now: an older step must not pass for the newest
+        return False  # nothing leads on from what cannot be loaded, and who loads it is told
 
 
 def _common_steps(store: Names, journal: Journal) -> list[int]:

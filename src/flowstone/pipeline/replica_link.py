@@ -40,6 +40,7 @@ from flowstone.store.replica_wire import (
     status_of,
 )
 
+_FAREWELL_S = 1.0  # for it to hear what it was told before; one that hears no farewell takes training for dead
 _End = Callable[[BaseException | None], None]
 
 
@@ -174,7 +175,8 @@ class ReplicaLink:
         if link is not None:
             self._newest_status()
         if self._link is not None:
-            with suppress(OSError):
+            self._link.settimeout(_FAREWELL_S)
+            with suppress(OSError):  # it has ended, or is stopped: it is awaited below
                 self._link.send(encode(Farewell()))
             self._link.close()
             self._link = None
@@ -197,9 +199,9 @@ def _remove_socket(location: str) -> None:
         return
     name = socket_name(location)
     log_name = f"{name.removesuffix('.sock')}.log"
-    with suppress(OSError):
+    with suppress(OSError):  # safe: it is gone, or the next replica removes it
         os.unlink(name, dir_fd=directory)
-    with suppress(OSError):
+    with suppress(OSError):  # safe: a log, which the next replica begins anew
         if not os.stat(log_name, dir_fd=directory, follow_symlinks=False).st_size:
             os.unlink(log_name, dir_fd=directory)
     with suppress(OSError):  # safe: others use it

@@ -35,6 +35,7 @@ from flowstone.tiers.restore import NOT_THERE, WHY, Candidate, Seen, look_at, no
 if TYPE_CHECKING:
     from flowstone.layout_rules import LoadRule
 
+
 class TieredLoads(Loads):
     """The loads of one Checkpointer with several tiers, nearest first."""
 
@@ -72,9 +73,10 @@ class TieredLoads(Loads):
         """
         if self._group.size == 1:
             return
-        seen = self._look()
-        steps = seen.steps()
-        words = "" if not steps else f"step {steps[0]} in {self._stores[seen.candidates(steps[0])[0].tier].location}"
+        try:
+            words: bytes | Exception = self._newest_in_words().encode()
+        except Exception as error:  # told to the others, which wait for this rank's words
+            words = error
 
         def compare(said: Sequence[bytes]) -> Decision:
             for rank, one in enumerate(said):
@@ -86,7 +88,13 @@ class TieredLoads(Loads):
                     )
             return Decision()
 
-        self._group.ask("that no rank sees a checkpoint", words.encode(), compare)
+        self._group.ask("that no rank sees a checkpoint", words, compare)
+
+    def _newest_in_words(self) -> str:
+        """What this rank sees itself; "" for nothing."""
+        seen = self._look()
+        steps = seen.steps()
+        return "" if not steps else f"step {steps[0]} in {self._stores[seen.candidates(steps[0])[0].tier].location}"
 
     def load_newest(
         self, step: int | None, state: Mapping[str, object], rules: Sequence[LoadRule], *, verify_first: bool,

@@ -106,8 +106,11 @@ class RankGroup:
         """Go on only if all ranks do. Raises `error`, or RankError for the error of another rank."""
         self.agreement.agree(phase, b"" if error is None else error, lambda _: Decision())
 
-    def ask(self, phase: str, mine: bytes, decide: Callable[[Sequence[bytes]], Decision]) -> bytes:
-        """What rank 0 decides from the messages of all ranks; the same result on all of them. Raises RankError."""
+    def ask(self, phase: str, mine: bytes | Exception, decide: Callable[[Sequence[bytes]], Decision]) -> bytes:
+        """What rank 0 decides from the messages of all ranks; the same result on all of them.
+
+        raises  `mine`, if it is an error, or RankError for the error of another rank
+        """
         return self.agreement.agree(phase, mine, decide).common
 
     def near(self, phase: str, node: str, mine: bytes | Exception) -> list[tuple[int, bytes]]:

@@ -149,11 +149,13 @@ class _Thread(threading.Thread):
         return not self._ended and os.getpid() == self._pid
 
     def run(self) -> None:
-        time_slice.shorten()  # its caller only waits for it, and torch's threads still spin when a step has ended
-        while os.getpid() == self._pid and isinstance(act := self.acts.get(), _Act):
-            act.run()
-            del act
-        self._ended = True
+        try:
+            time_slice.shorten()  # its caller only waits for it, and torch's threads still spin when a step has ended
+            while os.getpid() == self._pid and isinstance(act := self.acts.get(), _Act):
+                act.run()
+                del act
+        finally:
+            self._ended = True  # whatever has ended it: a caller that did not learn of it would wait for ever
 
 
 def _await(over: Latch) -> None:

@@ -35,6 +35,7 @@ def value_of(constant: Named, path: str) -> object:
     raises  UnsupportedFormatError if they have none, DamagedError for a text that cannot be such a name
     """
     kind, text = constant.kind, constant.text
+    reason: Exception | None = None
     if kind in ("torch.dtype", "torch.layout", "torch.memory_format"):
         value = getattr(torch, text, None)
         if isinstance(value, getattr(torch, kind.removeprefix("torch."))):
@@ -42,8 +43,8 @@ def value_of(constant: Named, path: str) -> object:
     elif kind == "torch.device" and re.fullmatch(r"[a-z]+(:[0-9]{1,9})?", text):
         try:
             return torch.device(text)
-        except RuntimeError:
-            pass  # a device type that this torch does not know: refused below
+        except RuntimeError as error:
+            reason = error  # a device type that this torch does not know
     elif kind == "torch.Size":
         if not re.fullmatch(r"([0-9]{1,18}(,[0-9]{1,18})*)?", text):
             raise DamagedError(f"the object '{path}' is not a torch.Size", found=text, next="run `flowstone verify`")
@@ -51,13 +52,13 @@ def value_of(constant: Named, path: str) -> object:
     elif kind == "numpy.dtype" and re.fullmatch(r"[a-z]+[0-9]*", text):
         try:
             return np.dtype(text)
-        except TypeError:
-            pass  # from a later numpy, or another machine: refused below
+        except TypeError as error:
+            reason = error  # from a later numpy, or another machine
     raise UnsupportedFormatError(
         f"the object '{path}' is a constant that this torch and numpy do not have",
         found=f"{kind} {text}",
         next="install the versions that saved it",
-    )
+    ) from reason
 
 
 def stored_key(key: object, place: Place) -> object:

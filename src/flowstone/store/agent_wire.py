@@ -169,7 +169,7 @@ def open_directory(path: Path, *, create: bool) -> int | None:
         try:
             os.mkdir(path, 0o700)
         except FileExistsError:
-            pass
+            pass  # whose it is, is looked at below
         except OSError as error:
             raise StorageError(
                 f"cannot make the memory agent's directory {path}", errno=error.errno or 0, reason=error.strerror,

@@ -23,7 +23,14 @@ from flowstone.commit.entries import step_directory
 from flowstone.commit.manifests import inside, read_manifest
 from flowstone.commit.verify import Checked, Share, check_share, segment_bytes
 from flowstone.config import MANIFEST_BYTES_MAX, READ_ARENA_BYTES
-from flowstone.errors import DamagedError, FlowstoneError, NoCheckpointError, StepExistsError, StorageError
+from flowstone.errors import (
+    DamagedError,
+    FlowstoneError,
+    FormatError,
+    NoCheckpointError,
+    StepExistsError,
+    StorageError,
+)
 from flowstone.format.index import Index
 from flowstone.format.manifest import MANIFEST_NAME, Manifest, SegmentRow, decode_manifest
 from flowstone.format.segment import written_as
@@ -192,8 +199,8 @@ def _linkable(target: Store, manifest: Manifest, runs: Sequence[Runs]) -> dict[i
             if not same:
                 continue
             theirs = runs_of(contents.read_index(target, directory, known), len(known.segments))
-        except (NoCheckpointError, DamagedError):
-            continue  # it goes away, or is damaged: it is not linked to
+        except (NoCheckpointError, FormatError):
+            continue  # it goes away, is damaged, or of a later release: it is not linked to, and ours is copied whole
         for row, other in same:
             if theirs[other.id].has(runs[row.id]):
                 found[row.id] = inside(directory, other.name)

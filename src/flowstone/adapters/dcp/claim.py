@@ -103,7 +103,7 @@ class Claim:
         try:
             mine, there = os.fstat(fd), os.stat(self._path, follow_symlinks=False)
         except OSError:
-            return False
+            return False  # safe: what cannot be looked at is not taken for ours
         return (mine.st_dev, mine.st_ino) == (there.st_dev, there.st_ino)
 
     @property

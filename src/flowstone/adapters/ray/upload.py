@@ -78,7 +78,7 @@ def _is_there(checkpoint: Checkpoint, target: Path) -> bool:
     try:
         return open_checkpoint(target).manifest.id == checkpoint.manifest.id
     except FlowstoneError:
-        return False
+        return False  # safe: it is copied again, and what is there is set aside
 
 
 def _link(source: Path, target: Path, system: System) -> bool:

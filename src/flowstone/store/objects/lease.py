@@ -7,6 +7,7 @@ process is gone. A writer that stands still for longer may lose it, and learns t
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import threading
@@ -15,10 +16,11 @@ from pathlib import Path
 
 import msgspec
 
-from flowstone.errors import FlowstoneError, LockedError
+from flowstone.errors import FlowstoneError, LockedError, StorageError
 from flowstone.log import log
 from flowstone.store.lock import LOCK_NAME
 from flowstone.store.objects.client import Client, same_tag
+from flowstone.store.os_errors import MORE_THREADS
 
 LEASE_S = 30.0  # without a renewal: longer than a busy store keeps one waiting, shorter than a restart
 _RENEWALS = 4  # within that time
@@ -55,7 +57,7 @@ def here() -> tuple[str, str]:
     try:
         namespace = os.readlink("/proc/self/ns/pid")
     except OSError:
-        namespace = ""
+        namespace = ""  # safe: nor is it told when a process began, and none is taken for one that has ended
     return f"{_read_text('/proc/sys/kernel/random/boot_id')} {namespace}", f"{os.getpid()} {_started(os.getpid())}"
 
 
@@ -92,7 +94,8 @@ class ObjectLease:
 
         Waits for a lease whose holder may be dead until that is certain, for the lease's `seconds` at most.
 
-        raises  LockedError  names the holder, which is alive
+        raises  LockedError   names the holder, which is alive
+                StorageError  no thread can be started that would renew it
         """
         if self._held is not None:
             return False
@@ -161,10 +164,18 @@ class ObjectLease:
     def _begin(self, mine: _Lease, tag: str | None) -> None:
         self._held, self._tag = mine, tag
         self._ended = threading.Event()
-        self._renewing = threading.Thread(
+        renewing = threading.Thread(
             target=self._renew_all, args=(self._ended,), name="flowstone-lease", daemon=True
         )
-        self._renewing.start()
+        try:
+            renewing.start()
+        except RuntimeError as error:  # a lease that is not renewed is taken by the next job that waits for it
+            self.release()
+            raise StorageError(
+                f"cannot renew the lock of {self._client.location}: no thread can be started", errno=errno.EAGAIN,
+                reason=str(error), next=MORE_THREADS,
+            ) from error
+        self._renewing = renewing
 
     def _renew_all(self, ended: threading.Event) -> None:
         while not ended.wait(self._lease_s / _RENEWALS):

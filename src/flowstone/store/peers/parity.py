@@ -209,7 +209,7 @@ def rebuild(
     into = np.frombuffer(target, np.uint8)
     for span in of.spans:
         low, high = max(offset, span.begin), min(end, span.end)
-        for begin in range(low, high, len(room)):
+        for begin in range(low, high, len(room)) if low < high else ():  # else there may be no room either
             _add_up(span, begin, into[begin - offset : min(high, begin + len(room)) - offset], read, room)
     return max(0, end - offset)
 

@@ -1,0 +1,45 @@
+"""Which journals lead on from a checkpoint, where that cannot be read."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+from journaled import Training, run
+
+from flowstone.commit import journals
+from flowstone.errors import StorageError
+from flowstone.store.local import LocalStore
+from flowstone.store.wrap import Faulty
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> Path:
+    """A store with one checkpoint, after which four steps are in its journal."""
+    run(Training(width=16), tmp_path / "run", 1, 5)
+    return tmp_path / "run"
+
+
+def refusing(journal: Path, code: int) -> Faulty:
+    """The store, which refuses to read that checkpoint's manifest."""
+    def refuse(verb: str, path: str) -> StorageError | None:
+        if (verb, path) != ("read", "step-00000001/manifest.json"):
+            return None
+        return StorageError(f"cannot read {path}", errno=code, reason=os.strerror(code))
+
+    return Faulty(LocalStore(journal), refuse)
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.EACCES, errno.ETIMEDOUT])
+def test_a_checkpoint_that_cannot_be_read_now_does_not_make_an_older_step_the_newest(journal: Path, code: int) -> None:
+    assert journals.newest_step(LocalStore(journal)) == 5
+    for look in (journals.newest_chain, journals.newest_step):
+        with pytest.raises(StorageError, match=os.strerror(code)):
+            look(refusing(journal, code))
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOENT])
+def test_from_a_checkpoint_that_is_damaged_or_gone_nothing_leads_on(journal: Path, code: int) -> None:
+    assert journals.newest_chain(refusing(journal, code)) is None

@@ -9,12 +9,11 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
-#include <charconv>
 #include <cstring>
-#include <string_view>
-#include <utility>
 
 #include "bounds.h"
+#include "memory_areas.h"
+#include "proc_file.h"
 
 namespace flowstone {
 namespace {
@@ -57,57 +56,9 @@ Scan scan_of(const Reach& reach) {
     return scan;
 }
 
-/// File descriptors, closed at destruction.
-struct Descriptor {
-    int number = -1;
-    ~Descriptor() {
-        if (number >= 0) ::close(number);
-    }
-    int take() { return std::exchange(number, -1); }
-};
-
 std::string refused(const char* what, int error) { return std::string(what) + " is refused (" + std::strerror(error) + ")"; }
 
-std::string read_whole(const char* path) {
-    const Descriptor file{::open(path, O_RDONLY | O_CLOEXEC)};
-    std::string text;
-    std::array<char, 1 << 16> part;
-    ssize_t count = 0;
-    while (file.number >= 0 && (count = ::read(file.number, part.data(), part.size())) > 0) text.append(part.data(), static_cast<std::size_t>(count));
-    return text;
-}
-
-/// A mapping, from one line of /proc/self/maps: "begin-end rw-p offset device inode name".
-struct Mapping {
-    Reach reach;
-    bool is_own;  // no other process has page tables for it, and no file is behind it
-};
-
-std::vector<Mapping> read_mappings() {
-    const std::string text = read_whole("/proc/self/maps");
-    std::vector<Mapping> mappings;
-    for (std::size_t at = 0; at < text.size();) {
-        const std::size_t end = std::min(text.find('\n', at), text.size());
-        const std::string_view line = std::string_view(text).substr(at, end - at);
-        at = end + 1;
-        Mapping mapping{};
-        const char* const last = line.data() + line.size();
-        const auto begin = std::from_chars(line.data(), last, mapping.reach.begin, 16);
-        if (begin.ec != std::errc() || begin.ptr == last) continue;
-        const auto stop = std::from_chars(begin.ptr + 1, last, mapping.reach.end, 16);
-        if (stop.ec != std::errc() || last - stop.ptr < 5) continue;
-        const std::string_view rest(stop.ptr + 1, static_cast<std::size_t>(last - stop.ptr - 1));  // from the permissions on
-        const bool is_file = rest.find(" 00:00 0 ") == std::string_view::npos && !rest.ends_with(" 00:00 0");
-        mapping.is_own = rest[1] == 'w' && rest[3] == 'p' && !is_file;
-        mappings.push_back(mapping);
-    }
-    return mappings;
-}
-
-// Half of what Linux allows a process by default (vm.max_map_count): the rest is the caller's.
-constexpr std::size_t mappings_max = 32'768;
-
-/// Bounds at which mappings may be cut: at huge pages, since another cut would split one.
+/// Bounds at which areas may be cut: at huge pages, since another cut would split one.
 Reach widened(const Reach& reach, const Reach& within) {
     return {std::max(round_down(reach.begin, huge_page_bytes), within.begin), std::min(round_up(reach.end, huge_page_bytes), within.end)};
 }
@@ -125,13 +76,13 @@ bool pages_are_merged() {
 }
 
 std::unique_ptr<WrittenPages> WrittenPages::open(std::string& refusal) {
-    Descriptor faults{static_cast<int>(::syscall(userfaultfd_number, O_CLOEXEC | O_NONBLOCK | uffd_user_mode_only))};
-    if (faults.number < 0) return refusal = refused("userfaultfd", errno), nullptr;
+    Descriptor faults(static_cast<int>(::syscall(userfaultfd_number, O_CLOEXEC | O_NONBLOCK | uffd_user_mode_only)));
+    if (faults.number() < 0) return refusal = refused("userfaultfd", errno), nullptr;
     UffdApi api{uffd_api, feature_wp_async | feature_wp_unpopulated, 0};
-    if (::ioctl(faults.number, uffd_api_call, &api) != 0)
+    if (::ioctl(faults.number(), uffd_api_call, &api) != 0)
         return refusal = "this kernel cannot tell which pages were written (Linux 6.7 can)", nullptr;
-    Descriptor pagemap{::open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC)};
-    if (pagemap.number < 0) return refusal = refused("/proc/self/pagemap", errno), nullptr;
+    Descriptor pagemap(::open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC));
+    if (pagemap.number() < 0) return refusal = refused("/proc/self/pagemap", errno), nullptr;
     if (page_bytes() != block_alignment_bytes) return refusal = "pages here are not of 4 KiB", nullptr;
     std::unique_ptr<WrittenPages> opened(new WrittenPages(faults.take(), pagemap.take()));
     if (!opened->works()) return refusal = "this kernel does not tell which pages were written", nullptr;
@@ -272,27 +223,32 @@ std::vector<bool> WrittenPages::prepare(std::span<const Reach> reaches) const {
 }
 
 std::vector<bool> register_own(std::span<const Reach> reaches, const std::function<bool(const Reach&)>& register_reach) {
-    const std::vector<Mapping> mappings = read_mappings();
+    AreaRoom room;
+    std::optional<std::vector<MemoryArea>> asked = asked_areas(reaches);
+    if (!asked) {
+        asked = all_areas();
+        room.know(asked->size());
+    }
+    const std::vector<MemoryArea>& areas = *asked;
     std::vector<bool> ready(reaches.size(), false);
-    std::vector<Reach> wanted(mappings.size(), Reach{~std::uint64_t{0}, 0});  // for each mapping: from the first to the last reach
+    std::vector<Reach> wanted(areas.size(), Reach{~std::uint64_t{0}, 0});  // for each area: from the first to the last reach
     const auto first_at = [&](std::uint64_t address) {
-        return std::partition_point(mappings.begin(), mappings.end(), [&](const Mapping& m) { return m.reach.end <= address; });
+        return std::partition_point(areas.begin(), areas.end(), [&](const MemoryArea& area) { return area.reach.end <= address; });
     };
     for (std::size_t i = 0; i < reaches.size(); ++i) {
         std::uint64_t at = reaches[i].begin;
-        for (auto m = first_at(at); m != mappings.end() && m->is_own && m->reach.begin <= at && at < reaches[i].end; ++m) at = m->reach.end;
+        for (auto area = first_at(at); area != areas.end() && area->is_own && area->reach.begin <= at && at < reaches[i].end; ++area) at = area->reach.end;
         ready[i] = at >= reaches[i].end;
         if (!ready[i]) continue;
-        for (auto m = first_at(reaches[i].begin); m != mappings.end() && m->reach.begin < reaches[i].end; ++m) {
-            Reach& own = wanted[static_cast<std::size_t>(m - mappings.begin())];
-            const Reach whole = widened(reaches[i], m->reach);
+        for (auto area = first_at(reaches[i].begin); area != areas.end() && area->reach.begin < reaches[i].end; ++area) {
+            Reach& own = wanted[static_cast<std::size_t>(area - areas.begin())];
+            const Reach whole = widened(reaches[i], area->reach);
             own = {std::min(own.begin, whole.begin), std::max(own.end, whole.end)};
         }
     }
-    std::size_t count = mappings.size();  // upper bound of the mappings: registering the middle of one cuts it in three
     for (const Reach& own : wanted) {
-        if (own.begin >= own.end) continue;
-        if ((count += 2) <= mappings_max && register_reach(own)) continue;
+        // Registering the middle of an area cuts it in three.
+        if (own.begin >= own.end || (room.take(2) && register_reach(own))) continue;
         for (std::size_t i = 0; i < reaches.size(); ++i) ready[i] = ready[i] && !reaches[i].overlaps(own);
     }
     return ready;

@@ -13,16 +13,9 @@
 #include <string>
 #include <vector>
 
+#include "memory_areas.h"
+
 namespace flowstone {
-
-/// Addresses [begin, end), whole pages.
-struct Reach {
-    std::uint64_t begin;
-    std::uint64_t end;
-
-    std::uint64_t bytes() const { return end - begin; }
-    bool overlaps(const Reach& other) const { return begin < other.end && other.begin < end; }
-};
 
 /// The system's calls, for the process that opened them: descriptors inherited by a child refer to its parent's memory.
 /// Reading protected memory costs nothing; the first write to each page costs a fault, and splits a huge page.
@@ -67,7 +60,7 @@ private:
 };
 
 /// Of each reach, whether all of it is memory that only this process can write, and `register_reach` accepts it: it is
-/// given, for each mapping, the memory from the first of these reaches to the last.
+/// given, for each area, the memory from the first of these reaches to the last.
 std::vector<bool> register_own(std::span<const Reach> reaches, const std::function<bool(const Reach&)>& register_reach);
 
 /// The size of a small page.

@@ -84,11 +84,13 @@ class Draws(TrainerCallback, ExportableState):
 
 
 class Full(TrainerCallback):
-    def __init__(self, step: int) -> None:
-        self.step = step
+    def __init__(self, out: Path, step: int) -> None:
+        self.out, self.step = out, step
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **named: Any) -> None:
         if state.global_step == self.step:
+            while self.step and not list(self.out.glob("step-*/manifest.json")):
+                time.sleep(0.01)  # what was begun before has room
             resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
 
 
@@ -132,7 +134,7 @@ def main() -> None:
     out = Path(told["out"])
     torch.set_num_threads(1)
     callbacks: list[TrainerCallback] = [Killed(out, told["kill_at"])] if told.get("kill_at") else []
-    callbacks += [Full(told["full_at"])] if "full_at" in told else []
+    callbacks += [Full(out, told["full_at"])] if "full_at" in told else []
     trainer = made_trainer(out, callbacks, with_adapters() if told.get("adapters") else None, **told.get("args", {}))
     if told.get("resume"):  # nothing of this may be left after a load
         for parameter in trainer.model.parameters():

@@ -101,7 +101,15 @@ inline void bind_devices(nb::module_& module) {
         .def_prop_ro("pci_address", [](const PyDevice& device) { return device.held->pci_address(); })
         .def("is_recording", [](const PyDevice& device, std::uintptr_t stream) { return device.held->is_recording(stream); }, "stream"_a);
     nb::class_<PyDigested>(module, "Digested")
-        .def("digest", [](const PyDigested& digested, std::uint64_t chunk) { return digested.digested.held->digest(chunk); }, "chunk"_a);
+        .def("digests", [](const PyDigested& digested) {
+            const Digested& held = *digested.digested.held;
+            std::vector<std::uint64_t> all(held.runs());
+            {
+                const nb::gil_scoped_release unlocked;
+                for (std::size_t i = 0; i < all.size(); ++i) all[i] = held.digest(i);
+            }
+            return to_numpy(std::move(all));
+        });
     module.attr("DIGESTED_BY_HOST_MAX") = digested_by_host_max;
     module.attr("DIGEST_PTX") = digest_text.ptx;
     module.attr("GATHER_PTX") = gather_text.ptx;

@@ -86,7 +86,8 @@ def _digests_agree(stream: SideStream, there: torch.Tensor, address: int) -> boo
     stream.native.synchronize()
     data = chance.numpy()
     return all(
-        found is not None and found.digest(number) == _native.xxh3_64(data[first + at : first + min(at + MIB, size)])
+        found is not None
+        and found.digests()[number] == _native.xxh3_64(data[first + at : first + min(at + MIB, size)])
         for found, (first, size) in zip(digested, rows, strict=True) for number, at in enumerate(range(0, size, MIB))
     )
 

@@ -251,7 +251,7 @@ class Device:
 class Digested:
     """Digests that a device has made of the chunks of rows, one row after the other."""
 
-    def digest(self, chunk: int) -> int: ...
+    def digests(self) -> NDArray[np.uint64]: ...
 
 def cuda_device(*, ordinal: int, name: str) -> Device:
     """Copies on a CUDA stream of their own, of the GPU of that number. Raises OSError where there is no driver."""

@@ -99,7 +99,7 @@ HEARTBEAT_S = 2.0  # between two heartbeats of a rank
 SILENCE_S = 60.0  # without a heartbeat, a rank counts as dead: it was killed, or is frozen
 PLANS_REMEMBERED = 16  # older plans by which a rank may have begun saves that it is still writing
 INDEX_ROWS_KEPT_MAX = 1 << 20  # that rank 0 keeps for the next save by the same plan: about 50 bytes each
-FAR_COMPARED_MAX = 256  # replicas in device memory that one save compares; each costs a few calls
+FAR_COMPARED_MAX = 256  # replicas in device memory that one save samples; `save` makes the table of their lines
 CATCH_UP_CALLS = 16  # that a rank may be behind others, after it failed where they did not
 DRAFT_TRIES = 16  # of a rank to create files in the shared draft, which ranks that give up may remove
 LEAVE_S = 10.0  # that rank 0 waits for the other ranks to leave first
@@ -291,8 +291,8 @@ class EngineOptions:
     "exact": every write is detected, on a GPU every one that the capture shows, or the save is refused.
     "samples": some bytes are compared.
     "auto": exact where that costs almost nothing (memory in huge pages, and 64 MiB of other memory).
-    "digests": as "auto", and a GPU digests all that is captured later, when `save` is called: it reads that at its
-    memory's rate, before what comes next in the current stream
+    "digests": as "auto", and a GPU digests all that is captured later, and all replicas, when `save` is called: it
+    reads that at its memory's rate, before what comes next in the current stream
     share_reads     bytes that several ranks of one node need are read by one of them and passed on through shared
     memory, where reads bypass the page cache. Off: each rank reads for itself
     """

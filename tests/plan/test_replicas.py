@@ -14,6 +14,7 @@ from flowstone.errors import CollisionError
 from flowstone.pipeline.messages import LookedAt
 from flowstone.plan.assign_writers import assign_writers, check_replicas
 from flowstone.plan.replicas import Compared, ReplicaSets, differing
+from flowstone.stage.piece_digests import whole_digests
 from flowstone.table.box import Box
 from flowstone.table.dtype import DTYPES
 from flowstone.table.pieces import Layout, Piece, Pieces, TensorColumns
@@ -28,7 +29,7 @@ def whole(*names: str, buffers: Sequence[int] = ()) -> Pieces:
 
 
 def samples(*of: int) -> np.ndarray:
-    return np.array(of, np.uint16)
+    return np.array(of, np.uint64)
 
 
 def test_replicas_with_equal_samples_are_the_same() -> None:
@@ -51,6 +52,15 @@ def test_a_rank_without_samples_is_not_compared() -> None:
     check_replicas(ranks, [None, samples(7), samples(7)])
     with pytest.raises(CollisionError, match="'a' is not the same on rank 2 as on rank 1"):
         check_replicas(ranks, [None, samples(7), samples(8)])
+
+
+def test_what_a_rank_does_not_know_is_compared_among_the_others() -> None:
+    ranks = [whole("a", "b")] * 4
+    check_replicas(ranks, [samples(0, 5), samples(7, 0), samples(7, 5), samples(0, 0)])
+    with pytest.raises(CollisionError, match="'a' is not the same on rank 2 as on rank 1\n"):
+        check_replicas(ranks, [samples(0, 5), samples(7, 0), samples(8, 5), samples(0, 0)])
+    with pytest.raises(CollisionError, match="'b' is not the same on ranks 2, 3 as on rank 0\n"):
+        check_replicas(ranks, [samples(0, 5), samples(7, 0), samples(7, 6), samples(0, 6)])
 
 
 def test_buffers_are_not_compared() -> None:
@@ -87,7 +97,7 @@ def folded(ranks: Sequence[Rank], found: ReplicaSets, step: int, part: float | N
     for one, number in zip(ranks, found.number, strict=True):
         compared = Compared.of(one.layout, number, part)
         at = compared.looked_at(step)
-        folds.append(compared.folded(at, one.seen[compared.rows[at]]))
+        folds.append(compared.folded(at, one.seen[compared.rows[at]], None))
     return folds
 
 
@@ -124,6 +134,47 @@ def test_one_number_for_each_set_tells_every_difference_and_no_other(seed: int) 
         ranks[rank].seen[at] = seen(piece)
 
 
+@pytest.mark.parametrize("seed", range(60))
+def test_of_pieces_that_both_have_digested_each_difference_is_told_and_no_other(seed: int) -> None:
+    chance = random.Random(seed)
+    ranks = drawn(chance)
+    found = assign_writers([one.held for one in ranks]).replicas
+    # Some sets are digested by all ranks alike; of others each rank has digested some pieces, or none.
+    alike = {key: chance.random() < 0.5 for one in found.sets for key in one.tolist()}
+    digested = [
+        [at for at, n in enumerate(number.tolist()) if n < 0 or alike[sets[n]] or chance.random() < 0.5]
+        for number, sets in zip(found.number, found.sets, strict=True)
+    ]
+
+    def differ() -> bool:
+        folds = []
+        for one, number, chosen in zip(ranks, found.number, digested, strict=True):
+            rows = np.array(chance.sample(chosen, len(chosen)), np.int64)
+            whole = rows, one.seen[rows].astype(np.uint64)
+            folds.append(Compared.of(one.layout, number, None).folded(NONE, one.seen[NONE], whole))
+        return differing(found.sets, folds)
+
+    assert not differ()
+    places = [(rank, at) for rank, one in enumerate(ranks) for at in range(len(one.pieces))]
+    for rank, at in chance.sample(places, min(8, len(places))):
+        number = found.number[rank][at]
+        ranks[rank].seen[at] ^= 1 << chance.randrange(16)
+        if number >= 0 and alike[found.sets[rank][number]]:
+            assert differ()
+        elif at not in digested[rank] or number < 0:
+            assert not differ()
+        ranks[rank].seen[at] = seen(ranks[rank].pieces[at])
+
+
+def test_a_digest_of_chunks_tells_their_order_and_number_and_is_never_zero() -> None:
+    chunks, counts = np.arange(20, dtype=np.uint64), np.array([1, 3, 2, 14])
+    found = whole_digests(chunks, counts)
+    assert whole_digests(chunks[1:4], counts[1:2])[0] == found[1]
+    for other in (chunks[[2, 1, 3]], chunks[1:3], chunks[1:5]):
+        assert whole_digests(other, np.array([len(other)]))[0] != found[1]
+    assert (found != 0).all()
+
+
 def test_differences_that_two_ranks_share_are_found_and_those_not_asked_are_left_out() -> None:
     ranks = [Rank([Piece(name, F32, (4,), Box.whole((4,))) for name in "ab"]) for _ in range(4)]
     found = assign_writers([one.held for one in ranks]).replicas
@@ -154,11 +205,11 @@ def test_a_part_of_them_is_looked_at_by_turns_the_same_on_all_ranks() -> None:
     assert len(seen) == 400, "in the course of many saves each is looked at"
     small = Rank([Piece("s", F32, (15,), Box.whole((15,)))])
     compared = Compared.of(small.layout, np.zeros(1, np.int64), 1.0)
-    assert not len(compared.looked_at(1)), "a device has no line of it to give"
+    assert compared.looked_at(1).tolist() == [0], "what is shorter than a line is looked at whole"
 
 
 def test_what_was_not_looked_at_is_known_to_be_so() -> None:
-    some = LookedAt(np.array([7, 2, 5]), samples(70, 20, 50))
+    some = LookedAt((np.array([7, 2, 5]), samples(70, 20, 50)), None)
     found = some.of(np.array([5, 7]))
     assert found is not None
     assert found.tolist() == [50, 70]
@@ -166,8 +217,8 @@ def test_what_was_not_looked_at_is_known_to_be_so() -> None:
     nothing = some.of(np.zeros(0, np.int64))
     assert nothing is not None
     assert not len(nothing)
-    assert LookedAt(np.zeros(0, np.int64), samples()).of(np.array([1])) is None
-    every = LookedAt(None, samples(1, 2, 3)).of(np.array([2, 0]))
+    assert LookedAt((np.zeros(0, np.int64), samples()), None).of(np.array([1])) is None
+    every = LookedAt((None, samples(1, 2, 3)), None).of(np.array([2, 0]))
     assert every is not None
     assert every.tolist() == [3, 1]
 

@@ -101,7 +101,7 @@ class Written(msgspec.Struct, frozen=True, eq=False):
     digests     of the chunks
     sections    digest of each replicated section
     replicated  the sections' texts, from rank 0 alone: equal ones need not be sent
-    folds       one number for each set of replicas that it is in; None if unknown
+    folds       numbers for each set of replicas that it is in (plan.replicas.Compared.folded); None if unknown
     places      of each chunk, if some are in the base; `segment` being a position among `segments`
     copies      some chunks have the place of others
     """
@@ -207,7 +207,7 @@ class Contribution(msgspec.Struct, frozen=True):
     segment   for each piece that it writes, in the order of its assignment: position among `segments`
     offsets   for the same pieces, in bytes
     objects   section to the value that `replicated` encodes
-    looked_at digests of samples of its pieces, taken when the save began
+    looked_at digests of its pieces, or of samples of them, taken when the save began
     places    of each chunk, if some are in the base; `segment` and `offsets` are then of no use
     """
 
@@ -222,37 +222,43 @@ class Contribution(msgspec.Struct, frozen=True):
     places: ChunkPlaces | None = None
 
     def folds(self, step: int, compared: Compared) -> NDArray[np.uint64] | None:
-        """One number for each set of replicas that this rank is in; None if some pieces were not sampled."""
+        """Numbers for each set of replicas that this rank is in; None if some pieces were not sampled."""
         at = compared.looked_at(step)
         digests = self.looked_at.of(compared.rows[at])
-        return None if digests is None else compared.folded(at, digests)
+        return None if digests is None else compared.folded(at, digests, self.looked_at.whole)
 
     def digests(self, step: int, assignment: Assignment) -> bytes:
-        """For each compared piece of the layout its digest; empty if unknown."""
-        compared = assignment.compared
+        """For each compared piece of the layout the digest of its samples, and of all of it; 0 if unknown."""
+        compared, whole, pieces = assignment.compared, self.looked_at.whole, len(assignment.layout.pieces)
         at = compared.looked_at(step)
         digests = self.looked_at.of(compared.rows[at])
-        if digests is None:
-            return b""
-        found = np.zeros(len(assignment.layout.pieces), "<u2")
-        found[compared.rows[at]] = digests
-        return zlib.compress(found.tobytes(), 1)
+        sampled, exact = np.zeros(pieces, "<u8"), np.zeros(pieces, "<u8")
+        if digests is not None:
+            sampled[compared.rows[at]] = digests.astype(np.uint64) + np.uint64(1)
+            if whole is not None:
+                exact[whole[0]] = whole[1]
+        return msgspec.msgpack.encode([zlib.compress(sampled.tobytes(), 1), zlib.compress(exact.tobytes(), 1)])
 
 
 class LookedAt(msgspec.Struct, frozen=True):
-    """Digests of a few bytes of some pieces: of the rows `rows` of the layout, or of all (None)."""
+    """Digests of pieces, each with their rows of the layout.
 
-    rows: NDArray[np.int64] | None
-    digests: NDArray[np.uint16]
+    sampled  of a few bytes of some pieces; rows None: of all pieces
+    whole    of all bytes of those that devices have digested, none of which is 0; None: devices were not to
+    """
+
+    sampled: tuple[NDArray[np.int64] | None, NDArray[np.uint16]]
+    whole: tuple[NDArray[np.int64], NDArray[np.uint64]] | None
 
     def of(self, rows: NDArray[np.int64]) -> NDArray[np.uint16] | None:
-        """The digests of the pieces at `rows`; None if some of them were not sampled."""
-        if self.rows is None:
-            return self.digests[rows]
-        if not np.isin(rows, self.rows).all():
+        """Digests of samples of the pieces at `rows`; None if some of them were not sampled."""
+        known, digests = self.sampled
+        if known is None:
+            return digests[rows]
+        if not np.isin(rows, known).all():
             return None
-        order = np.argsort(self.rows)
-        return self.digests[order[np.searchsorted(self.rows, rows, sorter=order)]]
+        order = np.argsort(known)
+        return digests[order[np.searchsorted(known, rows, sorter=order)]]
 
 
 def pack(layout: Layout) -> PackedLayout:
@@ -356,7 +362,7 @@ def unpack_written(message: bytes) -> Written:
         plan=one.plan, draft=one.draft, tries=one.tries, segments=one.segments,
         segment=numbers(one.segment, np.uint32), offsets=numbers(one.offsets, np.uint64),
         digests=numbers(one.digests, np.uint64), sections=one.sections, replicated={}, per_rank=one.per_rank, io=one.io,
-        folds=None if one.folds is None else np.frombuffer(one.folds, "<u8").astype(np.uint64),
+        folds=None if one.folds is None else np.frombuffer(one.folds, "<u8").astype(np.uint64).reshape(3, -1),
         places=None if one.places is None else _unpacked_places(one.places), copies=one.copies,
     )
 

@@ -1,6 +1,8 @@
-"""Samples that a save takes of replicas before the state can change; the ranks compare them."""
+"""What a save learns of replicas before the state can change: samples, of devices digests; the ranks compare them."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import msgspec
 import numpy as np
@@ -13,25 +15,39 @@ from flowstone.table.pieces import Pieces, Places
 
 
 class Looked(msgspec.Struct, frozen=True, eq=False):
-    """A few bytes of each replica, as they were when `save` was called. `rows`: of the layout, or all."""
+    """What replicas were when `save` was called.
 
-    rows: NDArray[np.int64] | None
-    samples: Samples
+    sampled  a few bytes of each; with their rows of the layout, or None for all
+    whole    of those that devices digest, waits for the rows and digests; None: none was to be
+    """
+
+    sampled: tuple[NDArray[np.int64] | None, Samples]
+    whole: Callable[[], tuple[NDArray[np.int64], NDArray[np.uint64]]] | None
 
     def at(self) -> LookedAt:
-        """The digests. Blocks until devices have gathered their samples."""
-        return LookedAt(self.rows, self.samples.digests())
+        """The digests. Blocks until devices have made theirs, and gathered their samples."""
+        rows, samples = self.sampled
+        return LookedAt((rows, samples.digests()), None if self.whole is None else self.whole())
 
 
-def look(step: int, described: Described, assignment: Assignment | None) -> Looked:
-    """Sample replicas; without a plan, all pieces. Call it before the state can change."""
+def look(step: int, described: Described, assignment: Assignment | None, *, digests: bool) -> Looked:
+    """Sample replicas; without a plan, all pieces. Call it before the state can change.
+
+    digests  have devices digest those that they hold, too, where they can
+    """
+    places, whole = described.places, None
     if assignment is None:
         lengths = described.pieces.lengths()
-        return Looked(None, take_samples(described.places, np.arange(len(lengths)), lengths, seed=step))
-    compared = assignment.compared
-    at = compared.looked_at(step)
-    rows = compared.rows[at]
-    return Looked(rows, take_samples(described.places, rows, compared.length[at], seed=step))
+        rows = np.arange(len(lengths))
+        at = rows
+    else:
+        rows, lengths, at = assignment.compared.rows, assignment.compared.length, assignment.compared.looked_at(step)
+    if digests and places.devices:
+        from flowstone.stage.piece_digests import digest_pieces  # imported here: most processes digest nothing there
+
+        whole = digest_pieces(places, rows, lengths).digests
+    samples = take_samples(places, rows[at], lengths[at], seed=step)
+    return Looked((None if assignment is None else rows[at], samples), whole)
 
 
 def first_samples(pieces: Pieces, places: Places) -> NDArray[np.uint16]:

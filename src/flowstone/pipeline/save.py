@@ -192,7 +192,7 @@ class Saves:
         await_pinned(described.places.owners)
         describing = spans.lap("described")
         assignment = None if queued else self._coordinator.assignment(described.layout)
-        run.looked = look(step, described, assignment)
+        run.looked = look(step, described, assignment, digests=self._options.watch in DIGESTED_ON_DEVICES)
 
         def tell(cached: CachedPlan) -> None:
             plan, spent = cached.plan, (describing, spans.lap("planned"), waited)
@@ -282,7 +282,7 @@ class Saves:
         streams = as_on_this_thread(described.places.devices)
         assert run.looked is not None, "what has no plan is looked at whole"
         with run.spans.phase("copied"):
-            waiting = unplanned(run.save.step, described, run.looked.samples, fence=fence)
+            waiting = unplanned(run.save.step, described, run.looked.sampled[1], fence=fence)
         run.blocked_s = run.spans.whole("blocked").seconds
         run.save.captured.expedite, run.save.committed.expedite = self.captures.snapshot, self.captures.expedite
 

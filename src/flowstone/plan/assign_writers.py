@@ -97,17 +97,17 @@ def _replicas_of(layouts: Sequence[Pieces]) -> ReplicaSets:
     return table.replicas(len(layouts))
 
 
-def check_replicas(layouts: Sequence[Pieces], samples: Sequence[NDArray[np.uint16] | None]) -> None:
-    """Raise CollisionError for boxes that several ranks hold and whose samples differ.
+def check_replicas(layouts: Sequence[Pieces], digests: Sequence[NDArray[np.uint64] | None]) -> None:
+    """Raise CollisionError for boxes that several ranks hold and whose digests differ.
 
-    samples  for each rank that has them: for each piece a digest of a few of its bytes
+    digests  for each rank that has any: for each piece one of its bytes, or of the same few of them; 0 if it is unknown
     """
     table = ClassTable(layouts, {})
     found: dict[str, tuple[int, list[int]]] = {}
     for number in range(table.count):
         one = table.column(number)
         if one.tensor not in table.tensors.buffers:
-            table.compare_replicas(number, _groups(one.box)[0], samples, found)
+            table.compare_replicas(number, _groups(one.box)[0], digests, found)
     if found:
         name = min(found, key=table.tensors.names.index)
         first, others = found[name]

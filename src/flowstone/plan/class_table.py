@@ -138,27 +138,32 @@ class ClassTable:
         return ReplicaSets(number, sets)
 
     def compare_replicas(
-        self, number: int, group: NDArray[np.int64], samples: Sequence[NDArray[np.uint16] | None],
+        self, number: int, group: NDArray[np.int64], digests: Sequence[NDArray[np.uint64] | None],
         found: dict[str, tuple[int, list[int]]],
     ) -> None:
         """Add to `found` the tensors of a class that differ between ranks: the first rank, and the ranks that differ.
 
-        group  for each row of the class
+        group    for each row of the class
+        digests  for each rank that has any, of each piece; 0 if it is unknown
         """
-        known: dict[int, tuple[int, NDArray[np.uint16]]] = {}  # for each group, the first rank's samples
+        # For each group, the digests that are known so far, each with the first rank that knows it.
+        known: dict[int, tuple[NDArray[np.int64], NDArray[np.uint64]]] = {}
         row = 0
         for at, column in self._by_class[number]:
             layout_group, columns = self._layout_groups[at], self._columns[at]
             positions = np.flatnonzero(columns.column == column)
             positions = positions[np.argsort(columns.ordinal[positions])]
             for rank in layout_group.ranks.tolist():
-                mine, row = samples[rank], row + 1
-                if mine is None:
+                all_mine, row = digests[rank], row + 1
+                if all_mine is None:
                     continue
-                first, theirs = known.setdefault(int(group[row - 1]), (rank, mine[positions]))
-                for wrong in np.flatnonzero(theirs != mine[positions]).tolist():
+                mine = all_mine[positions]
+                first, theirs = known.setdefault(int(group[row - 1]), (np.full(len(mine), rank), mine.copy()))
+                is_new = theirs == 0
+                first[is_new], theirs[is_new] = rank, mine[is_new]
+                for wrong in np.flatnonzero((theirs != mine) & (mine != 0)).tolist():
                     name = self.tensors.names[int(layout_group.tensor[positions[wrong]])]
-                    found.setdefault(name, (first, []))[1].append(rank)
+                    found.setdefault(name, (int(first[wrong]), []))[1].append(rank)
 
     def writes(self, ranks: int) -> tuple[NDArray[np.int64], ...]:
         """For each rank, the positions that it writes."""

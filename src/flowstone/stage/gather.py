@@ -91,9 +91,8 @@ def reserve(native: _native.Device, length: NDArray[np.uint64], *, digests: bool
     times  how many saves there may be at a time
     """
     runs, size = gathered_needs(length)
-    large = length[length >= PACKED_BELOW_BYTES].astype(np.int64)
-    rest = large % CHUNK_BYTES
-    chunks = int((-(-large // CHUNK_BYTES)).sum())
+    rest = length.astype(np.int64) % CHUNK_BYTES
+    chunks = int((-(-length.astype(np.int64) // CHUNK_BYTES)).sum())  # of small ones, too: replicas may be digested
     short = int(((rest > 0) & (rest <= _native.DIGESTED_BY_HOST_MAX)).sum())
     native.reserve_launches(
         runs=runs, bytes=size, chunks=chunks * digests, short_chunks=short * digests, times=times

@@ -55,10 +55,12 @@ def manager_of(told: dict[str, Any]) -> Any:
 class Shared(nn.Module):
     """A model of which each rank of a group has parts; gradients are averaged with those of the other groups."""
 
-    def __init__(self, manager: Any, network: nn.Module) -> None:
+    def __init__(self, manager: Any, network: nn.Sequential) -> None:
         super().__init__()
         self.network, self.manager = network, manager
         fully_shard(network, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        # Another group asks for the state while the parameters of this one are gathered.
+        network[0].register_forward_hook(lambda *_: manager.wait_quorum())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.network(x)
@@ -80,7 +82,7 @@ def main() -> None:
     told = json.loads(sys.argv[1])
     torch.set_num_threads(1)
     torch.manual_seed(7)
-    network: nn.Module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.ReLU(), nn.Linear(WIDTH, 5))
+    network = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.ReLU(), nn.Linear(WIDTH, 5))
     if told.get("other_weights"):
         for parameter in network.parameters():
             parameter.data.fill_(9)

@@ -31,7 +31,7 @@ from bench.small_tensors import Clock, print_table
 SAVE = {
     "describe": "flowstone.pipeline.save.describe", "plan": "flowstone.pipeline.save.plan_save",
     "begin: draft": "flowstone.commit.publish.begin", "begin: stage": "flowstone.pipeline.capturing.start_capture",
-    "begin: gather": "flowstone.stage.capture.gather_for", "objects": "flowstone.pipeline.save.encode_sections",
+    "begin: gather": "flowstone.stage.gather.gather_for", "objects": "flowstone.pipeline.save.encode_sections",
     "early": "flowstone.store.jobs.JobWriting.wait_early",
 }
 

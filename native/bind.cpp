@@ -46,7 +46,6 @@ struct PyArena : Held<Arena> {};
 struct PyFile : Held<const File> {};
 struct PyWriteExtents : Held<const WriteExtents> {};
 struct PyReadExtents : Held<const ReadExtents> {};
-struct PyGather { Layout layout; };
 struct PyScatter { Layout layout; };
 
 /// Destructors of jobs and engines wait for threads and devices, so they run without the interpreter lock.

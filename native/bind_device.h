@@ -20,6 +20,8 @@
 #include "device_cuda.h"
 #include "digest_kernel.h"
 #include "gather_kernel.h"
+#include "io_extents.h"
+#include "pack_kernel.h"
 
 namespace flowstone {
 
@@ -34,12 +36,26 @@ struct GatheredArray {
     Held<const Gathered> gathered;  // goes first
 };
 
-inline nb::object gather(const PyDevice& device, std::uintptr_t stream, const Array& address, const Array& length) {
+/// How a row's bytes lie in strided memory.
+struct PyGather { Layout layout; };
+
+inline nb::object gather(const PyDevice& device, std::uintptr_t stream, const Array& address, const Array& begin, const Array& length,
+                         const Array& layout, const std::vector<const PyGather*>& layouts) {
     const std::size_t count = address.ndim() == 1 ? address.shape(0) : 0;
     const auto addresses = column<std::uint64_t>(address, "address", count);
+    const auto begins = column<std::uint64_t>(begin, "begin", count);
     const auto lengths = column<std::uint32_t>(length, "length", count);
+    const auto numbers = column<std::int64_t>(layout, "layout", count);
     std::vector<DeviceRun> runs(count);
-    for (std::size_t i = 0; i < count; ++i) runs[i] = {addresses[i], lengths[i]};
+    for (std::size_t i = 0; i < count; ++i) {
+        if (numbers[i] == contiguous) {
+            runs[i] = {addresses[i] + begins[i], lengths[i]};
+            continue;
+        }
+        const Layout& strided = layouts.at(static_cast<std::size_t>(numbers[i]))->layout;
+        if (begins[i] > strided.packed_bytes() || lengths[i] > strided.packed_bytes() - begins[i]) throw std::invalid_argument("a run ends behind its layout");
+        runs[i] = {addresses[i], lengths[i], &strided, begins[i]};
+    }
     std::shared_ptr<const Gathered> gathered;
     {
         const nb::gil_scoped_release unlocked;
@@ -92,12 +108,14 @@ inline void bind_devices(nb::module_& module) {
             const nb::gil_scoped_release unlocked;
             check_device(*device.held, "order a stream behind copies of", device.held->lead(stream, early ? Copies::early : Copies::all));
         }, "stream"_a, nb::kw_only(), "early"_a = false)
-        .def("gather", &gather, "stream"_a, "address"_a, "length"_a)
+        .def("gather", &gather, "stream"_a, nb::kw_only(), "address"_a, "begin"_a, "length"_a, "layout"_a, "layouts"_a)
+        .def_prop_ro("packs", [](const PyDevice& device) { return device.held->packs(); })
         .def("digest", &digest_chunks, "stream"_a, "address"_a, "length"_a)
-        .def("reserve_launches", [](const PyDevice& device, std::uint64_t runs, std::uint64_t bytes, std::uint64_t chunks, std::uint64_t short_chunks, std::size_t times) {
+        .def("reserve_launches", [](const PyDevice& device, std::uint64_t runs, std::uint64_t strided, std::uint64_t bytes, std::uint64_t chunks, std::uint64_t short_chunks,
+                                    std::size_t times) {
             const nb::gil_scoped_release unlocked;
-            device.held->reserve_launches({runs, bytes, chunks, short_chunks}, times);
-        }, nb::kw_only(), "runs"_a, "bytes"_a, "chunks"_a, "short_chunks"_a, "times"_a)
+            device.held->reserve_launches({runs, bytes, chunks, short_chunks, strided}, times);
+        }, nb::kw_only(), "runs"_a, "strided"_a, "bytes"_a, "chunks"_a, "short_chunks"_a, "times"_a)
         .def_prop_ro("pci_address", [](const PyDevice& device) { return device.held->pci_address(); })
         .def("is_recording", [](const PyDevice& device, std::uintptr_t stream) { return device.held->is_recording(stream); }, "stream"_a);
     nb::class_<PyDigested>(module, "Digested")
@@ -113,6 +131,13 @@ inline void bind_devices(nb::module_& module) {
     module.attr("DIGESTED_BY_HOST_MAX") = digested_by_host_max;
     module.attr("DIGEST_PTX") = digest_text.ptx;
     module.attr("GATHER_PTX") = gather_text.ptx;
+    module.attr("PACK_PTX") = pack_text.ptx;
+    // A kernel's table, for a test: what would make these packed bytes of a layout at `address`.
+    module.def("pack_table", [](const PyGather& gather, std::uint64_t address, std::uint64_t begin, std::uint64_t bytes, std::uint64_t target) {
+        std::vector<PackPart> parts;
+        add_parts(gather.layout, address, begin, bytes, target, parts);
+        return nb::bytes(parts.data(), parts.size() * sizeof(PackPart));
+    }, "layout"_a, nb::kw_only(), "address"_a, "begin"_a, "bytes"_a, "target"_a);
     module.attr("GATHERED_ALIGNMENT_BYTES") = gathered_alignment_bytes;
     module.def("cuda_device", [](int ordinal, std::string name) {
         const nb::gil_scoped_release unlocked;

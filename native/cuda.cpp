@@ -19,6 +19,7 @@
 #include "digest_kernel.h"
 #include "gather_kernel.h"
 #include "numa.h"
+#include "pack_kernel.h"
 #include "primary_context.h"
 #include "thread_name.h"
 #include "thread_start.h"
@@ -66,8 +67,10 @@ CudaDriver load_driver() {
     find(library, "cuMemcpyDtoHAsync_v2", driver.to_host);
     find(library, "cuMemcpyHtoDAsync_v2", driver.from_host);
     find(library, "cuMemcpy2DAsync_v2", driver.copy_rows);
+    find(library, "cuPointerGetAttribute", driver.pointer_attribute);
     find(library, "cuMemHostRegister_v2", driver.pin);
     find(library, "cuMemHostUnregister", driver.unpin);
+    find(library, "cuMemHostGetDevicePointer_v2", driver.host_pointer);
     find(library, "cuMemHostAlloc", driver.host_alloc);
     find(library, "cuMemFreeHost", driver.host_free);
     find(library, "cuModuleLoadData", driver.module_load);
@@ -129,7 +132,8 @@ public:
     CudaDevice(const CudaDriver& driver, int ordinal, std::string name)
         : driver_(driver), name_(std::move(name)), context_(std::make_shared<PrimaryContext>(driver, ordinal)), own_(*context_) {
         memory_ = std::make_shared<LaunchMemory>(context_);
-        gather_ = std::make_shared<GatherKernel>(context_, memory_, own_.stream);
+        pack_ = std::make_shared<PackKernel>(context_, memory_, own_.stream);
+        gather_ = std::make_shared<GatherKernel>(context_, memory_, pack_, own_.stream);
         digest_ = std::make_shared<DigestKernel>(context_, memory_, gather_, own_.stream);
         free_.assign(own_.events.begin(), own_.events.end());
         threads_ = start_threads(2, [this](std::size_t number) { number == 0 ? submit_all() : poll_all(); }, [this] { close(); });
@@ -171,6 +175,8 @@ public:
         return gather_->gather(as_stream(stream), runs, gathered);
     }
 
+    bool packs() const override { return pack_->is_loaded(); }
+
     int digest(std::uintptr_t stream, std::span<const DeviceRun> runs, std::shared_ptr<const Digested>& digested) override {
         if (is_recording(stream)) return cuda_capture_unsupported;
         return digest_->digest(as_stream(stream), runs, digested);
@@ -178,18 +184,21 @@ public:
 
     void reserve_launches(const LaunchNeeds& needs, std::size_t times) override {
         const Visit visit(driver_, context_->get());
-        const auto gathered = [](std::uint64_t runs, std::uint64_t bytes) { return runs == 0 ? 0 : GatherKernel::needed_bytes(runs, bytes); };
+        const auto gathered = [](std::uint64_t runs, std::uint64_t strided, std::uint64_t bytes) {
+            return runs == 0 ? 0 : GatherKernel::needed_bytes(runs, strided, bytes);
+        };
         const std::uint64_t short_bytes = needs.short_runs * round_up(digested_by_host_max, gathered_alignment_bytes);
         std::vector<std::uint64_t> bytes;
         for (std::size_t i = 0; i < times; ++i)
-            bytes.insert(bytes.end(), {gathered(needs.gathered_runs, needs.gathered_bytes), DigestKernel::needed_bytes(needs.digested_runs),
-                                       gathered(needs.short_runs, short_bytes)});
+            bytes.insert(bytes.end(), {gathered(needs.gathered_runs, needs.strided_runs, needs.gathered_bytes),
+                                       DigestKernel::needed_bytes(needs.digested_runs), gathered(needs.short_runs, 0, short_bytes)});
+        if (needs.strided_runs != 0) bytes.insert(bytes.end(), cuda_batches_max, PackKernel::table_bytes);
         memory_->reserve(bytes);
     }
 
     int pin(std::byte* memory, std::uint64_t bytes) override {
         const Visit visit(driver_, context_->get());
-        return driver_.pin(memory, bytes, cuda_pinned_for_all);
+        return driver_.pin(memory, bytes, cuda_pinned_for_all | cuda_pinned_mapped);
     }
 
     void unpin(std::byte* memory) override {
@@ -205,7 +214,8 @@ private:
     /// In the stream, with an event behind it.
     struct Issued {
         std::unique_ptr<CopyBatch> batch;
-        Event event;
+        Event event = nullptr;
+        std::shared_ptr<const LaunchLease> table = nullptr;  // of a kernel among the copies
     };
 
     static Stream as_stream(std::uintptr_t handle) { return reinterpret_cast<Stream>(handle); }
@@ -267,19 +277,58 @@ private:
                             : driver_.from_host(copy.device, copy.host, copy.bytes, own_.stream);
     }
 
+    /// Copies of strided memory, run by run: rows at the distances that the driver takes are one copy.
+    Result queue_runs(const DeviceCopy& copy) {
+        Result error = 0;
+        copy.layout->for_runs(copy.begin, copy.begin + copy.bytes, [&](const StridedRuns& runs) {
+            DeviceCopy rows{copy.host + runs.packed, copy.device + static_cast<std::uint64_t>(runs.memory), runs.bytes, true,
+                            runs.count, runs.packed_stride, static_cast<std::uint64_t>(runs.memory_stride)};
+            const bool are_rows = runs.memory_stride >= static_cast<std::int64_t>(runs.bytes) &&
+                                  std::max(rows.host_stride, rows.device_stride) <= device_stride_max;
+            if (!are_rows) rows.rows = 1;
+            for (std::uint64_t i = 0; i < runs.count && error == 0; i += rows.rows) {
+                error = queue(rows);
+                rows.host += rows.host_stride, rows.device += rows.device_stride;
+            }
+        });
+        return error;
+    }
+
+    /// All of them, those of strided memory by one launch of the kernel, which uses `table`.
+    Result queue_all(std::span<const DeviceCopy> copies, std::shared_ptr<const LaunchLease>& table) {
+        std::vector<DeviceCopy> packed;
+        for (const DeviceCopy& copy : copies) {
+            if (copy.layout != nullptr && !has_long_rows(*copy.layout)) {
+                packed.push_back(copy);
+                continue;
+            }
+            if (const Result error = copy.layout == nullptr ? queue(copy) : queue_runs(copy)) return error;
+        }
+        if (packed.empty()) return 0;
+        if (const std::optional<PackKernel::Launched> launched = pack_->copy(own_.stream, packed)) {
+            table = launched->table;
+            return launched->error;
+        }
+        for (const DeviceCopy& copy : packed)
+            if (const Result error = queue_runs(copy)) return error;
+        return 0;
+    }
+
     /// A copy that is refused ends its batch with that error; those before it are waited for.
     void issue(std::unique_ptr<CopyBatch> batch, Event event) {
         Result error = 0;
-        for (const DeviceCopy& copy : batch->copies) {
-            error = queue(copy);
-            if (error != 0) break;
+        std::shared_ptr<const LaunchLease> table;
+        try {
+            error = queue_all(batch->copies, table);
+        } catch (const std::bad_alloc&) {
+            error = cuda_out_of_memory;
         }
         Result recorded = driver_.event_record(event, own_.stream);
         if (batch->early && recorded == 0) recorded = driver_.event_record(own_.early, own_.stream);
         if (batch->queued) batch->queued();
         if (error == 0 && recorded == 0) {
             const std::lock_guard lock(mutex_);
-            issued_[(first_issued_ + issued_count_++) % issued_.size()] = {std::move(batch), event};
+            issued_[(first_issued_ + issued_count_++) % issued_.size()] = {std::move(batch), event, std::move(table)};
             changed_.notify_all();
             return;
         }
@@ -311,6 +360,7 @@ private:
             first_issued_ = (first_issued_ + 1) % issued_.size();
             --issued_count_;
             lock.unlock();
+            over.table = nullptr;  // before the batch ends: what comes next finds it free
             end(std::move(over.batch), over.event, result);
             lock.lock();
         }
@@ -332,6 +382,7 @@ private:
     const std::shared_ptr<const PrimaryContext> context_;
     OwnStream own_;
     std::shared_ptr<LaunchMemory> memory_;
+    std::shared_ptr<PackKernel> pack_;
     std::shared_ptr<GatherKernel> gather_;
     std::shared_ptr<DigestKernel> digest_;
     std::mutex order_mutex_;  // from a record to the wait for it

@@ -15,8 +15,10 @@
 
 namespace flowstone {
 
+class Layout;
+
 /// One copy, in either direction: `rows` times `bytes`, each row at the strides from the one before it, which are `bytes` and
-/// more. `device` is the device's own address.
+/// more. `device` is the device's own address. Or, with a `layout` that begins there, its packed bytes from `begin` on, to the host.
 struct DeviceCopy {
     std::byte* host;
     std::uint64_t device;
@@ -25,17 +27,22 @@ struct DeviceCopy {
     std::uint64_t rows = 1;
     std::uint64_t host_stride = 0;    // without meaning for one row
     std::uint64_t device_stride = 0;
+    const Layout* layout = nullptr;  // of a whole array
+    std::uint64_t begin = 0;
 
     /// Whether `next` goes on where this one ends, on both sides.
     bool goes_on_with(const DeviceCopy& next) const {
-        return rows == 1 && next.rows == 1 && to_host == next.to_host && host + bytes == next.host && device + bytes == next.device;
+        if (layout != next.layout || rows != 1 || next.rows != 1 || to_host != next.to_host || host + bytes != next.host) return false;
+        return layout == nullptr ? device + bytes == next.device : device == next.device && begin + bytes == next.begin;
     }
 };
 
-/// A run of the device's memory.
+/// A run of the device's memory; or, with a `layout` that begins at the address, packed bytes of it from `begin` on.
 struct DeviceRun {
     std::uint64_t address;
     std::uint32_t bytes;
+    const Layout* layout = nullptr;  // of a whole array
+    std::uint64_t begin = 0;
 };
 
 /// Gathered runs begin at multiples of this, with zeros between them: so a sample of a shorter row is one of the host's (Line).
@@ -53,12 +60,14 @@ public:
     virtual std::span<const std::byte> bytes() const = 0;
 };
 
-/// Runs and bytes of a gather, and runs of a digest: of those, so many that the kernel leaves to the host. No gather: no runs.
+/// Runs and bytes of a gather, and runs of a digest: of those, so many that the kernel leaves to the host. No gather: no runs. Of a
+/// gather's runs, so many are of strided memory; then there are windows of it, too.
 struct LaunchNeeds {
     std::uint64_t gathered_runs = 0;
     std::uint64_t gathered_bytes = 0;
     std::uint64_t digested_runs = 0;
     std::uint64_t short_runs = 0;
+    std::uint64_t strided_runs = 0;
 };
 
 /// What a device has digested, in host memory that it takes back with the last reference.
@@ -125,8 +134,11 @@ public:
     /// value) for 4 GiB and more. Throws std::bad_alloc.
     virtual int gather(std::uintptr_t stream, std::span<const DeviceRun> runs, std::shared_ptr<const Gathered>& gathered) = 0;
 
+    /// Whether it copies strided memory with a kernel. Else it does so run by run, which takes a call for each.
+    virtual bool packs() const = 0;
+
     /// Digest runs as the work in `stream` leaves them, on the device, behind that work: as `gather`, but for how many bytes
-    /// there may be. `digested` stays null where the device cannot: the driver has refused the kernel, or pinned memory.
+    /// there may be, and without layouts. `digested` stays null where the device cannot: the driver has refused the kernel, or pinned memory.
     virtual int digest(std::uintptr_t stream, std::span<const DeviceRun> runs, std::shared_ptr<const Digested>& digested) = 0;
     /// Have host memory ready for one of each, `times` over, all at the same time. Throws std::bad_alloc.
     virtual void reserve_launches(const LaunchNeeds& needs, std::size_t times) = 0;

@@ -58,8 +58,10 @@ struct CudaDriver {
     Result (*to_host)(void*, Address, std::size_t, Stream);
     Result (*from_host)(Address, const void*, std::size_t, Stream);
     Result (*copy_rows)(const CudaCopy2D*, Stream);
+    Result (*pointer_attribute)(void* value, int attribute, Address);
     Result (*pin)(void*, std::size_t, unsigned flags);
     Result (*unpin)(void*);
+    Result (*host_pointer)(Address*, void*, unsigned flags);
     Result (*host_alloc)(void**, std::size_t, unsigned flags);
     Result (*host_free)(void*);
     Result (*module_load)(Module*, const void* text);
@@ -77,10 +79,13 @@ inline constexpr int cuda_capture_unsupported = 900;        // CUDA_ERROR_STREAM
 inline constexpr unsigned cuda_non_blocking = 1;            // CU_STREAM_NON_BLOCKING
 inline constexpr unsigned cuda_event_without_timing = 2;    // CU_EVENT_DISABLE_TIMING
 inline constexpr unsigned cuda_pinned_for_all = 1;          // CU_MEMHOSTREGISTER_PORTABLE: for every context
+inline constexpr unsigned cuda_pinned_mapped = 2;           // CU_MEMHOSTREGISTER_DEVICEMAP: kernels reach it
 inline constexpr unsigned cuda_host_for_all = 1;            // CU_MEMHOSTALLOC_PORTABLE: pinned for every context
 inline constexpr unsigned cuda_host_mapped = 2;             // CU_MEMHOSTALLOC_DEVICEMAP: kernels use the same address
 inline constexpr int cuda_host_memory = 1;                  // CU_MEMORYTYPE_HOST
 inline constexpr int cuda_device_memory = 2;                // CU_MEMORYTYPE_DEVICE
+inline constexpr int cuda_pointer_mapped = 13;              // CU_POINTER_ATTRIBUTE_MAPPED: there is memory at the address
+inline constexpr int cuda_out_of_memory = 2;                // CUDA_ERROR_OUT_OF_MEMORY
 inline constexpr int cuda_capture_relaxed = 2;              // CU_STREAM_CAPTURE_MODE_RELAXED
 
 /// How many batches are in the stream at once, each with an event behind it: far fewer than the driver takes before a call

@@ -23,8 +23,8 @@ std::array<RowBytes, 3> ends_of(const WriteExtent& row) {
 
 /// The reason why a lazy row cannot be watched on any system; null if it can.
 const char* unfit(const WriteExtent& row) {
-    if (row.device != on_host) return "on a device";
     if (row.layout != contiguous) return "strided";
+    if (row.device != on_host) return "on a device";
     if ((row.address - row.offset) % block_alignment_bytes != 0) return "at another phase than in the file";
     return whole_pages(row).begin >= whole_pages(row).end ? "less than a page" : nullptr;
 }

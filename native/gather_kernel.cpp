@@ -4,6 +4,7 @@
 #include <cstring>
 #include <new>
 #include <utility>
+#include <vector>
 
 #include "bounds.h"
 
@@ -105,8 +106,9 @@ private:
     std::span<const std::byte> bytes_;
 };
 
-GatherKernel::GatherKernel(std::shared_ptr<const PrimaryContext> context, std::shared_ptr<LaunchMemory> memory, CudaDriver::Stream stream)
-    : context_(std::move(context)), driver_(context_->driver()), memory_(std::move(memory)) {
+GatherKernel::GatherKernel(std::shared_ptr<const PrimaryContext> context, std::shared_ptr<LaunchMemory> memory, std::shared_ptr<PackKernel> pack,
+                           CudaDriver::Stream stream)
+    : context_(std::move(context)), driver_(context_->driver()), memory_(std::move(memory)), pack_(std::move(pack)) {
     const Visit visit(driver_, context_->get());
     kernel_ = std::make_unique<TableKernel>(driver_, gather_text, stream);
 }
@@ -117,10 +119,31 @@ GatherKernel::~GatherKernel() {
     kernel_.reset();
 }
 
-int GatherKernel::copy_each(CudaDriver::Stream stream, std::span<const GatherPart> parts, std::byte* out) {
-    for (const GatherPart& part : parts)
-        if (const int error = driver_.to_host(out + part.offset, part.address, part.bytes, stream)) return error;
-    return 0;
+int GatherKernel::copy_each(CudaDriver::Stream stream, std::span<const DeviceRun> runs, std::byte* out) {
+    int error = 0;
+    const auto copy = [&](std::byte* target, std::uint64_t source, std::uint64_t bytes) {
+        if (error == 0) error = driver_.to_host(target, source, bytes, stream);
+    };
+    for (const DeviceRun& run : runs) {
+        if (run.layout == nullptr)
+            copy(out, run.address, run.bytes);
+        else
+            run.layout->for_runs(run.begin, run.begin + run.bytes, [&](const StridedRuns& strided) {
+                for (std::uint64_t i = 0; i < strided.count; ++i)
+                    copy(out + strided.packed + i * strided.packed_stride,
+                         run.address + static_cast<std::uint64_t>(strided.memory + static_cast<std::int64_t>(i) * strided.memory_stride), strided.bytes);
+            });
+        out += round_up(run.bytes, gathered_alignment_bytes);
+    }
+    return error;
+}
+
+/// `parts` lie in the buffer, and behind them there is room for the others.
+int GatherKernel::launch(CudaDriver::Stream stream, std::span<const GatherPart> parts, std::span<const PackPart> strided, const std::byte* out) {
+    const std::span<const std::byte> table = std::as_bytes(parts);
+    const auto count = [](const auto& rows) { return static_cast<std::uint32_t>(rows.size()); };
+    if (const int error = parts.empty() ? 0 : kernel_->launch(stream, table.data(), out, count(parts))) return error;
+    return strided.empty() ? 0 : pack_->launch(stream, table.data() + table_bytes(parts.size()), out, count(strided));
 }
 
 int GatherKernel::gather(CudaDriver::Stream stream, std::span<const DeviceRun> runs, std::shared_ptr<const Gathered>& gathered) {
@@ -130,27 +153,39 @@ int GatherKernel::gather(CudaDriver::Stream stream, std::span<const DeviceRun> r
     const bool is_long = std::any_of(runs.begin(), runs.end(), [](const DeviceRun& run) { return run.bytes > INT32_MAX; });
     if (bytes > UINT32_MAX || is_long) return cuda_invalid_value;
     const Visit visit(driver_, context_->get());
-    const std::uint64_t table = table_bytes(runs.size());
-    const auto lease = std::make_shared<Lease>(shared_from_this(), memory_, table + bytes);
+    std::vector<PackPart> strided;
+    std::uint64_t offset = 0;
+    for (const DeviceRun& run : runs) {
+        if (run.layout != nullptr) add_parts(*run.layout, run.address, run.begin, run.bytes, offset, strided);
+        offset += round_up(run.bytes, gathered_alignment_bytes);
+    }
+    const auto is_plain = [](const DeviceRun& run) { return run.layout == nullptr; };
+    const auto plain = static_cast<std::uint64_t>(std::count_if(runs.begin(), runs.end(), is_plain));
+    const std::uint64_t tables = table_bytes(plain) + round_up(strided.size() * sizeof(PackPart), gathered_alignment_bytes);
+    const auto lease = std::make_shared<Lease>(shared_from_this(), memory_, tables + bytes);
     const LaunchMemory::Buffer& buffer = *lease->buffer;
+    std::byte* const out = buffer.memory + tables;
     auto* const parts = reinterpret_cast<GatherPart*>(buffer.memory);
-    std::byte* const out = buffer.memory + table;
-    std::uint32_t offset = 0;
-    for (std::size_t i = 0; i < runs.size(); ++i) {
-        new (parts + i) GatherPart{runs[i].address, runs[i].bytes, offset};
-        const auto room = static_cast<std::uint32_t>(round_up(runs[i].bytes, gathered_alignment_bytes));
-        std::memset(out + offset + runs[i].bytes, 0, room - runs[i].bytes);
+    std::size_t next = 0;
+    offset = 0;
+    for (const DeviceRun& run : runs) {
+        if (run.layout == nullptr) new (parts + next++) GatherPart{run.address, run.bytes, static_cast<std::uint32_t>(offset)};
+        const std::uint64_t room = round_up(run.bytes, gathered_alignment_bytes);
+        std::memset(out + offset + run.bytes, 0, room - run.bytes);
         offset += room;
     }
+    if (!strided.empty()) std::memcpy(buffer.memory + table_bytes(plain), strided.data(), strided.size() * sizeof(PackPart));
     lease->hold({out, bytes});
-    int error = kernel_->is_loaded() && buffer.is_pinned() ? kernel_->launch(stream, buffer.memory, out, static_cast<std::uint32_t>(runs.size()))
-                                                           : copy_each(stream, {parts, runs.size()}, out);
+    const bool has_kernels = (plain == 0 || kernel_->is_loaded()) && (strided.empty() || pack_->is_loaded());
+    int error = has_kernels && buffer.is_pinned() ? launch(stream, {parts, plain}, strided, out) : copy_each(stream, runs, out);
     const int noted = memory_->note_use(buffer, stream);
     error = error != 0 ? error : noted;
     if (error == 0) gathered = lease;
     return error;
 }
 
-std::uint64_t GatherKernel::needed_bytes(std::uint64_t runs, std::uint64_t bytes) { return table_bytes(runs) + bytes; }
+std::uint64_t GatherKernel::needed_bytes(std::uint64_t runs, std::uint64_t strided_runs, std::uint64_t bytes) {
+    return table_bytes(runs - strided_runs) + round_up(strided_runs * sizeof(PackPart), gathered_alignment_bytes) + bytes;
+}
 
 }  // namespace flowstone

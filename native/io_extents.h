@@ -45,10 +45,10 @@ struct WriteExtent {
     std::int64_t layout;  // index into WriteExtents::layouts, or contiguous
     std::uint32_t file;
     bool lazy = false;  // may be captured after the caller has gone on; its source is watched
-    std::int32_t device = on_host;  // whose memory `address` is in; a device's rows are contiguous
+    std::int32_t device = on_host;  // whose memory `address` is in
     std::uint64_t seed = 0;  // chooses its lines: different for each row and save
     Derivation derivation = Derivation::none;
-    bool gathered = false;  // the device puts the bytes at `address`, in host memory, before its first copy is over
+    bool gathered = false;  // the device puts the bytes, contiguous, at `address`, in host memory, before its first copy is over
     std::uint64_t follows = 0;  // index of the first chunk's digest of the row that it may follow from
 
     std::uint64_t end() const { return offset + length; }
@@ -61,10 +61,11 @@ struct WriteExtents {
     std::vector<Layout> layouts;  // gather
     std::uint64_t chunks = 0;     // length of the job's digests
     std::vector<std::shared_ptr<Device>> devices = {};
-    // For each device, its lazy rows' lines, in order: lines_per_chunk for every chunk. In host memory; valid from the
-    // first copy from that device until all is captured.
+    // For each device, its lazy rows' lines, in order: lines_per_chunk for every chunk; of strided ones alone, where there are
+    // digests. In host memory; valid from the first copy from that device until all is captured.
     std::vector<std::span<const Line>> samples = {};
-    // For each device, the digests of its lazy rows' chunks, in order, in the place of samples; null: it has none. Valid as long.
+    // For each device, the digests of its contiguous lazy rows' chunks, in order, in the place of samples; null: it has none. Valid as
+    // long.
     std::vector<const Digested*> digested = {};
     // Rows whose sources come while the job runs; null: all are there. No row is lazy then, nor on a device.
     std::shared_ptr<Feed> feed = nullptr;
@@ -75,7 +76,7 @@ struct WriteExtents {
 
     /// The digests that the row's device has made; null: none.
     const Digested* digests_of(const WriteExtent& row) const {
-        return row.device == on_host || !row.lazy || digested.empty() ? nullptr : digested[static_cast<std::size_t>(row.device)];
+        return row.device == on_host || !row.lazy || row.layout != contiguous || digested.empty() ? nullptr : digested[static_cast<std::size_t>(row.device)];
     }
 
     bool keeps_places() const { return first_encoded() == rows.size(); }

@@ -250,12 +250,16 @@ void Layout::scatter(std::uint64_t begin, std::uint64_t end, const std::byte* pa
     });
 }
 
-std::vector<StridedRuns> Layout::runs(std::uint64_t begin, std::uint64_t end) const {
-    std::vector<StridedRuns> found;
+void Layout::for_runs(std::uint64_t begin, std::uint64_t end, const std::function<void(const StridedRuns&)>& visit) const {
     walk(begin, end, [&](std::uint64_t packed_at, std::int64_t memory_at, const std::vector<std::uint64_t>& index) {
-        cut_row(begin, end, packed_at, memory_at, index.back(), [&found](const StridedRuns& runs) { found.push_back(runs); });
+        cut_row(begin, end, packed_at, memory_at, index.back(), std::cref(visit));
         return std::uint64_t{1};
     });
+}
+
+std::vector<StridedRuns> Layout::runs(std::uint64_t begin, std::uint64_t end) const {
+    std::vector<StridedRuns> found;
+    for_runs(begin, end, [&found](const StridedRuns& runs) { found.push_back(runs); });
     return found;
 }
 

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <span>
 #include <vector>
 
@@ -57,13 +58,22 @@ public:
 
     /// What `scatter` copies, for another one to copy: from packed bytes that start at `begin`, in their order.
     std::vector<StridedRuns> runs(std::uint64_t begin, std::uint64_t end) const;
+    /// The same, one after the other.
+    void for_runs(std::uint64_t begin, std::uint64_t end, const std::function<void(const StridedRuns&)>& visit) const;
 
-private:
     struct Loop {
         std::uint64_t count;
         std::uint64_t packed_stride;  // bytes
         std::int64_t memory_stride;   // bytes
     };
+    /// Outermost first, at least one; none for an empty box.
+    std::span<const Loop> loops() const { return loops_; }
+    /// What is contiguous on both sides, inside of the loops.
+    std::uint64_t run_bytes() const { return run_bytes_; }
+    /// Whether it is that of a whole array.
+    bool is_whole() const { return is_whole_; }
+
+private:
     struct Range;  // one call's view: [begin, end) and both sides' pointers
     struct Cut;    // a packed range divided into nests, for gather
 

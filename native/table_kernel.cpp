@@ -26,7 +26,7 @@ void TableKernel::unload() {
     function_ = nullptr;
 }
 
-int TableKernel::launch(CudaDriver::Stream stream, const std::byte* table, std::byte* out, std::uint32_t rows) {
+int TableKernel::launch(CudaDriver::Stream stream, const std::byte* table, const std::byte* out, std::uint32_t rows) {
     std::uint64_t table_address = reinterpret_cast<std::uintptr_t>(table);
     std::uint64_t out_address = reinterpret_cast<std::uintptr_t>(out);
     void* parameters[] = {&table_address, &out_address, &rows};

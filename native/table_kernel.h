@@ -35,7 +35,7 @@ public:
     TableKernel(const TableKernel&) = delete;
     TableKernel& operator=(const TableKernel&) = delete;
 
-    int launch(CudaDriver::Stream stream, const std::byte* table, std::byte* out, std::uint32_t rows);
+    int launch(CudaDriver::Stream stream, const std::byte* table, const std::byte* out, std::uint32_t rows);
     bool is_loaded() const { return function_ != nullptr; }
     /// Why it is not; 0: it is.
     int refusal() const { return refusal_; }

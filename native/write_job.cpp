@@ -260,6 +260,8 @@ void WriteJob::list_copies(Window& window, LiveAccess& live) {
     window.rest = window.block.bytes() + (arena_->block_bytes() - chunk_bytes);
     const auto list = [&](const WriteExtent& row, std::uint64_t begin, std::uint64_t bytes, std::byte* out) {
         CopyBatch& batch = *window.batches[static_cast<std::size_t>(row.device)];
+        if (row.layout != contiguous)
+            return batch.add({out, row.address, bytes, true, 1, 0, 0, &rows_->layouts[static_cast<std::size_t>(row.layout)], begin});
         if (!row.gathered) return batch.add({out, row.address + begin, bytes, true});
         window.gathered.push_back({out, row.source() + begin, bytes});
         batch.waits = true;

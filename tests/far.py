@@ -35,8 +35,10 @@ class Far(OwnStream):
 
     native: DelayedDevice
 
-    def __init__(self, memory_bytes: int, delay_s: float = 0.0, name: str = NAME) -> None:
-        native = DelayedDevice(memory_bytes=memory_bytes, delay_s=delay_s)
+    def __init__(
+        self, memory_bytes: int, delay_s: float = 0.0, name: str = NAME, *, refuses_kernels: bool = False
+    ) -> None:
+        native = DelayedDevice(memory_bytes=memory_bytes, delay_s=delay_s, refuses_kernels=refuses_kernels)
         super().__init__(native, lambda: native.current)
         self.name = name
         self.sync = True
@@ -60,6 +62,13 @@ class Far(OwnStream):
         made = torch.frombuffer(raw, dtype=like.dtype).view(like.shape)
         return made.copy_(like.detach())
 
+    def strided(self, like: torch.Tensor) -> torch.Tensor:
+        """A copy of a tensor without gaps, on the device, with the same strides."""
+        order = sorted(range(like.dim()), key=lambda dim: (-like.stride(dim), dim))
+        made = self.tensor(like.permute(order).contiguous()).permute([order.index(dim) for dim in range(like.dim())])
+        assert made.stride() == like.stride()
+        return made
+
     def take(self, module: torch.nn.Module) -> None:
         """Move a module to the device."""
         for tensor in (*module.parameters(), *module.buffers()):
@@ -73,7 +82,6 @@ class Far(OwnStream):
 
     def holds(self, tensor: torch.Tensor) -> bool:
         return 0 <= tensor.data_ptr() - self.native.inside < self._bytes
-
 
     def free(self, tensor: torch.Tensor) -> None:
         """Let the next tensor have the memory of this one, which was made last."""

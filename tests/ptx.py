@@ -19,6 +19,7 @@ _CONSTANTS = 0x7C00_0000_0000
 _COMPUTED: Mapping[str, Callable[[int, int], int]] = {
     "add": int.__add__, "sub": int.__sub__, "or": int.__or__, "and": int.__and__, "xor": int.__xor__,
     "shl": int.__lshift__, "shr": int.__rshift__, "mul.lo": int.__mul__, "mul.hi": lambda a, b: a * b >> 64,
+    "div": int.__floordiv__,
 }
 _COMPARED: Mapping[str, Callable[[int, int], bool]] = {
     "ge": int.__ge__, "ne": int.__ne__, "lt": int.__lt__, "eq": int.__eq__,

@@ -232,10 +232,48 @@ def test_the_kernel_gathers_what_torch_reads(odd: int) -> None:
     lengths = np.array([0, 1, 15, 16, 17, 63, 64, 4096, 65_535, *range(100, 3000)], np.uint32)
     begins = (np.arange(len(lengths), dtype=np.uint64) * 1024 + odd) % (3 * MIB)
     address, at = begins + np.uint64(source.data_ptr()), 0
-    found, expected = read_between_changes(source, lambda stream: stream.gather(address, lengths))
+    found, expected = read_between_changes(source, lambda stream: stream.gather(
+        address=address, begin=np.zeros(len(lengths), np.uint64), length=lengths,
+        layout=np.full(len(lengths), -1, np.int64), layouts=(),
+    ))
     for begin, length in zip(begins.tolist(), lengths.tolist(), strict=True):
         assert np.array_equal(found[at : at + length], expected[begin : begin + length]), (begin, length)
         at += -(-length // _native.GATHERED_ALIGNMENT_BYTES) * _native.GATHERED_ALIGNMENT_BYTES
+
+
+@pytest.mark.parametrize("lazy", [True, False])
+def test_strided_memory_of_every_kind_comes_back_while_the_stream_changes_it(store: Path, lazy: bool) -> None:
+    state = strided_kinds()
+    expected = {name: tensor.clone() for name, tensor in state.items()}
+    with fs.Checkpointer(store, budget_bytes=32 * MIB) as checkpointer:
+        save = checkpointer.save(1, state, fence="manual" if lazy else "auto")
+        checkpointer.fence()
+        for tensor in state.values():
+            if tensor.numel():
+                tensor.untyped_storage().fill_(0)
+        found = save.committed.result()
+    found.verify()
+    for name, tensor in expected.items():
+        assert torch.equal(found.read(name), tensor.cpu()), name
+
+
+def strided_kinds() -> dict[str, torch.Tensor]:
+    def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.randint(0, 120, shape, device="cuda").to(dtype)
+
+    raw = numbers(3 * MIB, dtype=torch.uint8)
+    found = {
+        "channels last": numbers(64, 200, 50, 60).to(memory_format=torch.channels_last),
+        "channels last 3d": numbers(4, 96, 20, 30, 16).to(memory_format=torch.channels_last_3d),
+        "heads": numbers(16, 1000, 16, 64, dtype=torch.bfloat16).transpose(1, 2),
+        "columns": numbers(9000, 4000)[:, 7:2000], "narrow columns": numbers(90_000, 40)[:, 7:10],
+        "turned": numbers(5000, 3000).t(), "every other": numbers(900, 800)[::3, ::2],
+        "expanded": numbers(1, 300).expand(9000, 300), "odd address": raw[1:2_002_001].view(1000, 2002)[:, 1:].t(),
+        "short": numbers(70, 30).t(), "nothing": numbers(40, 30)[:, 30:],
+    }
+    for dtype in (torch.uint8, torch.int16, torch.int32, torch.float64, torch.complex128):
+        found[f"turned {dtype}"] = numbers(2500, 1300, dtype=dtype).t()
+    return found
 
 
 @pytest.mark.parametrize("odd", [0, 1, 4, 8])

@@ -40,6 +40,8 @@ def test_equal_tensors_have_equal_digests_wherever_they_lie() -> None:
     assert digests({"a": large.numpy().copy()}) == plain[:1]
     with shown(Far(8 << 20)) as far:
         assert digests({"a": far.tensor(large), "b": small}) == plain[:2]
+        turned = {"a": far.strided(large.t().contiguous().t()), "b": far.tensor(small.repeat(1, 2))[:, :30]}
+        assert digests(turned) == plain[:2]
         near = memory_of(tiny)
         with mock.patch.object(capture, "host_copy", return_value=near):  # no line of it can be taken over there
             assert digests({"c": far.tensor(tiny)}) == plain[2:3]

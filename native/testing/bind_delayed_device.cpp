@@ -25,16 +25,20 @@ NB_MODULE(delayed_device, module) {
     using flowstone::DelayedDevice, flowstone::PyDelayedDevice, flowstone::PyDevice;
     nb::module_::import_("flowstone._native");  // which declares Device
     nb::class_<PyDelayedDevice, PyDevice>(module, "DelayedDevice")
-        .def("__init__", [](PyDelayedDevice* self, std::uint64_t memory_bytes, double delay_s) {
+        .def("__init__", [](PyDelayedDevice* self, std::uint64_t memory_bytes, double delay_s, bool refuses_kernels) {
             const std::chrono::microseconds delay(static_cast<std::int64_t>(delay_s * 1e6));
-            new (self) PyDelayedDevice{{{std::make_shared<DelayedDevice>(memory_bytes, delay)}}};
-        }, nb::kw_only(), "memory_bytes"_a, "delay_s"_a = 0.0)
+            new (self) PyDelayedDevice{{{std::make_shared<DelayedDevice>(memory_bytes, delay, refuses_kernels)}}};
+        }, nb::kw_only(), "memory_bytes"_a, "delay_s"_a = 0.0, "refuses_kernels"_a = false)
         .def_prop_ro("address", [](const PyDelayedDevice& device) { return device.delayed().address(); })
         .def_prop_ro("inside", [](const PyDelayedDevice& device) {
             return reinterpret_cast<std::uintptr_t>(device.delayed().inside());
         })
         .def_prop_ro("copies", [](const PyDelayedDevice& device) { return device.delayed().copies(); })
         .def_prop_ro("copied_bytes", [](const PyDelayedDevice& device) { return device.delayed().copied_bytes(); })
+        .def_prop_ro("packed_copies", [](const PyDelayedDevice& device) { return device.delayed().packed_copies(); })
+        .def_prop_ro("copies_of_rows", [](const PyDelayedDevice& device) { return device.delayed().copies_of_rows(); })
+        .def_prop_ro("pageable_copies", [](const PyDelayedDevice& device) { return device.delayed().pageable_copies(); })
+        .def("unmap", [](const PyDelayedDevice& device, std::uint64_t begin, std::uint64_t bytes) { device.delayed().unmap(begin, bytes); }, "begin"_a, "bytes"_a)
         .def_prop_ro("launches", [](const PyDelayedDevice& device) { return device.delayed().module_launches(); })
         .def_prop_ro("host_allocations", [](const PyDelayedDevice& device) { return device.delayed().host_allocations(); })
         .def("settle", [](const PyDelayedDevice& device) { device.delayed().settle(); }, nb::call_guard<nb::gil_scoped_release>())

@@ -12,8 +12,11 @@ namespace flowstone {
 /// "delayed:0": what make_cuda_device makes, and the GPU that it copies from and to.
 class DelayedDevice final : public SimulatedGpu, public Device {
 public:
-    DelayedDevice(std::uint64_t bytes, std::chrono::microseconds delay)
-        : SimulatedGpu(bytes, delay), copier_(make_cuda_device(simulated_driver(), ordinal(), "delayed:0")) {}
+    /// `refuses`: kernels.
+    DelayedDevice(std::uint64_t bytes, std::chrono::microseconds delay, bool refuses = false) : SimulatedGpu(bytes, delay) {
+        if (refuses) refuse_modules();
+        copier_ = make_cuda_device(simulated_driver(), ordinal(), "delayed:0");
+    }
 
     void submit(std::unique_ptr<CopyBatch> batch) noexcept override { copier_->submit(std::move(batch)); }
     int follow(std::uintptr_t stream) override { return copier_->follow(stream); }
@@ -22,6 +25,7 @@ public:
     int gather(std::uintptr_t stream, std::span<const DeviceRun> runs, std::shared_ptr<const Gathered>& gathered) override {
         return copier_->gather(stream, runs, gathered);
     }
+    bool packs() const override { return copier_->packs(); }
     int digest(std::uintptr_t stream, std::span<const DeviceRun> runs, std::shared_ptr<const Digested>& digested) override {
         return copier_->digest(stream, runs, digested);
     }

@@ -181,8 +181,31 @@ struct SimulatedCalls {
         return gpu.push_copy(into, {static_cast<std::byte*>(copy->target_host), copy->source_device, copy->width, true, copy->height,
                                     copy->target_pitch, copy->source_pitch});
     }
-    static Result pin(void* memory, std::size_t bytes, unsigned) {
+    /// Only of the attribute that is used.
+    static Result pointer_attribute(void* value, int attribute, unsigned long long address) {
+        if (const Result error = enter(false)) return error;
+        Gpu& gpu = *current();
+        if (attribute != cuda_pointer_mapped || address < gpu.address() || address - gpu.address() >= gpu.bytes_) return invalid_value;
+        const std::lock_guard lock(gpu.mutex_);
+        const int is_mapped = gpu.is_there(address - gpu.address(), 1);
+        std::memcpy(value, &is_mapped, sizeof is_mapped);
+        return success;
+    }
+    static Result host_pointer(unsigned long long* address, void* memory, unsigned flags) {
+        if (const Result error = enter(false)) return error;
+        if (flags != 0) return invalid_value;
+        Gpu& gpu = *current();
+        auto* const host = static_cast<std::byte*>(memory);
+        const auto holds = [&](const auto& range) { return range.first <= host && host < range.first + range.second; };
+        const std::lock_guard lock(gpu.mutex_);
+        const bool is_pinned = std::any_of(gpu.pins_.begin(), gpu.pins_.end(), holds);
+        if (!is_pinned && std::none_of(gpu.host_memory_.begin(), gpu.host_memory_.end(), holds)) return invalid_value;
+        *address = reinterpret_cast<std::uintptr_t>(host) + (is_pinned ? pinned_skew : 0);
+        return success;
+    }
+    static Result pin(void* memory, std::size_t bytes, unsigned flags) {
         if (const Result error = enter(true)) return error;
+        if (flags != (cuda_pinned_for_all | cuda_pinned_mapped)) return invalid_value;
         Gpu& gpu = *current();
         auto* const begin = static_cast<std::byte*>(memory);
         const std::lock_guard lock(gpu.mutex_);
@@ -286,12 +309,14 @@ struct SimulatedCalls {
         }
         std::vector<std::uint64_t> values;
         for (std::size_t i = 0; i < entry.parameters.size(); ++i) std::memcpy(&values.emplace_back(0), parameters[i], entry.parameters[i]);
-        const bool digests = entry.name == "flowstone_digest";
-        if ((entry.name != "flowstone_gather" && !digests) || values.size() != 3 || (digests && threads % 32 != 0)) return invalid_value;
-        return gpu.launch_module(*static_cast<Gpu::Stream*>(stream), [&gpu, values, digests] {
-            const auto rows = static_cast<std::uint32_t>(values[2]);
+        const bool digests = entry.name == "flowstone_digest", packs = entry.name == "flowstone_pack";
+        if ((entry.name != "flowstone_gather" && !digests && !packs) || values.size() != 3 || (digests && threads % 32 != 0)) return invalid_value;
+        const auto rows = static_cast<std::uint32_t>(values[2]);
+        const std::uint64_t copied_bytes = packs ? gpu.packed_bytes(values[0], rows) : 0;
+        return gpu.launch_module(*static_cast<Gpu::Stream*>(stream), [&gpu, values, digests, packs, rows] {
+            if (packs) return gpu.pack(values[0], values[1], rows);
             return digests ? gpu.digest(values[0], values[1], rows) : gpu.gather(values[0], values[1], rows);
-        });
+        }, true, copied_bytes);
     }
     static Result error_name(Result error, const char** name) {
         static const std::map<int, const char*> names{
@@ -339,8 +364,10 @@ const CudaDriver& simulated_driver() {
         .to_host = &Refusing<&Calls::to_host>::call,
         .from_host = &Refusing<&Calls::from_host>::call,
         .copy_rows = &Refusing<&Calls::copy_rows>::call,
+        .pointer_attribute = &Refusing<&Calls::pointer_attribute>::call,
         .pin = &Refusing<&Calls::pin>::call,
         .unpin = &Refusing<&Calls::unpin>::call,
+        .host_pointer = &Refusing<&Calls::host_pointer>::call,
         .host_alloc = &Refusing<&Calls::host_alloc>::call,
         .host_free = &Refusing<&Calls::host_free>::call,
         .module_load = &Refusing<&Calls::module_load>::call,

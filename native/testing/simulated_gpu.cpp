@@ -99,7 +99,7 @@ void SimulatedGpu::launch(std::uintptr_t stream, std::function<void()> kernel) {
     }, false);
 }
 
-int SimulatedGpu::launch_module(Stream& stream, std::function<int()> kernel, bool is_module) {
+int SimulatedGpu::launch_module(Stream& stream, std::function<int()> kernel, bool is_module, std::uint64_t copied_bytes) {
     {
         const std::lock_guard lock(mutex_);
         if (stream.recording != nullptr) {
@@ -110,6 +110,7 @@ int SimulatedGpu::launch_module(Stream& stream, std::function<int()> kernel, boo
     }
     Item item;
     item.is_module = is_module;
+    item.copied_bytes = stream.others ? 0 : copied_bytes;
     item.kernel = std::move(kernel);
     push(stream, std::move(item));
     const std::lock_guard lock(mutex_);
@@ -134,13 +135,22 @@ void SimulatedGpu::refuse_modules() {
     refuses_modules_ = true;
 }
 
+void SimulatedGpu::unmap(std::uint64_t begin, std::uint64_t bytes) {
+    const std::lock_guard lock(mutex_);
+    gone_ = {begin, begin + bytes};
+}
+
 /// Where a kernel finds memory: the GPU's, or pinned host memory. Null: it is neither.
 std::byte* SimulatedGpu::reach(std::uint64_t address, std::uint64_t bytes) const {
     const std::uint64_t begin = address - this->address();
-    if (address >= this->address() && begin <= bytes_ && bytes <= bytes_ - begin) return inside_ + begin;
-    auto* const host = reinterpret_cast<std::byte*>(address);
+    if (address >= this->address() && begin <= bytes_ && bytes <= bytes_ - begin) return is_there(begin, bytes) ? inside_ + begin : nullptr;
+    const auto find = [&](const auto& ranges, std::byte* host) {
+        const auto holds = [&](const auto& range) { return range.first <= host && host + bytes <= range.first + range.second; };
+        return std::any_of(ranges.begin(), ranges.end(), holds) ? host : nullptr;
+    };
     const std::lock_guard lock(mutex_);
-    return pinned_locked(host, bytes) == Pinned::whole ? host : nullptr;
+    std::byte* const made = find(host_memory_, reinterpret_cast<std::byte*>(address));
+    return made != nullptr ? made : find(pins_, reinterpret_cast<std::byte*>(address - pinned_skew));
 }
 
 /// The rows of a kernel's table, as the kernels' text reads them, not as our structs have them. `act` gets an address, and two
@@ -182,6 +192,52 @@ int SimulatedGpu::digest(std::uint64_t table, std::uint64_t out, std::uint32_t p
         std::memcpy(to, &digest, sizeof digest);
         return true;
     });
+}
+
+/// What the kernel flowstone_pack does (native/pack_kernel.cpp). Its table is read as the text reads it, and each element on its own.
+int SimulatedGpu::pack(std::uint64_t table, std::uint64_t out, std::uint32_t parts) const {
+    constexpr std::uint64_t row_bytes = 128, levels_begin = 32, level_bytes = 16;
+    const auto number = [](const std::byte* from, auto value) {
+        std::memcpy(&value, from, sizeof value);
+        return value;
+    };
+    const std::byte* row = parts == 0 ? nullptr : reach(table, parts * row_bytes);
+    if (parts != 0 && (row == nullptr || table % 16 != 0)) return illegal_address;
+    for (std::uint32_t part = 0; part < parts; ++part, row += row_bytes) {
+        const std::uint64_t source = number(row, std::uint64_t{}), first = number(row + 16, std::uint64_t{});
+        const std::uint64_t target = out + number(row + 8, std::uint64_t{}), units = number(row + 24, std::uint32_t{});
+        const std::uint64_t unit = std::uint64_t{1} << number(row + 28, std::uint8_t{}), levels = number(row + 29, std::uint8_t{});
+        if (units == 0) continue;
+        std::byte* const to = reach(target, units * unit);
+        if (to == nullptr) return illegal_address;
+        if (unit > 16 || levels == 0 || target % unit != 0) return misaligned_address;
+        for (std::uint64_t i = 0; i < units; ++i) {
+            std::uint64_t rest = first + i, from = source;
+            for (std::uint64_t level = 0; level < levels; ++level) {
+                const std::byte* const at = row + levels_begin + level * level_bytes;
+                const std::uint64_t count = number(at, std::uint64_t{});
+                from += (level + 1 == levels ? rest : rest % count) * number(at + 8, std::uint64_t{});
+                rest /= count;
+            }
+            const std::byte* const found = reach(from, unit);
+            if (found == nullptr) return illegal_address;
+            if (from % unit != 0) return misaligned_address;
+            std::memcpy(to + i * unit, found, unit);
+        }
+    }
+    return success;
+}
+
+/// What that kernel would write. Its table is there when it is launched.
+std::uint64_t SimulatedGpu::packed_bytes(std::uint64_t table, std::uint32_t parts) const {
+    std::uint64_t bytes = 0;
+    const std::byte* const rows = parts == 0 ? nullptr : reach(table, std::uint64_t{parts} * 128);
+    for (std::uint32_t part = 0; rows != nullptr && part < parts; ++part) {
+        std::uint32_t units = 0;
+        std::memcpy(&units, rows + 128 * std::uint64_t{part} + 24, sizeof units);
+        bytes += std::uint64_t{units} << std::to_integer<unsigned>(rows[128 * std::uint64_t{part} + 28]);
+    }
+    return bytes;
 }
 
 void SimulatedGpu::synchronize(std::uintptr_t stream) {
@@ -243,7 +299,7 @@ int SimulatedGpu::push_copy(Stream& stream, const DeviceCopy& copy) {
         if (has_rows && (stride < copy.bytes || stride > device_stride_max)) return invalid_value;
     const std::uint64_t host_bytes = (copy.rows - 1) * copy.host_stride + copy.bytes, device_bytes = (copy.rows - 1) * copy.device_stride + copy.bytes;
     const std::uint64_t begin = copy.device - address();
-    if (copy.device < address() || begin > bytes_ || device_bytes > bytes_ - begin) return invalid_value;
+    if (copy.device < address() || begin > bytes_ || device_bytes > bytes_ - begin || !is_there(begin, device_bytes)) return invalid_value;
     Item item;
     item.target = copy.to_host ? copy.host : inside_ + begin;
     item.source = copy.to_host ? inside_ + begin : copy.host;
@@ -276,7 +332,7 @@ SimulatedGpu::Stream* SimulatedGpu::next_ready_locked() {
     for (const auto& stream : streams_) {
         if (stream->queue.empty()) continue;
         const Item& item = stream->queue.front();
-        if (item.target != nullptr && held_) continue;
+        if ((item.target != nullptr || item.copied_bytes != 0) && held_) continue;
         if (item.waits && !*item.over) continue;
         return stream.get();
     }
@@ -292,8 +348,9 @@ void SimulatedGpu::run(const std::stop_token& stop) {
         stream->queue.pop_front();
         stream->busy = true;
         lock.unlock();
-        if (item.target != nullptr) std::this_thread::sleep_for(delay_);
-        const int error = item.kernel ? item.kernel() : success;
+        const bool is_copy = item.target != nullptr || item.copied_bytes != 0;
+        if (is_copy) std::this_thread::sleep_for(delay_);
+        const int error = item.kernel && (!is_copy || read(copies_left_) != 0) ? item.kernel() : success;
         lock.lock();
         if (item.is_module) --modules_pending_;
         if (error != success) drop_all_locked(error);
@@ -304,11 +361,14 @@ void SimulatedGpu::run(const std::stop_token& stop) {
 }
 
 void SimulatedGpu::finish_locked(Item& item) {
-    if (item.target != nullptr) {
+    const bool is_packed = item.copied_bytes != 0;
+    if (item.target != nullptr || is_packed) {
         if (copies_left_ == 0) return drop_all_locked(launch_failed);
         --copies_left_;
         ++copies_;
-        copied_bytes_ += item.bytes * item.rows;
+        packed_copies_ += is_packed;
+        copied_bytes_ += is_packed ? item.copied_bytes : item.bytes * item.rows;
+        if (is_packed) return;
         copies_of_rows_ += item.rows > 1;
         const std::byte* const source = item.staged.empty() ? item.source : item.staged.data();
         for (std::uint64_t row = 0; row < item.rows; ++row)

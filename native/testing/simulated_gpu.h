@@ -23,6 +23,7 @@ namespace flowstone {
 /// - events are over once all before them in their stream is; one that was never recorded is over;
 /// - memory is pinned once: a range that overlaps a pinned one is refused (712), and a copy from or to memory of which a part is
 ///   pinned, or that goes on in another range, too (1);
+/// - kernels reach memory that others have made, and is pinned as mapped, at another address, which has to be asked for;
 /// - of copies of several rows, strides are as long as a row, and not longer than 2^31 - 1 (1);
 /// - a copy from the device into memory that is not pinned returns when it is over; one in the other direction takes its
 ///   bytes with it;
@@ -31,7 +32,8 @@ namespace flowstone {
 ///   exchanged their capture mode (900), and end that recording; work put into it is not executed, and a stream that waits
 ///   for an event of it records too;
 /// - a kernel is launched by its text's entry, with as many parameters, of as many bytes, as that has; they are read at the call,
-///   what they point at when the stream comes there; it reaches the GPU's memory and pinned host memory (700 elsewhere). Its code
+///   what they point at when the stream comes there; it reaches the GPU's memory and pinned host memory (700 elsewhere), at
+///   multiples of what it reads or writes at a time (716). Its code
 ///   is loaded at the first launch, which takes memory of the GPU;
 /// - an error of a copy or kernel is the context's from then on: pending work is dropped, and every call returns it.
 const CudaDriver& simulated_driver();
@@ -53,9 +55,9 @@ public:
     std::uint64_t address() const { return reinterpret_cast<std::uint64_t>(outside_); }
     std::byte* inside() const { return inside_; }
 
-    /// Begin no copies, until `hold(false)`.
+    /// Begin no copies, nor kernels in the place of copies (in streams of the driver's), until `hold(false)`.
     void hold(bool held);
-    /// Make every copy fail from now on, except the next `copies`.
+    /// Make every copy fail from now on, except the next `copies`. Kernels in the place of copies count as one.
     void fail_after(std::uint64_t copies);
     /// Refuse the next copy that is asked for with error 1 (invalid value), which harms nothing else.
     void refuse_next();
@@ -63,6 +65,10 @@ public:
     std::uint64_t copied_bytes() const { return read(copied_bytes_); }
     /// Of several rows.
     std::uint64_t copies_of_rows() const { return read(copies_of_rows_); }
+    /// By kernels.
+    std::uint64_t packed_copies() const { return read(packed_copies_); }
+    /// Memory of the GPU is given back, from byte `begin` on: copies from there are refused, and kernels fail there.
+    void unmap(std::uint64_t begin, std::uint64_t bytes);
     std::uint64_t pageable_copies() const { return read(pageable_); }
     std::uint64_t pinned_bytes() const { return read(pinned_bytes_); }
     /// Ranges that were pinned so far.
@@ -122,12 +128,15 @@ private:
     void finish_locked(Item& item);
     void drop_all_locked(int error);
     void push(Stream& stream, Item item);
-    int launch_module(Stream& stream, std::function<int()> kernel, bool is_module = true);
+    int launch_module(Stream& stream, std::function<int()> kernel, bool is_module = true, std::uint64_t copied_bytes = 0);
     std::byte* reach(std::uint64_t address, std::uint64_t bytes) const;
     template <class Act>
     int each_row(std::uint64_t table, std::uint32_t rows, Act act) const;
     int gather(std::uint64_t table, std::uint64_t out, std::uint32_t parts) const;
     int digest(std::uint64_t table, std::uint64_t out, std::uint32_t parts) const;
+    int pack(std::uint64_t table, std::uint64_t out, std::uint32_t parts) const;
+    std::uint64_t packed_bytes(std::uint64_t table, std::uint32_t parts) const;
+    bool is_there(std::uint64_t begin, std::uint64_t bytes) const { return begin + bytes <= gone_.first || begin >= gone_.second; }
     int push_copy(Stream& stream, const DeviceCopy& copy);
     enum class Pinned { none, whole, partly };
     Pinned pinned_locked(const std::byte* memory, std::uint64_t bytes) const;
@@ -157,6 +166,8 @@ private:
     std::uint64_t copies_ = 0;
     std::uint64_t copied_bytes_ = 0;
     std::uint64_t copies_of_rows_ = 0;
+    std::uint64_t packed_copies_ = 0;
+    std::pair<std::uint64_t, std::uint64_t> gone_{0, 0};  // begin and end
     std::uint64_t pageable_ = 0;
     std::uint64_t copies_left_ = UINT64_MAX;
     std::uint64_t pinned_bytes_ = 0;
@@ -165,7 +176,7 @@ private:
     std::uint64_t pins_beside_copies_ = 0;
     std::size_t pending_ = 0;
     std::size_t pending_max_ = 0;
-    std::vector<std::pair<std::byte*, std::uint64_t>> pins_;
+    std::vector<std::pair<std::byte*, std::uint64_t>> pins_;  // all mapped
     std::jthread thread_;
 };
 

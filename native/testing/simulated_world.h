@@ -18,8 +18,11 @@ namespace flowstone::simulated {
 
 // Of cuda.h.
 inline constexpr int success = 0, invalid_value = 1, out_of_memory = 2, invalid_device = 101, invalid_context = 201, invalid_handle = 400,
-              invalid_text = 218, not_found = 500, illegal_address = 700, already_pinned = 712, launch_failed = 719, captured_event = 907;
+              invalid_text = 218, not_found = 500, illegal_address = 700, already_pinned = 712, misaligned_address = 716, launch_failed = 719, captured_event = 907;
 inline constexpr int global_mode = 0, local_mode = 1, relaxed_mode = 2;
+
+/// How far from its own address kernels find memory that was pinned, not made, by the driver.
+inline constexpr std::uint64_t pinned_skew = std::uint64_t{1} << 46;
 
 struct World {
     std::mutex mutex;
@@ -91,6 +94,7 @@ struct SimulatedGpu::Item {
     std::shared_ptr<bool> over = nullptr;  // of a record, also of the one that is waited for
     bool waits = false;
     bool is_module = false;  // a kernel of a module
+    std::uint64_t copied_bytes = 0;  // of a kernel in the place of copies
     std::vector<std::byte> staged = {};
 };
 

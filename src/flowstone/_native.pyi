@@ -228,20 +228,28 @@ class Device:
         not lazy. Raises OSError, as `follow`.
         """
     def gather(
-        self, stream: int, address: NDArray[np.uint64], length: NDArray[np.uint32]
+        self, stream: int, *, address: NDArray[np.uint64], begin: NDArray[np.uint64], length: NDArray[np.uint32],
+        layout: NDArray[np.int64], layouts: Sequence[GatherLayout],
     ) -> NDArray[np.uint8]:
-        """Have `stream` gather runs of the device's memory into host memory, each at the next multiple of
-        GATHERED_ALIGNMENT_BYTES: there once a copy is over that is queued after a later `follow`. The device takes the
-        memory back with the array. Takes no memory of the device's. Raises OSError, as `follow`.
+        """Have `stream` gather bytes from `begin` on of rows of the device's memory into host memory, each run at the
+        next multiple of GATHERED_ALIGNMENT_BYTES: there once a copy is over that is queued after a later `follow`.
+        `layout[i]`: into `layouts`, or -1 for a row in one run. The device takes the memory back with the array. Takes
+        no memory of the device's. Raises OSError, as `follow`.
         """
+    @property
+    def packs(self) -> bool:
+        """Whether strided memory is copied by a kernel, and not run by run: whether the driver has taken it."""
     def digest(self, stream: int, address: NDArray[np.uint64], length: NDArray[np.uint64]) -> Digested | None:
         """Have `stream` digest the chunks of rows of the device's memory; the digests are there when those of a
         `gather` would be. None if the device cannot: its driver has refused the kernel, or pinned memory. Raises
         OSError, as `follow`.
         """
-    def reserve_launches(self, *, runs: int, bytes: int, chunks: int, short_chunks: int, times: int) -> None:
-        """Have host memory ready for a gather of so many runs, and bytes, and at the same time for digests of so many
-        chunks, of which some have DIGESTED_BY_HOST_MAX bytes or less; all of that `times` over.
+    def reserve_launches(
+        self, *, runs: int, strided: int, bytes: int, chunks: int, short_chunks: int, times: int
+    ) -> None:
+        """Have host memory ready for a gather of so many runs (some of strided memory), and bytes, and at the same time
+        for digests of so many chunks, of which some have DIGESTED_BY_HOST_MAX bytes or less; all of that `times` over.
+        If some are strided, for the tables of windows, too.
         """
     @property
     def pci_address(self) -> str: ...  # as below /sys/bus/pci/devices; "" if unknown
@@ -260,8 +268,12 @@ GATHERED_ALIGNMENT_BYTES: int
 DIGESTED_BY_HOST_MAX: int
 """Bytes of a chunk that is gathered, because the kernel does not know XXH3's rule for it."""
 GATHER_PTX: str
+PACK_PTX: str
 DIGEST_PTX: str
 """The kernels' texts."""
+
+def pack_table(layout: GatherLayout, *, address: int, begin: int, bytes: int, target: int) -> bytes:
+    """The table of the kernel PACK_PTX for packed bytes of a layout at `address`, to `target` behind its output."""
 
 LINE_BYTES: int
 """A sample of a lazy row."""

@@ -46,10 +46,12 @@ class Preparation:
     def reserve(self, layout: Layout, places: Places, *, digests: bool, times: int) -> None:
         """Have the devices' memory for what they gather, and digest, at the begin of so many saves ready."""
         length = layout.pieces.lengths()
+        is_strided = np.zeros(len(length), np.bool_)
+        is_strided[list(places.apart)] = True
         for number, device in enumerate(places.devices):
-            stream = side_stream(device)
+            stream, mine = side_stream(device), places.device == number
             if stream is not None:
-                reserve(stream.native, length[places.device == number], digests=digests, times=times)
+                reserve(stream.native, length[mine], is_strided[mine], digests=digests, times=times)
 
     def grow(self, arena: _native.Arena, total_bytes: int) -> None:
         """Wait until that many bytes of the arena are touched, and pinned. An interrupt ends the wait alone."""

@@ -21,9 +21,10 @@ alike, in any case.
 **Changes that escape the fence** are detected by tensors' version counters (`state/counters.py`), and by the engine
 (`native/mutation_detector.h`): by written pages, where the kernel reports them at acceptable cost; else by comparing a
 few lines of every chunk of a lazy piece with copies from the start of the save (on a device, the current stream gathers
-them), or the digests of all its chunks with those that a device made then. A window is digested in its block, so file
-and digest agree whatever happens to the source. A difference is a fault of that job, an error in its receipt: the save
-fails with `StateChangedError`, which names the tensors, and the previous checkpoint stays the newest.
+them), or the digests of all its chunks with those that a device made then, of what is one run of its memory. A window
+is digested in its block, so file and digest agree whatever happens to the source. A difference is a fault of that job,
+an error in its receipt: the save fails with `StateChangedError`, which names the tensors, and the previous checkpoint
+stays the newest.
 
 **Memory that goes away** in the meantime is one more such fault. A storage may free or move its memory at any time, so
 the kernel copies it (`native/live_memory.h`), and reports unmapped addresses; once all is captured, each storage is
@@ -45,9 +46,8 @@ from flowstone.errors import StorageError, UnsupportedStateError
 from flowstone.format.digest import digest
 from flowstone.format.segment import encode_chunks_header, encode_header
 from flowstone.plan.write import SegmentPlan, WritePlan, data_offsets
-from flowstone.stage.device import SideStream, side_stream
+from flowstone.stage.device import Reach, SideStream, side_stream
 from flowstone.stage.encode import BaseChunks, encoder_of
-from flowstone.stage.gather import gather_for
 from flowstone.store.base import UNPACED, FilePlan, Pace, Store, Writing
 from flowstone.table.pieces import Memory, Places
 
@@ -122,12 +122,11 @@ def start_capture(
     Raises StorageError if the segments cannot be created.
     """
     store, directory, arena = target.store, target.directory, target.arena
-    address, layout, layouts, device, streams, hosted = within_reach(places, plan.length)
-    offsets = data_offsets(plan, np.where((layout < 0) & (device < 0), address % BLOCK_BYTES, 0))
+    seeds = _seeds(len(plan.length), seed)
+    reach, lazy = _gathered(target.watch, plan, within_reach(places, plan.length), seeds)
+    offsets = data_offsets(plan, np.where((reach.layout < 0) & (reach.device < 0), reach.address % BLOCK_BYTES, 0))
     headers, digests = (known or Headers()).of(plan, offsets)
     count = len(headers)
-    seeds = _seeds(len(address), seed)
-    gathered = gather_for(plan, streams, device, address, seeds, digests=target.watch in DIGESTED_ON_DEVICES)
 
     def column(first: object, rest: NDArray[Any], kind: type[_Number]) -> NDArray[_Number]:
         return np.concatenate([np.asarray(first, kind), rest.astype(kind, copy=False)])[plan.order]
@@ -137,16 +136,16 @@ def start_capture(
         offset=column(np.zeros(count), offsets, np.uint64),
         length=column([len(header) for header in headers], plan.length, np.uint64),
         address=column(
-            [np.frombuffer(header, np.uint8).ctypes.data for header in headers], gathered.address, np.uint64
+            [np.frombuffer(header, np.uint8).ctypes.data for header in headers], reach.address, np.uint64
         ),
         chunk=column(np.full(count, _native.NO_DIGEST, np.uint64), plan.chunk, np.uint64),
-        layout=column(np.full(count, -1), layout, np.int64),
-        layouts=layouts, chunks=plan.chunks,
+        layout=column(np.full(count, -1), reach.layout, np.int64),
+        layouts=reach.layouts, chunks=plan.chunks,
         # Headers are ours and do not change, but a thread that waits for everything waits for them too.
-        lazy=column(np.full(count, plan.lazy.any()), plan.lazy, np.bool_),
-        device=column(np.full(count, -1), device, np.int32), devices=[stream.native for stream in streams],
-        gathered=column(np.zeros(count), gathered.whole, np.bool_) if streams else None,
-        samples=gathered.samples, digested=gathered.digested, seed=column(np.zeros(count), seeds, np.uint64),
+        lazy=column(np.full(count, lazy.any()), lazy, np.bool_),
+        device=column(np.full(count, -1), reach.device, np.int32), devices=[one.native for one in reach.streams],
+        gathered=None if reach.whole is None else column(np.zeros(count), reach.whole, np.bool_),
+        samples=reach.samples, digested=reach.digested, seed=column(np.zeros(count), seeds, np.uint64),
         encoder=encoder_of(target.base, plan),
         encoded_from=sum(not segment.chunks for segment in plan.segments),
         derived=None if not plan.derivation.any() else (
@@ -154,7 +153,7 @@ def start_capture(
             column(np.zeros(count), plan.chunk[plan.follows], np.uint64),
         ),
     )
-    for stream in streams:
+    for stream in reach.streams:
         stream.wait_current()
     files = [
         FilePlan(f"{directory}/{segment.name}", segment.bytes, encode_chunks_header) if segment.chunks
@@ -163,7 +162,20 @@ def start_capture(
     ]
     writing = store.write(files, rows, arena, pace, reserved=reserved)
     _check_watched(writing, plan)
-    return Staged(writing, offsets, digests, places, (hosted, headers, gathered), streams)
+    return Staged(writing, offsets, digests, places, (reach, headers), reach.streams)
+
+
+def _gathered(
+    watch: Watch, plan: WritePlan, reach: Reach, seeds: NDArray[np.uint64]
+) -> tuple[Reach, NDArray[np.bool_]]:
+    """How pieces are read once devices have gathered, and which are captured after `save` has returned."""
+    if not reach.streams:
+        return reach, plan.lazy
+    from flowstone.stage.gather import gather_for  # imported here: most processes have no GPU
+
+    # A device digests what is one run of its memory; where each byte is to be watched, its other memory does not wait.
+    lazy = plan.lazy & ((reach.device < 0) | (reach.layout < 0)) if watch == "exact" else plan.lazy
+    return gather_for(plan, reach, lazy, seeds, digests=watch in DIGESTED_ON_DEVICES), lazy
 
 
 def _check_watched(writing: Writing, plan: WritePlan) -> None:
@@ -195,16 +207,11 @@ def _header(plan: WritePlan, file: SegmentPlan, offsets: NDArray[np.uint64]) -> 
     return encode_header(rows, header_bytes=file.header_bytes, file_bytes=file.bytes, packed=file.packed)
 
 
-def within_reach(places: Places, lengths: NDArray[np.uint64]) -> tuple[
-    NDArray[np.uint64], NDArray[np.int64], list[_native.GatherLayout], NDArray[np.int32], tuple[SideStream, ...],
-    list[Memory],
-]:
-    """How the engine reads each piece: its address, how strided memory is gathered, and on which device.
+def within_reach(places: Places, lengths: NDArray[np.uint64]) -> Reach:
+    """How the engine reads each piece. `lengths`: of the pieces, in bytes.
 
-    lengths  of the pieces, in bytes
-
-    Device memory that no side stream can copy as it is, is copied to the host here. The last result is that host
-    memory: keep it alive.
+    Device memory that no side stream can copy as it is, is copied to the host here: of devices without one, and strided
+    memory where the driver refuses the kernel for it.
     """
     address, layout = places.address, np.full(len(places.address), -1, np.int64)
     device = np.full(len(places.address), -1, np.int32)
@@ -213,28 +220,31 @@ def within_reach(places: Places, lengths: NDArray[np.uint64]) -> tuple[
     copies: dict[int, Memory] = {}
     for number, name in enumerate(places.devices):
         mine = (places.device == number) & (lengths > 0)  # of no bytes, nothing is read
-        mine[[at for at, memory in places.apart.items() if memory.device == name]] = False
         if not mine.any():
             continue
         stream = side_stream(name)
+        if stream is None or not stream.native.packs:
+            strided = [at for at in places.apart if mine[at]]
+            copies |= {at: host_copy(places.apart[at]) for at in strided}
+            mine[strided] = False
         if stream is None:
             rows = np.flatnonzero(mine).tolist()
             copies |= {at: host_copy(places.run(at, (int(lengths[at]),), 1)) for at in rows}
-        else:
+        elif mine.any():
             device[mine] = len(streams)
             streams.append(stream)
     for position, memory in places.apart.items():
-        if memory.device != "cpu":
-            copies[position] = host_copy(memory)
-            continue
-        layout[position] = len(layouts)
-        layouts.append(
-            _native.GatherLayout(item_bytes=memory.item_bytes, shape=memory.shape, strides_bytes=memory.strides_bytes)
-        )
+        if memory.device == "cpu" or device[position] >= 0:
+            layout[position] = len(layouts)
+            layouts.append(
+                _native.GatherLayout(
+                    item_bytes=memory.item_bytes, shape=memory.shape, strides_bytes=memory.strides_bytes
+                )
+            )
     if copies:
         address = address.copy()
         address[list(copies)] = [memory.address for memory in copies.values()]
-    return address, layout, layouts, device, tuple(streams), list(copies.values())
+    return Reach(address, layout, layouts, device, tuple(streams), tuple(copies.values()))
 
 
 def _seeds(pieces: int, seed: int) -> NDArray[np.uint64]:

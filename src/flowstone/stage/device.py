@@ -12,13 +12,14 @@ executed at each replay. So a current stream that records is neither waited for 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import cache
 from threading import Lock
 from types import MappingProxyType
 from typing import Protocol
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -26,6 +27,7 @@ from numpy.typing import NDArray
 from flowstone import _native
 from flowstone.log import log
 from flowstone.stage.fence import recording_error
+from flowstone.table.pieces import Memory
 
 
 class SideStream(Protocol):
@@ -55,10 +57,15 @@ class SideStream(Protocol):
         raises  StateError if the current stream records a graph
         """
 
-    def gather(self, address: NDArray[np.uint64], length: NDArray[np.uint32]) -> NDArray[np.uint8]:
-        """Runs of the device's memory, as the current stream sees them: each at the next multiple of
-        GATHERED_ALIGNMENT_BYTES, all by one kernel. The array is filled before the first copy after a `wait_current`.
+    def gather(
+        self, *, address: NDArray[np.uint64], begin: NDArray[np.uint64], length: NDArray[np.uint32],
+        layout: NDArray[np.int64], layouts: Sequence[_native.GatherLayout],
+    ) -> NDArray[np.uint8]:
+        """Bytes from `begin` on of rows of the device's memory, as the current stream sees them: each run at the next
+        multiple of GATHERED_ALIGNMENT_BYTES, all by one kernel, and one more for those that are strided. The array is
+        filled before the first copy after a `wait_current`.
 
+        layout  of each row: into `layouts`, or -1 for a row in one run
         raises  as `wait_current`
         """
 
@@ -68,6 +75,31 @@ class SideStream(Protocol):
 
         raises  as `wait_current`
         """
+
+
+class Reach(msgspec.Struct, frozen=True, eq=False):
+    """How the engine reads pieces. Keep it alive until all is captured: devices fill some of its memory behind the work
+    in their current streams.
+
+    address   of each: a device's where it has one
+    layout    of each: how it is gathered from strided memory, into `layouts`; -1: it is one run
+    device    of each: into `streams`; -1: the host
+    hosted    copies of device memory on the host
+    samples   for each device, lines of its lazy pieces, in the order of the plan's rows; of strided ones alone, if
+              there are digests
+    digested  for each device, digests of its other lazy pieces' chunks, in that order, or None
+    whole     of each, whether its device puts it at `address`, in host memory; None: no device does so
+    """
+
+    address: NDArray[np.uint64]
+    layout: NDArray[np.int64]
+    layouts: Sequence[_native.GatherLayout]
+    device: NDArray[np.int32]
+    streams: tuple[SideStream, ...]
+    hosted: tuple[Memory, ...]
+    samples: tuple[NDArray[np.uint8], ...] = ()
+    digested: tuple[_native.Digested | None, ...] = ()
+    whole: NDArray[np.bool_] | None = None
 
 
 def as_on_this_thread(devices: Iterable[str]) -> Callable[[], AbstractContextManager[object]]:

@@ -69,9 +69,10 @@ def snapshot_one(memory: Memory, is_off: Callable[[], bool]) -> tuple[int, objec
 def _rows(memories: Sequence[Memory], lengths: NDArray[np.uint64]) -> _native.WriteExtents:
     strided = {at: memory for at, memory in enumerate(memories) if not memory.contiguous}
     places = Places(np.array([memory.address for memory in memories], np.uint64), strided, ())
-    _, layout, layouts, *_ = within_reach(places, lengths)
+    reach = within_reach(places, lengths)
     count = len(memories)
     return _native.WriteExtents(
         file=np.zeros(count, np.uint32), offset=np.cumsum(lengths) - lengths, length=lengths, address=places.address,
-        chunk=np.full(count, _native.NO_DIGEST, np.uint64), layout=layout, layouts=layouts, chunks=0,
+        chunk=np.full(count, _native.NO_DIGEST, np.uint64), layout=reach.layout, layouts=reach.layouts,
+        chunks=0,
     )

@@ -1,101 +1,96 @@
 """What a device gathers when a save begins: samples of what is captured lazily, and small pieces whole.
 
 One kernel for each device, on the current stream, writes all of it into pinned host memory (native/gather_kernel.h):
-no call for each piece, no memory of the device's, no wait. The engine reads that memory once its own stream comes
-there. In the place of samples, a second kernel makes digests of all their chunks (native/digest_kernel.h).
+no call for each piece, no memory of the device's, no wait. Another one does so for strided memory
+(native/pack_kernel.h). The engine reads what is gathered once its own stream comes there. In the place of samples, a
+further kernel makes digests of all their chunks (native/digest_kernel.h). Imported once a device is in use.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import msgspec
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from flowstone import _native
 from flowstone.config import CHUNK_BYTES, GATHERED_BYTES_MAX, PACKED_BELOW_BYTES
 from flowstone.plan.write import WritePlan
-from flowstone.stage.device import SideStream
+from flowstone.stage.device import Reach, SideStream
 
 _ALIGNMENT = np.uint64(_native.GATHERED_ALIGNMENT_BYTES)
 
 
-class Gathered(msgspec.Struct, frozen=True, eq=False):
-    """Memory that devices fill behind the work in their current streams: keep it alive until all is captured.
-
-    samples  for each device, lines of its lazy pieces, in the order of the plan's rows; none, if there are digests
-    digested  for each device, digests of its lazy pieces' chunks, in that order, or None
-    whole    for each piece, whether it is gathered whole
-    address  of each piece: where it is gathered, or as before
-    """
-
-    samples: tuple[NDArray[np.uint8], ...]
-    digested: tuple[_native.Digested | None, ...]
-    whole: NDArray[np.bool_]
-    address: NDArray[np.uint64]
-
-
 def gather_for(
-    plan: WritePlan, streams: Sequence[SideStream], device: NDArray[np.int32], address: NDArray[np.uint64],
-    seeds: NDArray[np.uint64], *, digests: bool,
-) -> Gathered:
-    """Have each device gather what a save of `plan` needs. Columns, one row for each piece; `device`: into `streams`.
+    plan: WritePlan, reach: Reach, lazy: NDArray[np.bool_], seeds: NDArray[np.uint64], *, digests: bool
+) -> Reach:
+    """Have each device gather what a save of `plan` needs: how the pieces are read then. Columns, one row for each.
 
-    digests  of all lazy bytes, where a device can make them, in the place of samples
+    lazy     which are captured after `save` has returned
+    digests  of all lazy bytes in one run, where a device can make them, in the place of samples
 
     raises  StateError, StorageError  as `SideStream.wait_current`
     """
-    if not streams:
-        return Gathered((), (), np.zeros(len(address), np.bool_), address)
-    small = (device >= 0) & ~plan.lazy & (plan.length < PACKED_BELOW_BYTES)
+    source, layout, device = reach.address, reach.layout, reach.device
+    small = (device >= 0) & ~lazy & (plan.length < PACKED_BELOW_BYTES)
     small &= np.cumsum(np.where(small, _rounded(plan.length), np.uint64(0))) <= GATHERED_BYTES_MAX
-    address, samples, digested = address.copy(), [], []
+    address, samples, digested = source.copy(), [], []
     order = plan.order - len(plan.segments)
     order = order[order >= 0]  # the others are headers
-    for at, stream in enumerate(streams):
-        lazy = order[plan.lazy[order] & (device[order] == at)]
-        made = stream.digest(address[lazy], plan.length[lazy]) if digests and len(lazy) else None
+    for at, stream in enumerate(reach.streams):
+        late = order[lazy[order] & (device[order] == at)]
+        runs = late[layout[late] < 0]
+        made = stream.digest(source[runs], plan.length[runs]) if digests and len(runs) else None
         digested.append(made)
-        lazy = lazy[:0] if made is not None else lazy
-        lines, whole = lines_of(address[lazy], plan.length[lazy], seeds[lazy]), np.flatnonzero(small & (device == at))
-        sampled_bytes = len(lines) * _native.LINE_BYTES
-        line_lengths = np.full(len(lines), _native.LINE_BYTES, np.uint64)  # lazy pieces are longer
-        runs = np.concatenate([lines, address[whole]])
-        found = _gather(stream, runs, np.concatenate([line_lengths, plan.length[whole]]))
+        sampled = late if made is None else late[layout[late] >= 0]
+        whole = np.flatnonzero(small & (device == at))
+        counts = _line_counts(plan.length[sampled])
+        rows = np.concatenate([np.repeat(sampled, counts), whole])
+        begin = np.zeros(len(rows), np.uint64)
+        begin[: len(rows) - len(whole)] = _native.line_begins(plan.length[sampled], seeds[sampled])
+        length = plan.length[rows].copy()
+        length[: len(rows) - len(whole)] = _native.LINE_BYTES  # lazy pieces are longer
+        found = _gather(reach, stream, rows, begin, length)
+        sampled_bytes = int(counts.sum()) * _native.LINE_BYTES
         room = _rounded(plan.length[whole])
         address[whole] = found.ctypes.data + sampled_bytes + np.cumsum(room) - room
         samples.append(found[:sampled_bytes])
-    return Gathered(tuple(samples), tuple(digested), small, address)
+    return replace(
+        reach, address=address, layout=np.where(small, -1, layout), samples=tuple(samples), digested=tuple(digested),
+        whole=small,
+    )
 
 
 def sample(
-    stream: SideStream, address: NDArray[np.uint64], length: NDArray[np.uint64], seeds: NDArray[np.uint64]
+    reach: Reach, stream: SideStream, rows: NDArray[np.int64], length: NDArray[np.uint64], seeds: NDArray[np.uint64]
 ) -> NDArray[np.uint8]:
-    """A few lines of each chunk of these pieces, in order; of one shorter than a line with zeros behind it."""
-    shorter = np.repeat(np.minimum(length, np.uint64(_native.LINE_BYTES)), _line_counts(length))
-    return _gather(stream, lines_of(address, length, seeds), shorter)
+    """A few lines of each chunk of these pieces, in order; of one shorter than a line with zeros behind it.
 
-
-def lines_of(
-    address: NDArray[np.uint64], length: NDArray[np.uint64], seeds: NDArray[np.uint64]
-) -> NDArray[np.uint64]:
-    """Where the sampled lines of pieces begin in memory."""
+    rows  of `reach`; `length` and `seeds` are of these alone
+    """
     counts = _line_counts(length)
-    return np.repeat(address, counts) + _native.line_begins(length.astype(np.uint64, copy=False), seeds)
+    shorter = np.repeat(np.minimum(length, np.uint64(_native.LINE_BYTES)), counts)
+    begin = _native.line_begins(length.astype(np.uint64, copy=False), seeds)
+    return _gather(reach, stream, np.repeat(rows, counts), begin, shorter)
 
 
-def reserve(native: _native.Device, length: NDArray[np.uint64], *, digests: bool, times: int) -> None:
+def reserve(
+    native: _native.Device, length: NDArray[np.uint64], is_strided: NDArray[np.bool_], *, digests: bool, times: int
+) -> None:
     """Have a device's memory for what it gathers of pieces of these lengths, at the begin of a save, ready.
 
-    times  how many saves there may be at a time
+    is_strided  those which are not one run of bytes
+    times       how many saves there may be at a time
     """
+    strided = 0
+    if is_strided.any() and native.packs:
+        strided, _ = gathered_needs(length[is_strided])
     runs, size = gathered_needs(length)
-    rest = length.astype(np.int64) % CHUNK_BYTES
-    chunks = int((-(-length.astype(np.int64) // CHUNK_BYTES)).sum())  # of small ones, too: replicas may be digested
+    runs_bytes = length[~is_strided].astype(np.int64)  # of small ones, too: replicas may be digested
+    rest = runs_bytes % CHUNK_BYTES
+    chunks = int((-(-runs_bytes // CHUNK_BYTES)).sum())
     short = int(((rest > 0) & (rest <= _native.DIGESTED_BY_HOST_MAX)).sum())
     native.reserve_launches(
-        runs=runs, bytes=size, chunks=chunks * digests, short_chunks=short * digests, times=times
+        runs=runs, strided=strided, bytes=size, chunks=chunks * digests, short_chunks=short * digests, times=times
     )
 
 
@@ -107,8 +102,16 @@ def gathered_needs(length: NDArray[np.uint64]) -> tuple[int, int]:
     return lines + int(small.sum()), lines * _native.LINE_BYTES + whole
 
 
-def _gather(stream: SideStream, address: NDArray[np.uint64], length: NDArray[np.uint64]) -> NDArray[np.uint8]:
-    return stream.gather(address, length.astype(np.uint32)) if len(address) else np.zeros(0, np.uint8)
+def _gather(
+    reach: Reach, stream: SideStream, rows: NDArray[np.int64], begin: NDArray[np.uint64], length: NDArray[np.uint64]
+) -> NDArray[np.uint8]:
+    """So many bytes from `begin` on of each of these rows."""
+    if not len(rows):
+        return np.zeros(0, np.uint8)
+    return stream.gather(
+        address=reach.address[rows], begin=begin, length=length.astype(np.uint32), layout=reach.layout[rows],
+        layouts=reach.layouts,
+    )
 
 
 def _line_counts(length: NDArray[np.uint64]) -> NDArray[np.int64]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import numpy as np
@@ -32,10 +32,15 @@ class OwnStream:
         except OSError as error:
             raise _refusal(error) from error
 
-    def gather(self, address: NDArray[np.uint64], length: NDArray[np.uint32]) -> NDArray[np.uint8]:
+    def gather(
+        self, *, address: NDArray[np.uint64], begin: NDArray[np.uint64], length: NDArray[np.uint32],
+        layout: NDArray[np.int64], layouts: Sequence[_native.GatherLayout],
+    ) -> NDArray[np.uint8]:
         self.check_current("save", SAVE_OUTSIDE)
         try:
-            return self.native.gather(self._current(), address, length)
+            return self.native.gather(
+                self._current(), address=address, begin=begin, length=length, layout=layout, layouts=layouts
+            )
         except OSError as error:
             raise _refusal(error) from error
 

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from flowstone import _native
 from flowstone.stage.capture import within_reach
 from flowstone.stage.device import SideStream
-from flowstone.stage.gather import sample
 from flowstone.table.pieces import Places
 
 
@@ -48,28 +47,29 @@ def take_samples(places: Places, rows: NDArray[np.int64], lengths: NDArray[np.ui
     seed    chooses the lines: the same for all ranks that compare, different for each comparison
     raises  OSError  memory is gone
     """
-    address, layout, layouts, device, streams, hosted = within_reach(_some(places, rows), lengths)
-    is_far = device >= 0
+    reach = within_reach(_some(places, rows), lengths)
+    is_far = reach.device >= 0
     samples = []
-    for at, stream in enumerate(streams):
-        mine = device == at
-        samples.append(sample(stream, address[mine], lengths[mine], np.full(int(mine.sum()), seed, np.uint64)))
+    for at, stream in enumerate(reach.streams):
+        from flowstone.stage.gather import sample  # imported here: most processes have no GPU
+
+        mine = np.flatnonzero(reach.device == at)
+        samples.append(sample(reach, stream, mine, lengths[mine], np.full(len(mine), seed, np.uint64)))
         stream.wait_current()
 
     def batch(chosen: NDArray[np.bool_]) -> _native.WriteExtents:
         count = int(chosen.sum())
-        far = bool(device[chosen].max(initial=-1) >= 0)
+        far = bool(reach.device[chosen].max(initial=-1) >= 0)
         return _native.WriteExtents(
             file=np.zeros(count, np.uint32), offset=np.zeros(count, np.uint64), length=lengths[chosen],
-            address=address[chosen], chunk=np.full(count, _native.NO_DIGEST, np.uint64), layout=layout[chosen],
-            layouts=layouts, chunks=0, lazy=np.ones(count, np.bool_), device=device[chosen],
-            devices=[stream.native for stream in streams] if far else [], samples=samples if far else [],
-            seed=np.full(count, seed, np.uint64),
+            address=reach.address[chosen], chunk=np.full(count, _native.NO_DIGEST, np.uint64),
+            layout=reach.layout[chosen], layouts=reach.layouts, chunks=0, lazy=np.ones(count, np.bool_),
+            device=reach.device[chosen], devices=[stream.native for stream in reach.streams] if far else [],
+            samples=samples if far else [], seed=np.full(count, seed, np.uint64),
         )
 
-    host = batch(~is_far).sample_digests()
-    del hosted  # kept alive until here
-    return Samples(host, batch(is_far) if streams else None, tuple(samples), streams, is_far)
+    host = batch(~is_far).sample_digests()  # `reach` keeps copies alive until here
+    return Samples(host, batch(is_far) if reach.streams else None, tuple(samples), reach.streams, is_far)
 
 
 def _some(places: Places, rows: NDArray[np.int64]) -> Places:

@@ -1,0 +1,299 @@
+#include "pack_kernel.h"
+
+#include <algorithm>
+#include <bit>
+#include <cstdlib>
+#include <cstring>
+#include <utility>
+
+#include "bounds.h"
+
+namespace flowstone {
+namespace {
+
+constexpr std::size_t loops_max = PackPart::levels_max - 1;  // around a run, which is a level itself
+// A block makes one part at a time: a window of 32 MiB has as many as blocks that one launch has at most.
+constexpr std::uint64_t part_bytes = std::uint64_t{128} << 10;
+// A driver maps memory of a GPU in pages of so many bytes, or of a multiple.
+constexpr std::uint64_t device_page_bytes = std::uint64_t{2} << 20;
+
+// Rows shorter than this keep a copy engine from the bus' rate, by what is known of it; shorter copies are mostly their call.
+constexpr std::uint64_t row_bytes_min = 512;
+constexpr std::uint64_t copy_bytes_min = std::uint64_t{64} << 10;
+
+std::uint64_t magnitude(std::int64_t stride) { return static_cast<std::uint64_t>(std::abs(stride)); }
+
+/// Loops of a layout that are not more than a part has levels for, and the run inside.
+struct Nest {
+    std::span<const Layout::Loop> loops;
+    std::uint64_t run_bytes;
+    std::uint64_t address;
+};
+
+void add_parts(const Nest& nest, std::uint64_t begin, std::uint64_t bytes, std::uint64_t target, std::vector<PackPart>& parts) {
+    std::uint64_t all = nest.run_bytes | nest.address | begin | bytes | target | 16;
+    for (const Layout::Loop& loop : nest.loops) all |= magnitude(loop.memory_stride);
+    const auto unit_log = static_cast<std::uint8_t>(std::countr_zero(all));
+    PackPart part{nest.address, target, 0, 0, unit_log, 0, 0, {}};
+    part.levels[part.level_count++] = {nest.run_bytes >> unit_log, std::int64_t{1} << unit_log};
+    for (std::size_t d = nest.loops.size(); d-- > 0;) {
+        if (part.levels[0].count == 1) part.level_count = 0;  // a run is one element
+        part.levels[part.level_count++] = {nest.loops[d].count, nest.loops[d].memory_stride};
+    }
+    for (std::uint64_t at = 0; at < bytes; at += part_bytes) {
+        part.target = target + at;
+        part.first = (begin + at) >> unit_log;
+        part.units = static_cast<std::uint32_t>(std::min(part_bytes, bytes - at) >> unit_log);
+        parts.push_back(part);
+    }
+}
+
+/// Bytes of memory, from the layout's begin, in which packed bytes [begin, end) lie: as far as the outermost loop tells.
+std::pair<std::int64_t, std::int64_t> reach_of(const Layout& layout, std::uint64_t begin, std::uint64_t end) {
+    const Layout::Loop& outer = layout.loops().front();
+    const auto first = static_cast<std::int64_t>(begin / outer.packed_stride), last = static_cast<std::int64_t>((end - 1) / outer.packed_stride);
+    std::int64_t low = std::min(first * outer.memory_stride, last * outer.memory_stride);
+    std::int64_t high = std::max(first * outer.memory_stride, last * outer.memory_stride);
+    for (const Layout::Loop& loop : layout.loops().subspan(1))
+        (loop.memory_stride < 0 ? low : high) += static_cast<std::int64_t>(loop.count - 1) * loop.memory_stride;
+    return {low, high + static_cast<std::int64_t>(layout.run_bytes())};
+}
+
+// What is the same for each level of the kernel's text. Threads take elements that are as far apart as a block has threads: `step` is
+// that distance, as digits of a number whose places are the levels, and `at` is the element's. So one division for each level is made
+// for a part, and none for an element: digits are added, and carried.
+#define FLOWSTONE_LEVEL(d)                     \
+    "    mov.u64 at" #d ", 0;\n"               \
+    "    mov.u64 step" #d ", 0;\n"             \
+    "    mov.u64 count" #d ", 0x8000000000000000;\n" \
+    "    mov.u64 back" #d ", 0;\n"
+
+#define FLOWSTONE_DIGITS(d)                                        \
+    "    ld.global.v2.u64 {count" #d ", stride}, [entry];\n"       \
+    "    add.u64 entry, entry, 16;\n"                              \
+    "    div.u64 whole, rest, count" #d ";\n"                      \
+    "    mul.lo.u64 at" #d ", whole, count" #d ";\n"               \
+    "    sub.u64 at" #d ", rest, at" #d ";\n"                      \
+    "    mov.u64 rest, whole;\n"                                   \
+    "    div.u64 whole, leap, count" #d ";\n"                      \
+    "    mul.lo.u64 step" #d ", whole, count" #d ";\n"             \
+    "    sub.u64 step" #d ", leap, step" #d ";\n"                  \
+    "    mov.u64 leap, whole;\n"                                   \
+    "    mad.lo.u64 from, at" #d ", stride, from;\n"               \
+    "    mad.lo.u64 hop, step" #d ", stride, hop;\n"               \
+    "    mul.lo.u64 back" #d ", count" #d ", stride;\n"
+
+// A level that is over goes back to its begin, and the one around it goes on.
+#define FLOWSTONE_NEXT(outer, d)                      \
+    "    setp.eq.u32 over, levels, " #outer ";\n"     \
+    "    @over bra first_unit;\n"                     \
+    FLOWSTONE_DIGITS(outer)                           \
+    "    sub.u64 back" #d ", back" #d ", stride;\n"
+
+#define FLOWSTONE_CARRY(d, outer)                       \
+    "    add.u64 at" #d ", at" #d ", step" #d ";\n"     \
+    "    setp.ge.u64 turn, at" #d ", count" #d ";\n"    \
+    "    @turn sub.u64 at" #d ", at" #d ", count" #d ";\n" \
+    "    @turn sub.u64 from, from, back" #d ";\n"       \
+    "    @turn add.u64 at" #outer ", at" #outer ", 1;\n"
+
+}  // namespace
+
+// Neighbouring threads write neighbouring elements, so a warp writes whole lines over the bus; what it reads may lie anywhere, and the
+// GPU's cache has what others of its lines are read for. No local memory, no shared memory.
+const KernelText pack_text{
+    R"ptx(
+.version 6.0
+.target sm_50
+.address_size 64
+
+.visible .entry flowstone_pack(
+    .param .u64 pack_table,
+    .param .u64 pack_out,
+    .param .u32 pack_parts
+)
+{
+    .reg .pred over, turn, by1, by2, by8, by16;
+    .reg .u32 part, parts, blocks, thread, threads, unit, units, log, levels, a, b, c, d;
+    .reg .u64 table, out, entry, from, to, rest, leap, whole, stride, hop, along, eight;
+    .reg .u64 at0, at1, at2, at3, at4, at5, step0, step1, step2, step3, step4, step5;
+    .reg .u64 count0, count1, count2, count3, count4, count5, back0, back1, back2, back3, back4, back5;
+    .reg .u16 byte, half;
+
+    ld.param.u64 table, [pack_table];
+    ld.param.u64 out, [pack_out];
+    ld.param.u32 parts, [pack_parts];
+    mov.u32 part, %ctaid.x;
+    mov.u32 blocks, %nctaid.x;
+    mov.u32 thread, %tid.x;
+    mov.u32 threads, %ntid.x;
+
+next_part:
+    setp.ge.u32 over, part, parts;
+    @over bra end;
+    mad.wide.u32 entry, part, 128, table;
+    ld.global.u32 units, [entry+24];
+    mov.u32 unit, thread;
+    setp.ge.u32 over, unit, units;
+    @over bra part_over;
+    ld.global.u64 from, [entry];
+    ld.global.u64 to, [entry+8];
+    ld.global.u64 rest, [entry+16];
+    ld.global.u32 log, [entry+28];
+    shr.u32 levels, log, 8;
+    and.b32 levels, levels, 255;
+    and.b32 log, log, 255;
+    setp.eq.u32 by1, log, 0;
+    setp.eq.u32 by2, log, 1;
+    setp.eq.u32 by8, log, 3;
+    setp.eq.u32 by16, log, 4;
+    cvt.u64.u32 along, thread;
+    add.u64 rest, rest, along;
+    shl.b64 along, along, log;
+    add.u64 to, to, out;
+    add.u64 to, to, along;
+    cvt.u64.u32 leap, threads;
+    shl.b64 along, leap, log;
+    mov.u64 hop, 0;
+    add.u64 entry, entry, 32;
+)ptx"
+    FLOWSTONE_LEVEL(0) FLOWSTONE_LEVEL(1) FLOWSTONE_LEVEL(2) FLOWSTONE_LEVEL(3) FLOWSTONE_LEVEL(4) FLOWSTONE_LEVEL(5)
+    FLOWSTONE_DIGITS(0)
+    FLOWSTONE_NEXT(1, 0) FLOWSTONE_NEXT(2, 1) FLOWSTONE_NEXT(3, 2) FLOWSTONE_NEXT(4, 3) FLOWSTONE_NEXT(5, 4)
+    R"ptx(
+first_unit:
+    @by1 bra unit_of_1;
+    @by2 bra unit_of_2;
+    @by8 bra unit_of_8;
+    @by16 bra unit_of_16;
+    ld.global.u32 a, [from];
+    st.global.u32 [to], a;
+    bra next_unit;
+unit_of_1:
+    ld.global.u8 byte, [from];
+    st.global.u8 [to], byte;
+    bra next_unit;
+unit_of_2:
+    ld.global.u16 half, [from];
+    st.global.u16 [to], half;
+    bra next_unit;
+unit_of_8:
+    ld.global.u64 eight, [from];
+    st.global.u64 [to], eight;
+    bra next_unit;
+unit_of_16:
+    ld.global.v4.u32 {a, b, c, d}, [from];
+    st.global.v4.u32 [to], {a, b, c, d};
+
+next_unit:
+    add.u32 unit, unit, threads;
+    setp.ge.u32 over, unit, units;
+    @over bra part_over;
+    add.u64 to, to, along;
+    add.u64 from, from, hop;
+)ptx"
+    FLOWSTONE_CARRY(0, 1) FLOWSTONE_CARRY(1, 2) FLOWSTONE_CARRY(2, 3) FLOWSTONE_CARRY(3, 4) FLOWSTONE_CARRY(4, 5)
+    R"ptx(
+    bra first_unit;
+
+part_over:
+    add.u32 part, part, blocks;
+    bra next_part;
+
+end:
+    ret;
+}
+)ptx",
+    "flowstone_pack", 256, 1, 256};
+
+#undef FLOWSTONE_LEVEL
+#undef FLOWSTONE_DIGITS
+#undef FLOWSTONE_NEXT
+#undef FLOWSTONE_CARRY
+
+void add_parts(const Layout& layout, std::uint64_t address, std::uint64_t begin, std::uint64_t bytes, std::uint64_t target, std::vector<PackPart>& parts) {
+    if (bytes == 0) return;
+    const std::span<const Layout::Loop> loops = layout.loops();
+    const std::size_t outer = loops.size() - std::min(loops.size(), loops_max);
+    // What is around the levels of a part is turned here: a part for each time.
+    const std::uint64_t nest_bytes = outer == 0 ? layout.packed_bytes() : loops[outer - 1].packed_stride;
+    for (std::uint64_t at = begin; at < begin + bytes;) {
+        const std::uint64_t inside = at % nest_bytes, length = std::min(nest_bytes - inside, begin + bytes - at);
+        std::uint64_t nest_address = address, rest = at - inside;
+        for (const Layout::Loop& loop : loops.first(outer)) {
+            nest_address += rest / loop.packed_stride * static_cast<std::uint64_t>(loop.memory_stride);
+            rest %= loop.packed_stride;
+        }
+        add_parts(Nest{loops.subspan(outer), layout.run_bytes(), nest_address}, inside, length, target + (at - begin), parts);
+        at += length;
+    }
+}
+
+bool has_long_rows(const Layout& layout) {
+    if (layout.run_bytes() >= copy_bytes_min) return true;
+    const Layout::Loop& inner = layout.loops().back();
+    const bool is_copied = inner.memory_stride >= static_cast<std::int64_t>(layout.run_bytes()) && magnitude(inner.memory_stride) <= device_stride_max;
+    return layout.run_bytes() >= row_bytes_min && is_copied && (layout.loops().size() == 1 || inner.count * layout.run_bytes() >= copy_bytes_min);
+}
+
+PackKernel::PackKernel(std::shared_ptr<const PrimaryContext> context, std::shared_ptr<LaunchMemory> memory, CudaDriver::Stream stream)
+    : context_(std::move(context)), driver_(context_->driver()), memory_(std::move(memory)) {
+    const Visit visit(driver_, context_->get());
+    kernel_ = std::make_unique<TableKernel>(driver_, pack_text, stream);
+}
+
+PackKernel::~PackKernel() {
+    const Visit visit(driver_, context_->get());
+    memory_->settle();
+    kernel_.reset();
+}
+
+int PackKernel::launch(CudaDriver::Stream stream, const std::byte* table, const std::byte* out, std::uint32_t parts) const {
+    return kernel_->launch(stream, table, out, parts);
+}
+
+/// A kernel that reads memory which is not there ends the GPU's context; a copy would only be refused. The caller may have given it
+/// back since.
+bool PackKernel::is_there(const DeviceCopy& copy) const {
+    const auto [low, high] = reach_of(*copy.layout, copy.begin, copy.begin + copy.bytes);
+    const auto is_mapped = [this](std::uint64_t address) {
+        int is = 0;
+        return driver_.pointer_attribute(&is, cuda_pointer_mapped, address) == 0 && is != 0;
+    };
+    const std::uint64_t first = copy.device + static_cast<std::uint64_t>(low), last = copy.device + static_cast<std::uint64_t>(high) - 1;
+    for (std::uint64_t at = first; at < last; at += device_page_bytes)
+        if (!is_mapped(at)) return false;
+    return is_mapped(last);
+}
+
+/// Where kernels find pinned memory of ours, which is not the address that it has here on every system.
+std::optional<std::uint64_t> PackKernel::device_pointer(const std::byte* begin, std::uint64_t bytes) const {
+    CudaDriver::Address first = 0, last = 0;
+    auto* const host = const_cast<std::byte*>(begin);
+    if (driver_.host_pointer(&first, host, 0) != 0 || driver_.host_pointer(&last, host + (bytes - 1), 0) != 0) return std::nullopt;
+    if (last - first != bytes - 1) return std::nullopt;
+    return first;
+}
+
+std::optional<PackKernel::Launched> PackKernel::copy(CudaDriver::Stream stream, std::span<const DeviceCopy> copies) const {
+    if (!is_loaded()) return std::nullopt;
+    const std::byte* begin = copies.front().host;
+    const std::byte* end = begin;
+    for (const DeviceCopy& copy : copies) begin = std::min<const std::byte*>(begin, copy.host), end = std::max<const std::byte*>(end, copy.host + copy.bytes);
+    begin -= reinterpret_cast<std::uintptr_t>(begin) % 16;
+    const std::optional<std::uint64_t> out = device_pointer(begin, static_cast<std::uint64_t>(end - begin));
+    if (!out || *out % 16 != 0) return std::nullopt;
+    std::vector<PackPart> parts;
+    for (const DeviceCopy& copy : copies) {
+        if (!is_there(copy)) return Launched{cuda_invalid_value, nullptr};
+        add_parts(*copy.layout, copy.device, copy.begin, copy.bytes, static_cast<std::uint64_t>(copy.host - begin), parts);
+    }
+    const auto table = std::make_shared<LaunchLease>(shared_from_this(), memory_, parts.size() * sizeof(PackPart));
+    if (!(*table)->is_pinned()) return std::nullopt;
+    std::memcpy((*table)->memory, parts.data(), parts.size() * sizeof(PackPart));
+    const int error = kernel_->launch(stream, (*table)->memory, reinterpret_cast<const std::byte*>(*out), static_cast<std::uint32_t>(parts.size()));
+    const int noted = memory_->note_use(**table, stream);
+    return Launched{error != 0 ? error : noted, table};
+}
+
+}  // namespace flowstone

@@ -24,6 +24,7 @@
 #include "bind_device.h"
 #include "bind_feed.h"
 #include "bind_held.h"
+#include "bind_layouts.h"
 #include "bind_mapping.h"
 #include "bind_queues.h"
 #include "bind_tensors.h"
@@ -44,9 +45,10 @@ using Unlocked = nb::gil_scoped_release;
 
 struct PyArena : Held<Arena> {};
 struct PyFile : Held<const File> {};
-struct PyWriteExtents : Held<const WriteExtents> {};
+struct PyWriteExtents : Held<WriteExtents> {
+    Held<MutationDetector> watch{};  // until a job takes it over; null: the job begins one
+};
 struct PyReadExtents : Held<const ReadExtents> {};
-struct PyScatter { Layout layout; };
 
 /// Destructors of jobs and engines wait for threads and devices, so they run without the interpreter lock.
 template <class T> struct Waiting : Held<T> {
@@ -64,27 +66,7 @@ struct PyReadJob : Waiting<ReadJob> {};
 struct PyEngine : Waiting<Engine> {};
 struct PyGuardedCopy : Waiting<GuardedCopy> {};
 
-template <class Kind> std::vector<Layout> layouts_of(const std::vector<const Kind*>& kinds) {
-    std::vector<Layout> layouts;
-    layouts.reserve(kinds.size());
-    for (const Kind* kind : kinds) layouts.push_back(kind->layout);
-    return layouts;
-}
-
 Priority priority_of(bool background) { return background ? Priority::background : Priority::normal; }
-
-using Sizes = std::vector<std::uint64_t>;
-using Strides = std::vector<std::int64_t>;
-
-PyGather make_gather(std::uint64_t item_bytes, const Sizes& shape, const Strides& strides_bytes) {
-    if (strides_bytes.size() != shape.size()) throw std::invalid_argument("shape and strides_bytes differ in length");
-    return {Layout::whole(item_bytes, shape, strides_bytes)};
-}
-
-PyScatter make_scatter(std::uint64_t item_bytes, const Sizes& extent_shape, const Sizes& offset, const Sizes& shape,
-                       const Strides& strides_bytes) {
-    return {Layout::box(item_bytes, extent_shape, offset, shape, strides_bytes)};
-}
 
 std::vector<std::shared_ptr<Device>> devices_of(const std::vector<const PyDevice*>& found) {
     std::vector<std::shared_ptr<Device>> devices;
@@ -108,8 +90,7 @@ PyWriteExtents make_write_extents(const Array& file, const Array& offset, const 
                             const Array& chunk, const Array& layout, const std::vector<const PyGather*>& layouts,
                             std::uint64_t chunks, const std::optional<Array>& lazy, const std::optional<Array>& device,
                             const std::vector<const PyDevice*>& devices, const std::vector<Array>& samples,
-                            const std::optional<Array>& seed, const std::optional<PyEncoder>& encoder, std::uint32_t encoded_from,
-                            const std::optional<DerivedColumns>& derived, const std::optional<PyFeed>& feed,
+                            const std::optional<Array>& seed, const std::optional<DerivedColumns>& derived, const std::optional<PyFeed>& feed,
                             const std::optional<Array>& gathered, const std::vector<std::optional<PyDigested>>& digested) {
     const std::size_t count = row_count(file);
     const auto files = column<std::uint32_t>(file, "file", count);
@@ -127,8 +108,6 @@ PyWriteExtents make_write_extents(const Array& file, const Array& offset, const 
     for (const std::optional<PyDigested>& one : digested) rows->digested.push_back(one ? one->digested.held.get() : nullptr);
     rows->layouts = layouts_of(layouts);
     rows->chunks = chunks;
-    if (encoder) rows->encoder = encoder->held;
-    rows->encoded_from = encoded_from;
     rows->rows.reserve(count);
     for (std::size_t i = 0; i < count; ++i)
         rows->rows.push_back(
@@ -140,10 +119,10 @@ PyWriteExtents make_write_extents(const Array& file, const Array& offset, const 
     if (derived) add_derivations(*derived, rows->rows);
     if (feed) {
         if (feed->held->rows() != count) throw std::invalid_argument("feed: not as many rows");
-        if (lazy || device || encoder) throw std::invalid_argument("feed: rows that are lazy, on a device or encoded");
+        if (lazy || device) throw std::invalid_argument("feed: rows that are lazy or on a device");
         rows->feed = feed->held;
     }
-    return {{std::move(rows)}};
+    return {{std::move(rows)}, {}};
 }
 
 PyReadExtents make_read_extents(const Array& file, const Array& offset, const Array& length, const Array& address,
@@ -183,15 +162,16 @@ Watching watching_of(const std::string& name) {
 }
 
 PyWriteJob start_write(const PyEngine& engine, const PyArena& arena,
-                       const std::vector<std::tuple<const PyFile*, std::uint64_t>>& files, const PyWriteExtents& rows,
+                       const std::vector<std::tuple<const PyFile*, std::uint64_t>>& files, PyWriteExtents& rows,
                        std::uint64_t gap_bytes, std::optional<std::uint32_t> blocks, std::uint64_t bytes_per_s,
                        std::uint64_t cap_bytes_per_s, const std::string& watch, bool files_ready) {
     std::vector<TargetFile> targets;
     for (const auto& [file, bytes] : files) targets.push_back({file->held, bytes});
     PyWriteJob job;
+    std::shared_ptr<MutationDetector> detector = std::move(rows.watch.held);
     const Unlocked unlocked;
     const WriteOptions options{gap_bytes, blocks.value_or(UINT32_MAX), bytes_per_s, cap_bytes_per_s, watching_of(watch), files_ready};
-    job.held = engine.held->write(arena.held, targets, rows.held, options);
+    job.held = engine.held->write(arena.held, targets, rows.held, options, std::move(detector));
     return job;
 }
 
@@ -327,30 +307,33 @@ void bind_lines(nb::module_& module) {
 }
 
 void bind_rows(nb::module_& module) {
-    nb::class_<PyGather>(module, "GatherLayout")
-        .def("__init__", [](PyGather* self, std::uint64_t item_bytes, const Sizes& shape, const Strides& strides_bytes) {
-            new (self) PyGather(make_gather(item_bytes, shape, strides_bytes));
-        }, nb::kw_only(), "item_bytes"_a, "shape"_a, "strides_bytes"_a);
-    nb::class_<PyScatter>(module, "ScatterLayout")
-        .def("__init__", [](PyScatter* self, std::uint64_t item_bytes, const Sizes& extent_shape, const Sizes& offset,
-                            const Sizes& shape, const Strides& strides_bytes) {
-            new (self) PyScatter(make_scatter(item_bytes, extent_shape, offset, shape, strides_bytes));
-        }, nb::kw_only(), "item_bytes"_a, "extent_shape"_a, "offset"_a, "shape"_a, "strides_bytes"_a);
     bind_feed(module);
     nb::class_<PyWriteExtents>(module, "WriteExtents")
         .def("__init__", [](PyWriteExtents* self, const Array& file, const Array& offset, const Array& length, const Array& address,
                             const Array& chunk, const Array& layout, const std::vector<const PyGather*>& layouts, std::uint64_t chunks,
                             const std::optional<Array>& lazy, const std::optional<Array>& device,
                             const std::vector<const PyDevice*>& devices, const std::vector<Array>& samples,
-                            const std::optional<Array>& seed, const std::optional<PyEncoder>& encoder, std::uint32_t encoded_from,
-                            const std::optional<DerivedColumns>& derived, const std::optional<PyFeed>& feed,
+                            const std::optional<Array>& seed, const std::optional<DerivedColumns>& derived, const std::optional<PyFeed>& feed,
                             const std::optional<Array>& gathered, const std::vector<std::optional<PyDigested>>& digested) {
             new (self) PyWriteExtents(make_write_extents(file, offset, length, address, chunk, layout, layouts, chunks, lazy, device, devices,
-                                                   samples, seed, encoder, encoded_from, derived, feed, gathered, digested));
+                                                   samples, seed, derived, feed, gathered, digested));
         }, nb::kw_only(), "file"_a, "offset"_a, "length"_a, "address"_a, "chunk"_a, "layout"_a, "layouts"_a, "chunks"_a,
            "lazy"_a = nb::none(), "device"_a = nb::none(), "devices"_a = std::vector<const PyDevice*>(), "samples"_a = std::vector<Array>(),
-           "seed"_a = nb::none(), "encoder"_a = nb::none(), "encoded_from"_a = 0, "derived"_a = nb::none(), "feed"_a = nb::none(),
+           "seed"_a = nb::none(), "derived"_a = nb::none(), "feed"_a = nb::none(),
            "gathered"_a = nb::none(), "digested"_a = std::vector<std::optional<PyDigested>>())
+        .def("encode", [](PyWriteExtents& rows, const PyEncoder& encoder, std::uint32_t encoded_from) {
+            if (rows.held->feed != nullptr) throw std::invalid_argument("encode: rows of a feed");
+            rows.held->encoder = encoder.held;
+            rows.held->encoded_from = encoded_from;
+        }, "encoder"_a, "encoded_from"_a)
+        .def("watch", [](PyWriteExtents& rows, const std::string& how) {
+            std::shared_ptr<MutationDetector> watch;
+            {
+                const Unlocked unlocked;
+                watch = std::make_shared<MutationDetector>(*rows.held, watching_of(how));
+            }
+            rows.watch.held = std::move(watch);
+        }, "how"_a)
         .def("sample_digests", [](const PyWriteExtents& rows) {
             std::vector<std::uint64_t> digests;
             {
@@ -490,6 +473,7 @@ NB_MODULE(_native, module) {
     bind_devices(module);
     bind_lines(module);
     bind_codecs(module);
+    bind_layouts(module);
     bind_rows(module);
     bind_tensors(module);
     bind_jobs(module);

@@ -17,6 +17,7 @@
 
 #include "bind_columns.h"
 #include "bind_held.h"
+#include "bind_layouts.h"
 #include "device_cuda.h"
 #include "digest_kernel.h"
 #include "gather_kernel.h"
@@ -35,9 +36,6 @@ struct GatheredArray {
     Held<Device> device;
     Held<const Gathered> gathered;  // goes first
 };
-
-/// How a row's bytes lie in strided memory.
-struct PyGather { Layout layout; };
 
 inline nb::object gather(const PyDevice& device, std::uintptr_t stream, const Array& address, const Array& begin, const Array& length,
                          const Array& layout, const std::vector<const PyGather*>& layouts) {

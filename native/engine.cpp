@@ -68,7 +68,8 @@ template <class Running> void Engine::keep_locked(const std::shared_ptr<Running>
 }
 
 std::shared_ptr<WriteJob> Engine::write(std::shared_ptr<Arena> arena, const std::vector<TargetFile>& files,
-                                        std::shared_ptr<const WriteExtents> rows, const WriteOptions& options) {
+                                        std::shared_ptr<const WriteExtents> rows, const WriteOptions& options,
+                                        std::shared_ptr<MutationDetector> detector) {
     std::vector<std::shared_ptr<const File>> opened;
     std::vector<std::uint64_t> sizes;
     for (const TargetFile& target : files) {
@@ -82,7 +83,8 @@ std::shared_ptr<WriteJob> Engine::write(std::shared_ptr<Arena> arena, const std:
     if (!rows->keeps_places()) check_encodable(*rows);
     const std::lock_guard lock(mutex_);
     Machine machine = machine_locked(*arena);
-    auto job = std::make_shared<WriteJob>(std::move(machine), std::move(arena), std::move(opened), std::move(sizes), std::move(rows), options);
+    auto job = std::make_shared<WriteJob>(std::move(machine), std::move(arena), std::move(opened), std::move(sizes), std::move(rows), options,
+                                          std::move(detector));
     if (auto pages = job->detector().pages().open()) written_pages_ = std::move(pages);
     keep_locked(job);
     return job;

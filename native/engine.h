@@ -46,9 +46,10 @@ public:
     std::string backend() const { return backend_name_; }
 
     /// Start a job; throws std::invalid_argument for invalid rows, a closed engine, or an arena whose blocks are
-    /// smaller than a request.
+    /// smaller than a request. `detector`: see WriteJob.
     std::shared_ptr<WriteJob> write(std::shared_ptr<Arena> arena, const std::vector<TargetFile>& files,
-                                    std::shared_ptr<const WriteExtents> rows, const WriteOptions& options);
+                                    std::shared_ptr<const WriteExtents> rows, const WriteOptions& options,
+                                    std::shared_ptr<MutationDetector> detector = nullptr);
     std::shared_ptr<ReadJob> read(std::shared_ptr<Arena> arena, std::vector<std::shared_ptr<const File>> files,
                                   std::shared_ptr<const ReadExtents> rows, const ReadOptions& options);
 

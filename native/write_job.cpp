@@ -69,13 +69,14 @@ private:
 };
 
 WriteJob::WriteJob(Machine machine, std::shared_ptr<Arena> arena, std::vector<std::shared_ptr<const File>> files,
-                   std::vector<std::uint64_t> sizes, std::shared_ptr<const WriteExtents> rows, const WriteOptions& options)
+                   std::vector<std::uint64_t> sizes, std::shared_ptr<const WriteExtents> rows, const WriteOptions& options,
+                   std::shared_ptr<MutationDetector> detector)
     : Job(std::move(machine), std::move(arena), std::move(files)),
       sizes_(std::move(sizes)),
       rows_(std::move(rows)),
       options_(options),
       digests_(rows_->chunks, 0),
-      detector_(*rows_, options_.watching),
+      detector_(detector ? std::move(detector) : std::make_shared<MutationDetector>(*rows_, options_.watching)),
       files_ready_(options_.files_ready) {
     const auto is_derived = [](const WriteExtent& row) { return row.derivation != Derivation::none; };
     if (std::any_of(rows_->rows.begin(), rows_->rows.end(), is_derived)) derived_.emplace(*rows_);
@@ -94,7 +95,7 @@ WriteJob::WriteJob(Machine machine, std::shared_ptr<Arena> arena, std::vector<st
             await_files();
             clear_gaps(windows);  // may throw as well; then the job has failed
         });
-        detector_.let_go();
+        detector_->let_go();
     });
 }
 
@@ -172,7 +173,7 @@ void WriteJob::begin_all(const std::vector<WriteWindow>& windows) {
         assert(block);  // the arena stays open while the job uses it
         begin(window, std::move(*block));
     }
-    if (stopping()) detector_.let_go();  // also of windows that never began
+    if (stopping()) detector_->let_go();  // also of windows that never began
     if (stopping() && rows_->feed) rows_->feed->end();
 }
 
@@ -268,7 +269,7 @@ void WriteJob::list_copies(Window& window, LiveAccess& live) {
     };
     for (const WriteRun& run : runs_of(window.planned))
         if (!stopping())
-            fetch_run(*rows_, run, window.block.bytes() + (run.begin - window.planned.begin), window.rest, list, detector_, live);
+            fetch_run(*rows_, run, window.block.bytes() + (run.begin - window.planned.begin), window.rest, list, *detector_, live);
 }
 
 /// Continue when all copies are over, even failed ones: until then devices use the block.
@@ -308,9 +309,9 @@ void WriteJob::capture(const std::shared_ptr<Window>& window, LiveAccess& live) 
     for (const WriteRun& run : runs) {
         std::byte* const image = this->image(*window) + (run.begin - window->planned.begin);
         if (!run.appended && !window->in_place) add_ops(ops, window, run.begin, {image, run.end - run.begin});
-        capture_run(*rows_, run, image, window->rest, notes, detector_, live);
+        capture_run(*rows_, run, image, window->rest, notes, *detector_, live);
         bytes += row_bytes(*rows_, run);
-        settle_run(*rows_, run, detector_);
+        settle_run(*rows_, run, *detector_);
         if (rows_->feed) tell_captured(run);
     }
     copied_bytes_ += bytes;
@@ -456,7 +457,7 @@ void WriteJob::end_op(const std::shared_ptr<Window>& window, std::uint64_t bytes
 }
 
 void WriteJob::take_change() {
-    const std::optional<MutationDetector::Change> change = detector_.change();
+    const std::optional<MutationDetector::Change> change = detector_->change();
     if (!change) return;
     const WriteExtent& row = rows_->rows[change->row];
     take_outcome(Fault{"capture", change->error, files_[row.file]->path, row.offset + change->begin, change->end - change->begin});
@@ -471,7 +472,7 @@ void WriteJob::queue(Window& window) {
 
 void WriteJob::release(Window& window) {
     if (std::exchange(window.released, true)) return;
-    if (stopping()) detector_.let_go();  // no result is needed any more; do not make later writes pay for it
+    if (stopping()) detector_->let_go();  // no result is needed any more; do not make later writes pay for it
     queue(window);
     release_sources();
 }

@@ -52,9 +52,10 @@ struct WriteOptions {
 class WriteJob final : public Job {
 public:
     /// Starts at once. `rows` have passed check_extents; the arena's blocks hold a request.
-    /// `sizes`: of the files.
+    /// `sizes`: of the files. `detector`: of these rows, if they are watched already; null: they are from now on.
     WriteJob(Machine machine, std::shared_ptr<Arena> arena, std::vector<std::shared_ptr<const File>> files,
-             std::vector<std::uint64_t> sizes, std::shared_ptr<const WriteExtents> rows, const WriteOptions& options);
+             std::vector<std::uint64_t> sizes, std::shared_ptr<const WriteExtents> rows, const WriteOptions& options,
+             std::shared_ptr<MutationDetector> detector = nullptr);
     ~WriteJob();
 
     /// Whether no early source on the host will be read any more, and those on devices are queued or gathered, after at most
@@ -82,7 +83,7 @@ public:
     /// complete.
     std::optional<std::uint64_t> first_bad(std::uint32_t file, int fd) const;
     /// How lazy sources are watched.
-    const MutationDetector& detector() const { return detector_; }
+    const MutationDetector& detector() const { return *detector_; }
 
 private:
     struct Window;  // one window under way
@@ -130,7 +131,7 @@ private:
     const std::shared_ptr<const WriteExtents> rows_;
     const WriteOptions options_;
     std::vector<std::uint64_t> digests_;
-    MutationDetector detector_;
+    const std::shared_ptr<MutationDetector> detector_;
     std::optional<DerivedChunks> derived_;  // none: no row is derived
     std::optional<Appender> appender_;  // none: chunks keep their planned places
     std::atomic<bool> expedite_{false};

@@ -380,17 +380,15 @@ class WriteExtents:
     layout[i] is an index into `layouts`, or -1 when the source is contiguous.
     chunk[i] is the index in the job's digests of the row's first chunk; the row fills
     ceil(length / CHUNK_BYTES) of them. A row of length 0 has no chunk.
-    lazy[i]: the row may be captured after the caller has gone on (None: no row may). A few lines of every
-    chunk of such a row are read when the job starts, and compared with what is captured.
+    lazy[i]: the row may be captured after the caller has gone on (None: no row may). Such a row is watched for changes
+    until it is captured: from `watch` on, or else from the start of the job.
     device[i]: index into `devices`, whose memory `address[i]` is in, or -1 for the host's (None: all are).
     seed[i]: by it the lines of a lazy row lie where they do (None: 0).
     samples: for each device, LINE_BYTES at each of the `line_begins` of its lazy rows, in the order of the rows;
     there before the device's first copy is made, and kept by the caller until all is captured.
     digested: for each device, those of its lazy rows' chunks, in that order, in the place of samples; or None: there
     are samples. Kept as samples are. Empty: None for each.
-    encoder: None is the identity. With another one chunks lie where WriteJob.stored says, and a row of NO_DIGEST must
-    fill the first blocks of its file. It is for files from number `encoded_from` on.
-    derived: how each of the encoder's rows may follow from another one (0: it does not, 1: it has the same bytes, 2
+    derived: how each of an encoder's rows may follow from another one (0: it does not, 1: it has the same bytes, 2
     and 3: it is what the other one's float32 numbers are rounded to as bfloat16 and float16), and the first chunk of
     that one, which is as long, or twice as long, and captured no later. None: no row does.
     gathered[i]: the device puts the row's bytes at `address[i]` in host memory (Device.gather), before its first copy
@@ -404,10 +402,19 @@ class WriteExtents:
         layouts: Sequence[GatherLayout], chunks: int, lazy: NDArray[np.bool_] | None = None,
         device: NDArray[np.int32] | None = None, devices: Sequence[Device] = (),
         samples: Sequence[NDArray[np.uint8]] = (), seed: NDArray[np.uint64] | None = None,
-        encoder: Encoder | None = None, encoded_from: int = 0,
         derived: tuple[NDArray[np.uint8], NDArray[np.uint64]] | None = None, feed: Feed | None = None,
         gathered: NDArray[np.bool_] | None = None, digested: Sequence[Digested | None] = (),
     ) -> None: ...
+    def encode(self, encoder: Encoder, encoded_from: int) -> None:
+        """Have chunks of files from number `encoded_from` on encoded by jobs that are started later; else they are
+        stored as they are. Unless the encoder is the identity, chunks lie where WriteJob.stored says, and a row of
+        NO_DIGEST must fill the first blocks of its file.
+        """
+    def watch(self, how: Literal["auto", "digests", "exact", "samples"]) -> None:
+        """Watch lazy rows from now on, as `how` says (see Engine.write), until the next job that writes these rows has
+        captured them, or the rows are let go. Blocks while a few lines of every chunk are read that is not watched
+        exactly.
+        """
     def sample_digests(self) -> NDArray[np.uint64]:
         """For each row a digest of a few lines of it, as they are now (of a device's: as `samples` has them).
 
@@ -583,7 +590,8 @@ class Engine:
         bytes_per_s  how fast lazy rows may begin before `expedite`; 0: as fast as they can
         cap_bytes_per_s  limit of the rate at which any window begins, in any case; 0: no limit
         watch      which lazy rows on the host are watched exactly, if the system can: by what it costs ("auto" and
-                   "digests"), all, none. Others are sampled
+                   "digests"), all, none. Of others a few lines of every chunk are read, and compared with what is
+                   captured. Without meaning for rows that are watched already
         files_ready  False: nothing is written before the job's `files_ready`, and what is captured meanwhile stays in
                    the arena. A job that is never told so ends by `cancel`
         """

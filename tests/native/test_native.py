@@ -438,10 +438,30 @@ def test_memory_that_the_system_refuses_is_an_os_error():
     assert apart(_rows_beyond_the_limit) == errno.ENOMEM
 
 
+@pytest.mark.parametrize("how", ["samples", "auto"])
+def test_rows_are_watched_from_before_their_job_on(engine, arena, tmp_path, how):
+    source = np.arange(1_000_000, dtype=np.uint64)
+    fd, file = open_file(tmp_path / "file", 8 * MIB, direct=False)
+    rows = write_rows([0], [source], lazy=np.array([True]))
+    rows.watch(how)
+    source += 1
+    job = engine.write(arena, [(file, 8 * MIB)], rows, watch=how)
+    assert job.wait(60)
+    assert job.fault is not None
+    assert job.fault.operation == "capture"
+    again = engine.write(arena, [(file, 8 * MIB)], rows, watch=how)  # each watch is of one job
+    assert again.wait(60)
+    assert again.fault is None
+    assert os.pread(fd, source.nbytes, 0) == source.tobytes()
+    os.close(fd)
+
+
 def test_identity_stores_every_chunk_as_it_was_planned(engine, arena, tmp_path):
     source = np.arange(300_000, dtype=np.uint64)
     fd, file = open_file(tmp_path / "file", 4 * MIB, direct=False)
-    job = engine.write(arena, [(file, 4 * MIB)], write_rows([4096], [source], encoder=native.identity_encoder()))
+    rows = write_rows([4096], [source])
+    rows.encode(native.identity_encoder(), 0)
+    job = engine.write(arena, [(file, 4 * MIB)], rows)
     assert job.wait(60)
     assert job.stored is None
     assert job.file_ends == []

@@ -325,8 +325,8 @@ class StoreContract:
             length=np.array([sources[0].nbytes, ALIGNMENT, sources[1].nbytes], np.uint64),
             address=np.array([one.ctypes.data for one in (sources[0], room, sources[1])], np.uint64),
             chunk=np.array([0, _native.NO_DIGEST, 1], np.uint64), layout=np.full(3, -1, np.int64), layouts=[], chunks=5,
-            encoder=encoder, encoded_from=1,
         )
+        rows.encode(encoder, 1)
         receipt = store.write(files, rows, arena).receipt()
         assert receipt.error is None
         found = receipt.encoded

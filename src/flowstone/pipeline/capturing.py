@@ -9,17 +9,16 @@ from msgspec.structs import replace
 
 from flowstone import _native
 from flowstone.commit import publish
-from flowstone.config import CHUNK_BYTES, DRAFT_TRIES
+from flowstone.config import CHUNK_BYTES, DRAFT_TRIES, Watch
 from flowstone.errors import StorageError
 from flowstone.format.manifest import SegmentRow
 from flowstone.pipeline.base import Base, Referred, refer
 from flowstone.pipeline.messages import Assignment
 from flowstone.pipeline.plan_cache import CachedPlan, lazy_pieces
 from flowstone.plan.write import WritePlan
-from flowstone.stage.capture import Staged, WriteTarget, start_capture
+from flowstone.stage.capture import Sources, WriteTarget, start_capture, watch_sources
 from flowstone.state import CounterCheck, Described
-from flowstone.store.base import Pace, Store
-from flowstone.table.pieces import Places
+from flowstone.store.base import Pace, Store, Writing
 
 
 class Capture(msgspec.Struct, frozen=True, eq=False):
@@ -35,7 +34,8 @@ class Capture(msgspec.Struct, frozen=True, eq=False):
     plan: WritePlan
     referred: Referred | None
     assignment: Assignment
-    staged: Staged
+    sources: Sources
+    writing: Writing
     check: CounterCheck
     arena_bytes: int
     is_reserved: bool
@@ -45,7 +45,7 @@ class Capture(msgspec.Struct, frozen=True, eq=False):
         """Those that list tensors."""
         return [
             SegmentRow(at, None, file.name, file.bytes, file.header_bytes, header)
-            for at, (file, header) in enumerate(zip(self.plan.segments, self.staged.headers, strict=True))
+            for at, (file, header) in enumerate(zip(self.plan.segments, self.sources.headers, strict=True))
             if not file.chunks
         ]
 
@@ -55,34 +55,38 @@ class Capture(msgspec.Struct, frozen=True, eq=False):
 
     def abandon(self, store: Store) -> None:
         """Cancel the capture of a save that cannot be finished, and remove its files."""
-        self.staged.writing.cancel()
-        self.staged.writing.receipt()
+        self.writing.cancel()
+        self.writing.receipt()
         self.remove(store)
 
 
+def watch(cached: CachedPlan, described: Described, how: Watch, step: int) -> Sources:
+    """Watch what is captured late from now on. Nothing is left of it if it is interrupted, or never captured."""
+    described.counters.begin(cached.late())
+    return watch_sources(cached.plan, cached.places(described), cached.headers, watch=how, seed=step)
+
+
 def begin_capture(
-    target: WriteTarget, draft: publish.Draft, cached: CachedPlan, described: Described, pace: Pace, base: Base | None
+    target: WriteTarget, draft: publish.Draft, cached: CachedPlan, described: Described, sources: Sources, pace: Pace,
+    base: Base | None,
 ) -> Capture:
     """Start the capture of a save into its draft, `target`. Call it uninterrupted."""
-    store, arena = target.store, target.arena
-    plan, places, late = cached.plan, cached.places(described), cached.late()
-    described.counters.begin(late)
-    lazy = lazy_pieces(cached.layout, cached.waiter)
-    check = CounterCheck(described.counters, cached.layout, late, lazy)
-    is_aside = _reserves_aside(store, cached)
+    store, plan, lazy = target.store, cached.plan, lazy_pieces(cached.layout, cached.waiter)
+    check = CounterCheck(described.counters, cached.layout, cached.late(), lazy)
+    is_aside = _reserves_aside(store, sources)
     referred: Referred | None = None
     try:
         if plan.rests.any() or cached.kept is not None:
             referred = refer(store, draft, base, plan, cached.kept)
         chunks = None if referred is None else referred.chunks
-        staged = _capture_into(replace(target, base=chunks), draft, cached, places, pace, reserved=not is_aside)
+        writing = _capture_into(replace(target, base=chunks), draft, sources, pace, reserved=not is_aside)
     except BaseException as error:
         if getattr(error, "errno", 0) != errno.EEXIST:  # a file that existed before is not ours
             _remove(store, draft, plan, referred)
         raise
+    arena_bytes = with_rests(plan.file_bytes, target.arena) if sources.streams else plan.file_bytes
     return Capture(
-        draft, plan, referred, cached.assignment, staged, check, _arena_bytes(plan, staged, arena),
-        is_reserved=not is_aside,
+        draft, plan, referred, cached.assignment, sources, writing, check, arena_bytes, is_reserved=not is_aside
     )
 
 
@@ -91,38 +95,31 @@ def _remove(store: Store, draft: publish.Draft, plan: WritePlan, referred: Refer
     publish.remove_own(store, draft, [*(segment.name for segment in plan.segments), *linked])
 
 
-def _reserves_aside(store: Store, cached: CachedPlan) -> bool:
+def _reserves_aside(store: Store, sources: Sources) -> bool:
     """Whether another thread allocates the segments, so that the caller does not wait for a busy file system.
 
     The caller does it if it waits for the whole save anyway, or still has to plan; also if free space looks too
     small, so that the call of `save` itself fails (a store may see to that by itself).
     """
-    plan = cached.plan
-    if plan.lazy_bytes == 0 or not cached.headers.are_known:
+    plan = sources.plan
+    if plan.lazy_bytes == 0 or not sources.planned:
         return False
     return store.capabilities.checks_room or store.free_bytes() >= plan.file_bytes
 
 
 def _capture_into(
-    target: WriteTarget, draft: publish.Draft, cached: CachedPlan, places: Places, pace: Pace, *, reserved: bool
-) -> Staged:
+    target: WriteTarget, draft: publish.Draft, sources: Sources, pace: Pace, *, reserved: bool
+) -> Writing:
     """Start the capture. Retries if a rank that gives up removes the empty directory in between."""
     tries = DRAFT_TRIES
     while True:
         try:
-            return start_capture(
-                target, cached.plan, places, pace, cached.headers, seed=draft.step, reserved=reserved
-            )
+            return start_capture(target, sources, pace, reserved=reserved)
         except StorageError as error:
             tries -= 1
             if error.errno != errno.ENOENT or tries <= 0:
                 raise
         publish.begin(target.store, draft.step, draft.id)
-
-
-def _arena_bytes(plan: WritePlan, staged: Staged, arena: _native.Arena) -> int:
-    """Size of an arena that would hold the whole save."""
-    return with_rests(plan.file_bytes, arena) if staged.streams else plan.file_bytes
 
 
 def with_rests(file_bytes: int, arena: _native.Arena) -> int:

@@ -48,7 +48,7 @@ def write(
         begun, plan = run.begun, run.begun.plan
         for name in unneeded(plan, begun.referred, written.segments):
             store.remove(inside(begun.draft.directory, name))
-        places = written.places or places_of(plan, begun.staged.offsets)
+        places = written.places or places_of(plan, begun.sources.offsets)
         run.base = Base(
             begun.draft.step, begun.draft.id, plan.pieces, begun.assignment.lazy(),
             captured_digests(plan, receipt), written.segments, places, None, run.loads, _stored(places),

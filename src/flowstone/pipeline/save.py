@@ -1,6 +1,6 @@
 """THE ORDER of a save, by a group of N ranks, N at least 1. A single process is a group of one.
 
-    state --Described--> plan --WritePlan--> stage --Staged--> store --Receipt--> commit --Manifest-->
+    state --Described--> plan --WritePlan--> stage --Sources--> store --Receipt--> commit --Manifest-->
 
 On the caller's thread   `Saves.save`: describe, agree (what is known already), plan, capture
 On the act's thread      `flowstone-act`: what no signal handler may interrupt, while the caller waits for it
@@ -33,7 +33,7 @@ from flowstone.events import Committed, Prepared, SaveFailed, SaveStarted
 from flowstone.log import log
 from flowstone.pipeline.absence import Absence
 from flowstone.pipeline.base import Base
-from flowstone.pipeline.capturing import begin_capture, with_rests
+from flowstone.pipeline.capturing import begin_capture, watch, with_rests
 from flowstone.pipeline.committing import agree, commit, write
 from flowstone.pipeline.fencing import Fencing
 from flowstone.pipeline.futures import Save
@@ -53,7 +53,7 @@ from flowstone.ranks import error_for_others
 from flowstone.runtime.ending import Ending, without_frames
 from flowstone.runtime.threads import Threads, hand_over
 from flowstone.runtime.writer_lock import Owner
-from flowstone.stage.capture import WriteTarget
+from flowstone.stage.capture import Sources, WriteTarget
 from flowstone.stage.device import as_on_this_thread, await_pinned, check_not_recording, let_streams_go
 from flowstone.stage.fence import SAVE_OUTSIDE
 from flowstone.state import Described, describe, found_in, warn_of_save
@@ -230,12 +230,18 @@ class Saves:
         return described
 
     def _capture(self, run: SaveRun, cached: CachedPlan, described: Described) -> None:
-        """Start the capture, which the writer's thread finishes. If it ends early, no file is left."""
-        streams = as_on_this_thread(described.places.devices)
+        """Start the capture, which the writer's thread finishes. If it ends early, no file is left.
+
+        Memory of the host is watched on this thread, which has a core: the one of uninterrupted acts has to find one
+        first, and torch's threads still spin. What devices do at a save is begun uninterrupted.
+        """
+        devices = described.places.devices
+        streams = as_on_this_thread(devices)
+        sources = None if devices else watch(cached, described, self._options.watch, run.save.step)
 
         def begin() -> None:  # called uninterrupted
             with streams():
-                self._begin_capture(run, cached, described)
+                self._begin_capture(run, cached, described, sources)
 
         def encode_beside() -> None:
             encode(run, described)
@@ -244,8 +250,10 @@ class Saves:
         finish = partial(self._submit, self._finish, run)
         self._handover.start(run, begin=begin, encode=encode_beside, finish=finish)
 
-    def _begin_capture(self, run: SaveRun, cached: CachedPlan, described: Described) -> None:
-        """Called uninterrupted; on failure no draft is left."""
+    def _begin_capture(
+        self, run: SaveRun, cached: CachedPlan, described: Described, sources: Sources | None
+    ) -> None:
+        """Called uninterrupted; on failure no draft is left. `sources`: what is watched already; None: nothing is."""
         devices = described.places.devices
         plan, arena = cached.plan, self.captures.open_for(devices)
         run.compress = "" if self._coding is None else self._coding.why
@@ -253,15 +261,17 @@ class Saves:
             self.fencing.hooks.guard(described.optimizers)
         if devices:
             self.captures.preparation.use(arena, devices)
+        if sources is None:
+            sources = watch(cached, described, self._options.watch, run.save.step)
         pace = self.captures.pace(plan, self._store.settings("write").tuning)
         draft = publish.begin(self._store, run.save.step, self._coordinator.draft_name(run.this_try))
-        target = WriteTarget(self._store, draft.directory, arena, watch=self._options.watch)
-        capture = begin_capture(target, draft, cached, described, pace, self._known_base())
+        target = WriteTarget(self._store, draft.directory, arena)
+        capture = begin_capture(target, draft, cached, described, sources, pace, self._known_base())
         try:
             arena.grow(min(capture.arena_bytes, FIRST_ARENA_BYTES, self.captures.spare_bytes))
             if not capture.is_reserved:
-                hand_over(self._threads.reserver, capture.staged.writing.reserve)
-            if capture.staged.streams:
+                hand_over(self._threads.reserver, capture.writing.reserve)
+            if capture.sources.streams:
                 self.captures.grow(capture.arena_bytes)  # while no save runs: what a fence waits for are copies into it
         except BaseException:
             capture.abandon(self._store)
@@ -290,7 +300,7 @@ class Saves:
             tell(cached)
             with streams():
                 held = waiting.take()
-                self._begin_capture(run, cached, held)
+                self._begin_capture(run, cached, held, None)
                 try:
                     encode(run, held)
                 except BaseException:
@@ -338,7 +348,7 @@ class Saves:
             log.exception("step %d is saved, and the next save writes all it has", save.step)
         file_bytes = sum(row.bytes for row in written.segments if row.home is None)
         self._emit(Committed(save.step, file_bytes, run.ended(file_bytes).seconds))
-        if run.begun.staged.streams and self.captures.preparation.is_untold:
+        if run.begun.sources.streams and self.captures.preparation.is_untold:
             self._emit(self.captures.preparation.report(self.captures.arena))
         save.committed.set_result(Checkpoint(self._store, step_directory(save.step), self._options, manifest))
         # A larger arena shortens what a save waits for. Touching new pages is slower than a device, so no save waits.
@@ -470,7 +480,7 @@ def encode(run: SaveRun, described: Described) -> None:
         writing.wait_early()
     else:
         writing.wait_captured()
-    for stream in run.begun.staged.streams:
+    for stream in run.begun.sources.streams:
         stream.block_current(early=True)
     run.spans.lap("early")
 

@@ -116,12 +116,12 @@ class SaveRun:
 
     @property
     def writing(self) -> Writing:
-        return self.begun.staged.writing
+        return self.begun.writing
 
     @property
     def outlasts_save(self) -> bool:
         """Whether sources are still read when `save` returns."""
-        return self.begun.plan.lazy_bytes > 0 or bool(self.begun.staged.streams)
+        return self.begun.plan.lazy_bytes > 0 or bool(self.begun.sources.streams)
 
     def expedite(self) -> None:
         """A thread waits for what is not captured yet. Any thread."""
@@ -130,24 +130,24 @@ class SaveRun:
 
     def release_sources(self) -> None:
         """Wait until the caller may change the state: on the host, or in its current stream of a device."""
-        if self.unplanned is not None or not self.begun.staged.streams:
+        if self.unplanned is not None or not self.begun.sources.streams:
             self.save.captured.result()  # this expedites it, and copies a state without a plan
             return
-        for stream in self.begun.staged.streams:
+        for stream in self.begun.sources.streams:
             stream.check_current("change the state", FENCE_BEFORE)
         self.writing.expedite()
         self.writing.wait_queued()
         self.begun.check.changed()  # from here on a change is no error
-        for stream in self.begun.staged.streams:
+        for stream in self.begun.sources.streams:
             stream.block_current()
 
     def captured(self) -> Captured:
         """Everything has been captured: check the sources one last time, and release them."""
-        plan, staged = self.begun.plan, self.begun.staged
+        plan, places = self.begun.plan, self.begun.sources.places
         self.begun.check.changed()
         lazy = np.flatnonzero(plan.lazy & (plan.length > 0))
-        if staged.places is not None and self.outlasts_save:
-            self._moved = moved(staged.places, lazy)
+        if places is not None and self.outlasts_save:
+            self._moved = moved(places, lazy)
         self.let_sources_go()
         captured = self.spans.between("captured", self._capture_began, monotonic(), plan.bytes)
         watched = self.writing.watched
@@ -163,7 +163,7 @@ class SaveRun:
 
     def let_sources_go(self) -> None:
         """Drop the references to the sources: nothing reads them any more."""
-        self.capture = replace(self.begun, staged=replace(self.begun.staged, places=None, sources=()))
+        self.capture = replace(self.begun, sources=replace(self.begun.sources, places=None, memory=()))
 
     # Handed on
 
@@ -203,16 +203,16 @@ class SaveRun:
         if self.compress:
             receipt = msgspec.structs.replace(receipt, io=msgspec.structs.replace(receipt.io, compress=self.compress))
         segments, places = stored_chunks(
-            capture.segments, capture.plan, capture.staged.offsets, capture.referred, receipt
+            capture.segments, capture.plan, capture.sources.offsets, capture.referred, receipt
         )
         return Contribution(
-            segments, capture.plan.segment, capture.staged.offsets, receipt, sections.replicated,
+            segments, capture.plan.segment, capture.sources.offsets, receipt, sections.replicated,
             sections.per_rank, sections.objects, looked.at(), places,
         )
 
     def _with_names(self, error: StateChangedError, counted: tuple[str, ...]) -> StateChangedError:
         """The error, naming the tensors whose bytes changed or went away, and those whose version counter moved."""
-        plan, offsets = self.begun.plan, self.begun.staged.offsets
+        plan, offsets = self.begun.plan, self.begun.sources.offsets
         hit = (offsets < error.offset + error.length) & (offsets + plan.length > error.offset)
         inside = [number for number, segment in enumerate(plan.segments) if error.path.endswith(f"/{segment.name}")]
         names = [plan.pieces.names[at] for at in np.flatnonzero(hit & np.isin(plan.segment, inside)).tolist()]
@@ -224,5 +224,5 @@ class SaveRun:
         plan, first = self.begun.plan, int(pieces[0])
         names = tuple(plan.pieces.names[at] for at in pieces.tolist())
         path = f"{self.begun.draft.directory}/{plan.segments[int(plan.segment[first])].name}"
-        offset, length = int(self.begun.staged.offsets[first]), int(plan.length[first])
+        offset, length = int(self.begun.sources.offsets[first]), int(plan.length[first])
         return state_changed(names, path=path, offset=offset, length=length, gone=True)

@@ -48,84 +48,79 @@ from flowstone.format.segment import encode_chunks_header, encode_header
 from flowstone.plan.write import SegmentPlan, WritePlan, data_offsets
 from flowstone.stage.device import Reach, SideStream, side_stream
 from flowstone.stage.encode import BaseChunks, encoder_of
-from flowstone.store.base import UNPACED, FilePlan, Pace, Store, Writing
+from flowstone.store.base import FilePlan, Pace, Store, Writing
 from flowstone.table.pieces import Memory, Places
 
 _Number = TypeVar("_Number", bound=np.generic)
-
-
-class Staged(msgspec.Struct, frozen=True, eq=False):
-    """Segments that are being written.
-
-    offsets  file offset of each piece's bytes, in plan order
-    headers  the digest of each segment's header; of a segment of chunks, whose size is not known yet, of no use
-    places   the memory of the pieces
-    sources  further memory that the writers read: keep both alive until captured
-    streams  of the devices that hold some pieces; that memory is read when the streams reach the copies
-    """
-
-    writing: Writing
-    offsets: NDArray[np.uint64]
-    headers: tuple[str, ...]
-    places: Places | None
-    sources: tuple[object, ...]
-    streams: tuple[SideStream, ...]
 
 
 class Headers:
     """The headers of a plan's segments, and their digests; encoded again only if offsets have changed."""
 
     def __init__(self) -> None:
-        self._offsets: NDArray[np.uint64] | None = None
-        self._known: tuple[tuple[bytes, ...], tuple[str, ...]] = ((), ())
+        # In one: an interrupt leaves all of them, or none.
+        self._known: tuple[NDArray[np.uint64], tuple[bytes, ...], tuple[str, ...]] | None = None
 
     @property
     def are_known(self) -> bool:
         """Whether a save has used this plan already."""
-        return self._offsets is not None
+        return self._known is not None
 
     def of(self, plan: WritePlan, offsets: NDArray[np.uint64]) -> tuple[tuple[bytes, ...], tuple[str, ...]]:
-        if self._offsets is None or not np.array_equal(self._offsets, offsets):
+        if self._known is None or not np.array_equal(self._known[0], offsets):
             texts = tuple(_header(plan, segment, offsets) for segment in plan.segments)
-            self._offsets, self._known = offsets, (texts, tuple(map(digest, texts)))
-        return self._known
+            self._known = offsets, texts, tuple(map(digest, texts))
+        return self._known[1:]
 
 
 class WriteTarget(msgspec.Struct, frozen=True, eq=False):
     """Where segments are written to: a directory of a store, through the blocks of an arena.
 
     base  what the base has; given if the plan has a segment of chunks
-    watch  how changes before the capture are detected: see EngineOptions
     """
 
     store: Store
     directory: str
     arena: _native.Arena
     base: BaseChunks | None = None
-    watch: Watch = "auto"
 
 
-def start_capture(
-    target: WriteTarget, plan: WritePlan, places: Places, pace: Pace = UNPACED, known: Headers | None = None, *,
-    seed: int = 0, reserved: bool = True,
-) -> Staged:
-    """Start capturing the memory `places` (parallel to the plan's pieces) into segments of `target`.
+class Sources(msgspec.Struct, frozen=True, eq=False):
+    """The memory that a capture reads, watched for changes.
 
-    known     headers of this very plan that an earlier save has encoded
-    seed      different for each save, so that each samples other lines
-    reserved  False: nothing is written before `writing.reserve()`
-
-    Returns without waiting. The memory must stay alive until `writing.wait_captured()` returns, and unchanged too,
-    except that early pieces may change once `writing.wait_early()` returns. Device memory is copied after the work
-    that is in its current stream now; work that is put into that stream after `writing.wait_queued()` (for early
-    pieces: `wait_early`) and the side stream's `block_current` may change it.
-    Raises StorageError if the segments cannot be created.
+    rows     what each byte of it is for, in the order of the plan
+    offsets  file offset of each piece's bytes, in plan order
+    headers  the digest of each segment's header; of a segment of chunks, whose size is not known yet, of no use
+    places   the memory of the pieces
+    memory   further memory that the writers read: keep both alive until captured
+    streams  of the devices that hold some pieces; that memory is read when the streams reach the copies
+    planned  an earlier save has used this plan
     """
-    store, directory, arena = target.store, target.directory, target.arena
+
+    plan: WritePlan
+    rows: _native.WriteExtents
+    offsets: NDArray[np.uint64]
+    headers: tuple[str, ...]
+    places: Places | None
+    memory: tuple[object, ...]
+    streams: tuple[SideStream, ...]
+    planned: bool
+
+
+def watch_sources(plan: WritePlan, places: Places, known: Headers, *, watch: Watch, seed: int) -> Sources:
+    """Watch the memory `places` (parallel to the plan's pieces) from now on, for a capture that starts later.
+
+    known  of this very plan, with what an earlier save has encoded
+    watch  how changes before the capture are detected: see EngineOptions
+    seed   different for each save, so that each samples other lines
+
+    The memory must not change from now on, as `start_capture` says. Device memory is captured as the work leaves it
+    that is in its current stream now. What is watched is let go with the result, if no capture starts.
+    """
     seeds = _seeds(len(plan.length), seed)
-    reach, lazy = _gathered(target.watch, plan, within_reach(places, plan.length), seeds)
+    reach, lazy = _gathered(watch, plan, within_reach(places, plan.length), seeds)
     offsets = data_offsets(plan, np.where((reach.layout < 0) & (reach.device < 0), reach.address % BLOCK_BYTES, 0))
-    headers, digests = (known or Headers()).of(plan, offsets)
+    planned, (headers, digests) = known.are_known, known.of(plan, offsets)
     count = len(headers)
 
     def column(first: object, rest: NDArray[Any], kind: type[_Number]) -> NDArray[_Number]:
@@ -146,8 +141,6 @@ def start_capture(
         device=column(np.full(count, -1), reach.device, np.int32), devices=[one.native for one in reach.streams],
         gathered=None if reach.whole is None else column(np.zeros(count), reach.whole, np.bool_),
         samples=reach.samples, digested=reach.digested, seed=column(np.zeros(count), seeds, np.uint64),
-        encoder=encoder_of(target.base, plan),
-        encoded_from=sum(not segment.chunks for segment in plan.segments),
         derived=None if not plan.derivation.any() else (
             column(np.zeros(count), plan.derivation, np.uint8),
             column(np.zeros(count), plan.chunk[plan.follows], np.uint64),
@@ -155,14 +148,31 @@ def start_capture(
     )
     for stream in reach.streams:
         stream.wait_current()
+    rows.watch(watch)
+    return Sources(plan, rows, offsets, digests, places, (reach, headers), reach.streams, planned)
+
+
+def start_capture(target: WriteTarget, sources: Sources, pace: Pace, *, reserved: bool) -> Writing:
+    """Start capturing `sources` into segments of `target`.
+
+    reserved  False: nothing is written before `writing.reserve()`
+
+    Returns without waiting. The memory must stay alive until `writing.wait_captured()` returns, and unchanged too,
+    except that early pieces may change once `writing.wait_early()` returns. Work that is put into a device's current
+    stream after `writing.wait_queued()` (for early pieces: `wait_early`) and the side stream's `block_current` may
+    change its memory.
+    Raises StorageError if the segments cannot be created.
+    """
+    plan, directory = sources.plan, target.directory
     files = [
         FilePlan(f"{directory}/{segment.name}", segment.bytes, encode_chunks_header) if segment.chunks
         else FilePlan(f"{directory}/{segment.name}", segment.bytes, begins=(segment.header_bytes, found))
-        for segment, found in zip(plan.segments, digests, strict=True)
+        for segment, found in zip(plan.segments, sources.headers, strict=True)
     ]
-    writing = store.write(files, rows, arena, pace, reserved=reserved)
+    sources.rows.encode(encoder_of(target.base, plan), sum(not segment.chunks for segment in plan.segments))
+    writing = target.store.write(files, sources.rows, target.arena, pace, reserved=reserved)
     _check_watched(writing, plan)
-    return Staged(writing, offsets, digests, places, (reach, headers), reach.streams)
+    return writing
 
 
 def _gathered(

@@ -24,10 +24,10 @@ from flowstone.errors import FlowstoneError, MismatchError
 from flowstone.format.manifest import IoRecord, SegmentRow
 from flowstone.format.objects import unsupported
 from flowstone.plan.write import WritePlan, Writer, plan_writes
-from flowstone.stage.capture import Headers, WriteTarget, start_capture
+from flowstone.stage.capture import Headers, WriteTarget, start_capture, watch_sources
 from flowstone.state import describe, tensors
 from flowstone.state.names import valid_name
-from flowstone.store.base import Store
+from flowstone.store.base import UNPACED, Store
 from flowstone.table.box import Box
 from flowstone.table.pieces import Memory, Piece, Pieces, Places
 
@@ -175,14 +175,13 @@ class SegmentWriter:
         raises  StorageError, FullError, ...: nothing of it is left then
         """
         plan = self._plan_of(held.pieces, rank=rank)
-        staged = start_capture(
-            WriteTarget(store, target.draft_directory, arena), plan, held.places, known=self._headers, seed=target.step
-        )
+        sources = watch_sources(plan, held.places, self._headers, watch="auto", seed=target.step)
+        writing = start_capture(WriteTarget(store, target.draft_directory, arena), sources, UNPACED, reserved=True)
         rows = [
             SegmentRow(at, None, file.name, file.bytes, file.header_bytes, header)
-            for at, (file, header) in enumerate(zip(plan.segments, staged.headers, strict=True))
+            for at, (file, header) in enumerate(zip(plan.segments, sources.headers, strict=True))
         ]
-        receipt = staged.writing.receipt()
+        receipt = writing.receipt()
         if receipt.error is not None:
             _remove(store, target.draft_directory, [row.name for row in rows])
             raise receipt.error
@@ -191,7 +190,7 @@ class SegmentWriter:
         numbers, _ = pieces.part_numbers()
         return RankReceipt(
             rank, pieces.names, tuple(dtype.name for dtype in pieces.dtypes), tuple(map(tuple, pieces.shapes)),
-            pieces.parts, numbers, tuple(rows), plan.segment, staged.offsets, receipt.digests, held.objects,
+            pieces.parts, numbers, tuple(rows), plan.segment, sources.offsets, receipt.digests, held.objects,
             held.pickled, receipt.io,
         )
 

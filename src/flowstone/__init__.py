@@ -49,17 +49,13 @@ from flowstone.events import (
     Event,
     FellBack,
     Fenced,
-    Journaled,
     LeftAlone,
     Loaded,
     LoadProgress,
-    NotJournaled,
-    NotReplayed,
     OnEvent,
     Prepared,
     RemovalFailed,
     Removed,
-    Replayed,
     SaveFailed,
     SaveStarted,
     Written,
@@ -77,6 +73,7 @@ if TYPE_CHECKING:
     from flowstone.convert.ready_rules import ready_rules
     from flowstone.convert.rule_files import read_rules
     from flowstone.file_systems import Fsspec
+    from flowstone.journal_events import Journaled, NotJournaled, NotReplayed, Replayed
     from flowstone.layout_rules import (
         Fuse,
         LayoutRule,
@@ -135,8 +132,11 @@ _LATER = {
     "ImportReport": "flowstone.convert.importing",
     "Fsspec": "flowstone.file_systems",
     "Fuse": "flowstone.layout_rules",
+    "Journaled": "flowstone.journal_events",
     "LayoutRule": "flowstone.layout_rules",
     "LoadRule": "flowstone.layout_rules",
+    "NotJournaled": "flowstone.journal_events",
+    "NotReplayed": "flowstone.journal_events",
     "PackReport": "flowstone.convert.pack",
     "Pad": "flowstone.layout_rules",
     "RuleSet": "flowstone.layout_rules",
@@ -148,6 +148,7 @@ _LATER = {
     "Unstack": "flowstone.layout_rules",
     "LoadReport": "flowstone.pipeline.load_outcome",
     "Replay": "flowstone.pipeline.load_outcome",
+    "Replayed": "flowstone.journal_events",
     "Replica": "flowstone.state_replica",
     "ReplicaBehind": "flowstone.state_replica",
     "ReplicaEvent": "flowstone.state_replica",

@@ -192,56 +192,15 @@ class LeftAlone:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Journaled:
-    """This step is durable: the journal has what replays it (`every_step`).
-
-    uncompressed  why gradients were logged as they are, though training exchanges them compressed; "" if none were
-    """
-
-    step: int
-    bytes: int
-    seconds: float  # since `save` was called
-    uncompressed: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class NotJournaled:
-    """With `every_step`: what has changed since the step before cannot be replayed, so this step is saved whole; in a
-    job of several ranks it is given up, and the next one is saved whole.
-    """
-
-    step: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Replayed:
-    """A load has replayed the steps after a checkpoint's, from the journal. See LoadReport.replay."""
-
-    base: int
-    step: int
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class NotReplayed:
-    """The journal leads from the checkpoint that was loaded to a newer step, but cannot be replayed here."""
-
-    base: int
-    newest: int
-    reason: str
-
-
 if TYPE_CHECKING:
+    from flowstone.journal_events import JournalEvent
     from flowstone.state_replica import ReplicaEvent
     from flowstone.tier_events import TierEvent
 else:
-    TierEvent = ReplicaEvent = NotReplayed  # those of farther tiers come later: most Checkpointers have one store
+    JournalEvent = ReplicaEvent = TierEvent = LeftAlone  # they come later: few Checkpointers have any of them
 
 Event = (
     Prepared | SaveStarted | Captured | Fenced | Written | Compressed | BuffersFromOneRank | Committed | SaveFailed
-    | LoadProgress | Loaded | FellBack | Removed | RemovalFailed | LeftAlone | Journaled | NotJournaled | Replayed
-    | NotReplayed | ReplicaEvent | TierEvent
+    | LoadProgress | Loaded | FellBack | Removed | RemovalFailed | LeftAlone | JournalEvent | ReplicaEvent | TierEvent
 )
 OnEvent = Callable[[Event], None]

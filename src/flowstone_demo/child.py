@@ -10,7 +10,8 @@ from pathlib import Path
 import msgspec
 import torch
 
-from flowstone.events import Captured, Committed, Event, Journaled, Loaded
+from flowstone.events import Captured, Committed, Event, Loaded
+from flowstone.journal_events import Journaled
 from flowstone_demo.fingerprint import fingerprint
 from flowstone_demo.messages import (
     Began,

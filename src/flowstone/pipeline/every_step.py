@@ -24,7 +24,8 @@ from flowstone.commit.entries import step_directory
 from flowstone.commit.read import encode_sections
 from flowstone.config import JOURNAL_RATE_BYTES_PER_S, JOURNAL_UNSAVED_BYTES_MIN, JOURNAL_WINDOWS
 from flowstone.errors import ArgumentError, FlowstoneError, ReplayError, StepExistsError
-from flowstone.events import NotJournaled, Prepared
+from flowstone.events import Prepared
+from flowstone.journal_events import NotJournaled
 from flowstone.pipeline.futures import Save, end_with
 from flowstone.pipeline.in_flight import InFlight
 from flowstone.pipeline.journal_ranks import JournalRanks, WholeSaves

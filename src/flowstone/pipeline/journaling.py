@@ -25,8 +25,9 @@ from flowstone.commit.entries import journal_directory, journal_file
 from flowstone.commit.manifests import inside
 from flowstone.config import JOURNAL_AHEAD_BYTES, JOURNAL_WINDOWS
 from flowstone.errors import ReplayError, StateChangedError, StorageError
-from flowstone.events import Journaled, NotJournaled, SaveFailed
+from flowstone.events import SaveFailed
 from flowstone.format.journal import OPENING, Opening, OptimizerRow, SourceRow, encode_head
+from flowstone.journal_events import Journaled, NotJournaled
 from flowstone.pipeline.futures import Save
 from flowstone.pipeline.journal_ranks import Joint, JournalRanks, Said, Stepped
 from flowstone.pipeline.shared import Shared

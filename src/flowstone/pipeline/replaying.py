@@ -13,7 +13,8 @@ from flowstone.commit import journals
 from flowstone.commit.entries import step_directory
 from flowstone.commit.journals import Chain
 from flowstone.errors import DamagedError, RankError
-from flowstone.events import FellBack, NotReplayed, Replayed
+from flowstone.events import FellBack
+from flowstone.journal_events import NotReplayed, Replayed
 from flowstone.log import log
 from flowstone.pipeline.load_outcome import LoadReport, Replay
 from flowstone.pipeline.replay import Fitted, UnfitError, count_readable, fit, replay

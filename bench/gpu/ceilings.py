@@ -35,6 +35,7 @@ def main() -> None:
     with opened(options) as device:
         _copies(device, options)
         _digests(device, options)
+        _strided(device, options)
         if isinstance(device, Cuda):
             _completions(device)
         _pinning(device)
@@ -90,6 +91,40 @@ def _digests_agree(stream: SideStream, there: torch.Tensor, address: int) -> boo
         and found.digests()[number] == _native.xxh3_64(data[first + at : first + min(at + MIB, size)])
         for found, (first, size) in zip(digested, rows, strict=True) for number, at in enumerate(range(0, size, MIB))
     )
+
+
+def _strided(device: Accelerator, options: Options) -> None:
+    """The kernel that puts strided memory in order, into pinned memory: by width of an element, and how they lie."""
+    side = 512 if options.simulate else 8192
+    raw = device.tensor(torch.randint(0, 256, (side * side * 4,), dtype=torch.uint8))
+    matrix = side, side
+    laid = {
+        f"turned, {dtype.itemsize} bytes": raw.view(dtype)[: side * side].view(matrix).t()
+        for dtype in (torch.uint8, torch.bfloat16, torch.float32)
+    } | {
+        "channels last, 4 bytes": raw.view(torch.float32)[: side * side].view(-1, 16, 16, 256).movedim(3, 1),
+        "narrow columns, 4 bytes": raw.view(torch.float32).view(matrix)[:, 1 : side // 2 : 2],
+    }
+    for name, tensor in laid.items():
+        memory = tensors.memory_of(tensor)
+        stream, size = side_stream(memory.device), tensor.numel() * tensor.itemsize
+        if stream is None or not stream.native.packs:
+            emit("strided kernel", "refused by the driver")
+            return
+        layout = _native.GatherLayout(
+            item_bytes=memory.item_bytes, shape=memory.shape, strides_bytes=memory.strides_bytes
+        )
+        pack = partial(
+            stream.gather, address=np.array([memory.address], np.uint64), begin=np.zeros(1, np.uint64),
+            length=np.array([size], np.uint32), layout=np.zeros(1, np.int64), layouts=(layout,),
+        )
+        seconds = [_between(device, pack) for _ in range(4)][1:]
+        emit(f"strided kernel, {name}", size / 1e9 / median(seconds), "GB/s", seconds=median(seconds))
+        found = pack()
+        stream.wait_current()
+        stream.native.synchronize()
+        expected = tensor.cpu().contiguous().flatten().view(torch.uint8).numpy()
+        emit(f"strided kernel, {name}: in order", bool(np.array_equal(found[:size], expected)))
 
 
 def _rows(address: int, sizes: list[int]) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:

@@ -143,7 +143,7 @@ int GatherKernel::launch(CudaDriver::Stream stream, std::span<const GatherPart> 
     const std::span<const std::byte> table = std::as_bytes(parts);
     const auto count = [](const auto& rows) { return static_cast<std::uint32_t>(rows.size()); };
     if (const int error = parts.empty() ? 0 : kernel_->launch(stream, table.data(), out, count(parts))) return error;
-    return strided.empty() ? 0 : pack_->launch(stream, table.data() + table_bytes(parts.size()), out, count(strided));
+    return strided.empty() ? 0 : pack_->gather(stream, table.data() + table_bytes(parts.size()), out, count(strided));
 }
 
 int GatherKernel::gather(CudaDriver::Stream stream, std::span<const DeviceRun> runs, std::shared_ptr<const Gathered>& gathered) {

@@ -12,8 +12,10 @@ namespace flowstone {
 namespace {
 
 constexpr std::size_t loops_max = PackPart::levels_max - 1;  // around a run, which is a level itself
-// A block makes one part at a time: a window of 32 MiB has as many as blocks that one launch has at most.
-constexpr std::uint64_t part_bytes = std::uint64_t{128} << 10;
+// A block makes one part at a time: of a window of 8 MiB each block of a launch has one.
+constexpr std::uint64_t part_bytes = std::uint64_t{256} << 10;
+// At the begin of a save parts are short, and other work waits for them: many blocks, of fewer threads.
+constexpr LaunchShape gather_shape{128, 1024};
 // A driver maps memory of a GPU in pages of so many bytes, or of a multiple.
 constexpr std::uint64_t device_page_bytes = std::uint64_t{2} << 20;
 
@@ -97,10 +99,29 @@ std::pair<std::int64_t, std::int64_t> reach_of(const Layout& layout, std::uint64
     "    @turn sub.u64 from, from, back" #d ";\n"       \
     "    @turn add.u64 at" #outer ", at" #outer ", 1;\n"
 
+// From the place of one of a thread's elements to that of the next.
+#define FLOWSTONE_ADVANCE           \
+    "    add.u64 from, from, hop;\n" \
+    FLOWSTONE_CARRY(0, 1) FLOWSTONE_CARRY(1, 2) FLOWSTONE_CARRY(2, 3) FLOWSTONE_CARRY(3, 4) FLOWSTONE_CARRY(4, 5)
+
+// Four elements of a thread, as wide as `kind`, of which the last three may be beyond the end.
+#define FLOWSTONE_FOUR(kind, r)                                                \
+    "    ld.global." kind " " r "0, [from0];\n"                                \
+    "    @has1 ld.global." kind " " r "1, [from1];\n"                          \
+    "    @has2 ld.global." kind " " r "2, [from2];\n"                          \
+    "    @has3 ld.global." kind " " r "3, [from3];\n"                          \
+    "    st.global." kind " [to], " r "0;\n"                                   \
+    "    @has1 st.global." kind " [to1], " r "1;\n"                            \
+    "    @has2 st.global." kind " [to2], " r "2;\n"                            \
+    "    @has3 st.global." kind " [to3], " r "3;\n"                            \
+    "    bra next_units;\n"
+
 }  // namespace
 
 // Neighbouring threads write neighbouring elements, so a warp writes whole lines over the bus; what it reads may lie anywhere, and the
-// GPU's cache has what others of its lines are read for. No local memory, no shared memory.
+// GPU's cache has what others of its lines are read for. A thread has four loads under way: with 8,192 threads that is 64 KB of elements of
+// two bytes, what a bus of 55 GB/s takes in a microsecond, about the time of a load. More blocks would keep training's from the GPU's other
+// processors until the bus has taken a window. No local memory, no shared memory.
 const KernelText pack_text{
     R"ptx(
 .version 6.0
@@ -112,13 +133,16 @@ const KernelText pack_text{
     .param .u64 pack_out,
     .param .u32 pack_parts
 )
+.maxntid 256, 1, 1
 {
-    .reg .pred over, turn, by1, by2, by8, by16;
-    .reg .u32 part, parts, blocks, thread, threads, unit, units, log, levels, a, b, c, d;
-    .reg .u64 table, out, entry, from, to, rest, leap, whole, stride, hop, along, eight;
+    .reg .pred over, turn, by1, by2, by4, by8, has1, has2, has3;
+    .reg .u32 part, parts, blocks, thread, threads, unit, units, log, levels, other, word0, word1, word2, word3;
+    .reg .u32 a, b, c, d;
+    .reg .u64 table, out, entry, from, from0, from1, from2, from3, to, to1, to2, to3, rest, leap, whole, stride, hop, along;
+    .reg .u64 eight0, eight1, eight2, eight3;
     .reg .u64 at0, at1, at2, at3, at4, at5, step0, step1, step2, step3, step4, step5;
     .reg .u64 count0, count1, count2, count3, count4, count5, back0, back1, back2, back3, back4, back5;
-    .reg .u16 byte, half;
+    .reg .u16 byte0, byte1, byte2, byte3, half0, half1, half2, half3;
 
     ld.param.u64 table, [pack_table];
     ld.param.u64 out, [pack_out];
@@ -145,8 +169,8 @@ next_part:
     and.b32 log, log, 255;
     setp.eq.u32 by1, log, 0;
     setp.eq.u32 by2, log, 1;
+    setp.eq.u32 by4, log, 2;
     setp.eq.u32 by8, log, 3;
-    setp.eq.u32 by16, log, 4;
     cvt.u64.u32 along, thread;
     add.u64 rest, rest, along;
     shl.b64 along, along, log;
@@ -162,38 +186,47 @@ next_part:
     FLOWSTONE_NEXT(1, 0) FLOWSTONE_NEXT(2, 1) FLOWSTONE_NEXT(3, 2) FLOWSTONE_NEXT(4, 3) FLOWSTONE_NEXT(5, 4)
     R"ptx(
 first_unit:
-    @by1 bra unit_of_1;
-    @by2 bra unit_of_2;
-    @by8 bra unit_of_8;
-    @by16 bra unit_of_16;
-    ld.global.u32 a, [from];
-    st.global.u32 [to], a;
-    bra next_unit;
-unit_of_1:
-    ld.global.u8 byte, [from];
-    st.global.u8 [to], byte;
-    bra next_unit;
-unit_of_2:
-    ld.global.u16 half, [from];
-    st.global.u16 [to], half;
-    bra next_unit;
-unit_of_8:
-    ld.global.u64 eight, [from];
-    st.global.u64 [to], eight;
-    bra next_unit;
-unit_of_16:
-    ld.global.v4.u32 {a, b, c, d}, [from];
+)ptx"
+    "    mov.u64 from0, from;\n" FLOWSTONE_ADVANCE
+    "    mov.u64 from1, from;\n" FLOWSTONE_ADVANCE
+    "    mov.u64 from2, from;\n" FLOWSTONE_ADVANCE
+    "    mov.u64 from3, from;\n" FLOWSTONE_ADVANCE
+    R"ptx(
+    add.u32 other, unit, threads;
+    setp.lt.u32 has1, other, units;
+    add.u32 other, other, threads;
+    setp.lt.u32 has2, other, units;
+    add.u32 other, other, threads;
+    setp.lt.u32 has3, other, units;
+    add.u32 unit, other, threads;
+    add.u64 to1, to, along;
+    add.u64 to2, to1, along;
+    add.u64 to3, to2, along;
+    @by4 bra units_of_4;
+    @by2 bra units_of_2;
+    @by1 bra units_of_1;
+    @by8 bra units_of_8;
+    // Of 16 bytes, one at a time is enough.
+    ld.global.v4.u32 {a, b, c, d}, [from0];
     st.global.v4.u32 [to], {a, b, c, d};
-
-next_unit:
-    add.u32 unit, unit, threads;
+    @has1 ld.global.v4.u32 {a, b, c, d}, [from1];
+    @has1 st.global.v4.u32 [to1], {a, b, c, d};
+    @has2 ld.global.v4.u32 {a, b, c, d}, [from2];
+    @has2 st.global.v4.u32 [to2], {a, b, c, d};
+    @has3 ld.global.v4.u32 {a, b, c, d}, [from3];
+    @has3 st.global.v4.u32 [to3], {a, b, c, d};
+    bra next_units;
+units_of_1:
+)ptx"
+    FLOWSTONE_FOUR("u8", "byte")
+    "units_of_2:\n" FLOWSTONE_FOUR("u16", "half")
+    "units_of_4:\n" FLOWSTONE_FOUR("u32", "word")
+    "units_of_8:\n" FLOWSTONE_FOUR("u64", "eight")
+    R"ptx(
+next_units:
     setp.ge.u32 over, unit, units;
     @over bra part_over;
-    add.u64 to, to, along;
-    add.u64 from, from, hop;
-)ptx"
-    FLOWSTONE_CARRY(0, 1) FLOWSTONE_CARRY(1, 2) FLOWSTONE_CARRY(2, 3) FLOWSTONE_CARRY(3, 4) FLOWSTONE_CARRY(4, 5)
-    R"ptx(
+    add.u64 to, to3, along;
     bra first_unit;
 
 part_over:
@@ -204,12 +237,14 @@ end:
     ret;
 }
 )ptx",
-    "flowstone_pack", 256, 1, 256};
+    "flowstone_pack", 256, 1, 32};
 
 #undef FLOWSTONE_LEVEL
 #undef FLOWSTONE_DIGITS
 #undef FLOWSTONE_NEXT
 #undef FLOWSTONE_CARRY
+#undef FLOWSTONE_ADVANCE
+#undef FLOWSTONE_FOUR
 
 void add_parts(const Layout& layout, std::uint64_t address, std::uint64_t begin, std::uint64_t bytes, std::uint64_t target, std::vector<PackPart>& parts) {
     if (bytes == 0) return;
@@ -248,8 +283,8 @@ PackKernel::~PackKernel() {
     kernel_.reset();
 }
 
-int PackKernel::launch(CudaDriver::Stream stream, const std::byte* table, const std::byte* out, std::uint32_t parts) const {
-    return kernel_->launch(stream, table, out, parts);
+int PackKernel::gather(CudaDriver::Stream stream, const std::byte* table, const std::byte* out, std::uint32_t parts) const {
+    return kernel_->launch(stream, table, out, parts, gather_shape);
 }
 
 /// A kernel that reads memory which is not there ends the GPU's context; a copy would only be refused. The caller may have given it

@@ -54,8 +54,8 @@ public:
     PackKernel& operator=(const PackKernel&) = delete;
 
     bool is_loaded() const { return kernel_->is_loaded(); }
-    /// The context is current. `table` and `out` are pinned.
-    int launch(CudaDriver::Stream stream, const std::byte* table, const std::byte* out, std::uint32_t parts) const;
+    /// Make many short parts, which other work of the stream waits for. The context is current. `table` and `out` are pinned.
+    int gather(CudaDriver::Stream stream, const std::byte* table, const std::byte* out, std::uint32_t parts) const;
 
     /// What a launch uses until it is over.
     struct Launched {

@@ -26,12 +26,12 @@ void TableKernel::unload() {
     function_ = nullptr;
 }
 
-int TableKernel::launch(CudaDriver::Stream stream, const std::byte* table, const std::byte* out, std::uint32_t rows) {
+int TableKernel::launch(CudaDriver::Stream stream, const std::byte* table, const std::byte* out, std::uint32_t rows, const LaunchShape& shape) {
     std::uint64_t table_address = reinterpret_cast<std::uintptr_t>(table);
     std::uint64_t out_address = reinterpret_cast<std::uintptr_t>(out);
     void* parameters[] = {&table_address, &out_address, &rows};
     const auto blocks = static_cast<unsigned>((std::uint64_t{rows} + text_.rows_per_block - 1) / text_.rows_per_block);
-    return driver_.launch(function_, std::clamp(blocks, 1U, text_.blocks_max), 1, 1, text_.threads, 1, 1, 0, stream, parameters, nullptr);
+    return driver_.launch(function_, std::clamp(blocks, 1U, shape.blocks_max), 1, 1, shape.threads, 1, 1, 0, stream, parameters, nullptr);
 }
 
 LaunchMemory::~LaunchMemory() {

@@ -14,6 +14,11 @@
 
 namespace flowstone {
 
+struct LaunchShape {
+    unsigned threads;     // of a block
+    unsigned blocks_max;
+};
+
 /// A kernel in PTX. Its parameters: the table's address, the output's, and the number of the table's rows (64, 64 and 32 bits).
 struct KernelText {
     const char* ptx;
@@ -35,7 +40,10 @@ public:
     TableKernel(const TableKernel&) = delete;
     TableKernel& operator=(const TableKernel&) = delete;
 
-    int launch(CudaDriver::Stream stream, const std::byte* table, const std::byte* out, std::uint32_t rows);
+    int launch(CudaDriver::Stream stream, const std::byte* table, const std::byte* out, std::uint32_t rows) {
+        return launch(stream, table, out, rows, {text_.threads, text_.blocks_max});
+    }
+    int launch(CudaDriver::Stream stream, const std::byte* table, const std::byte* out, std::uint32_t rows, const LaunchShape& shape);
     bool is_loaded() const { return function_ != nullptr; }
     /// Why it is not; 0: it is.
     int refusal() const { return refusal_; }

@@ -51,7 +51,8 @@ class Kernel:
 
     def __init__(self, text: str, entry: str) -> None:
         text = re.sub(r"//[^\n]*", "", text)
-        head = re.search(rf"\.visible \.entry {entry}\(([^)]*)\)\s*\{{(.*?)\n\}}", text, re.DOTALL)
+        limit = r"(?:\.maxntid [\d, ]+)?"  # of threads
+        head = re.search(rf"\.visible \.entry {entry}\(([^)]*)\)\s*{limit}\s*\{{(.*?)\n\}}", text, re.DOTALL)
         assert head is not None, f"no entry {entry}"
         self.parameters = [Parameter(name, kind) for kind, name in re.findall(r"\.param \.(\w+) (\w+)", head[1])]
         found = re.search(r"\.const \.align 8 \.u64 (\w+)\[(\d+)\] = \{([^}]*)\}", text)

@@ -264,10 +264,11 @@ struct SimulatedCalls {
             if (gpu.is_full_) return out_of_memory;
         }
         const std::string ptx(static_cast<const char*>(text));
-        static const std::regex entry_text(R"(\.visible \.entry (\w+)\(([^)]*)\))"), parameter_text(R"(\.param \.u(32|64) \w+)");
+        static const std::regex entry_text(R"(\.visible \.entry (\w+)\(([^)]*)\)\s*(?:\.maxntid (\d+), 1, 1)?)"), parameter_text(R"(\.param \.u(32|64) \w+)");
         if (!std::regex_search(ptx, std::regex(R"(^\s*\.version 6\.0\s+\.target sm_50\s+\.address_size 64)"))) return invalid_text;
         for (std::sregex_iterator one(ptx.begin(), ptx.end(), entry_text), end; one != end; ++one) {
             Gpu::Module::Entry entry{made.get(), (*one)[1], {}};
+            if ((*one)[3].matched) entry.threads_max = std::stoul((*one)[3]);
             const std::string parameters = (*one)[2];
             for (std::sregex_iterator each(parameters.begin(), parameters.end(), parameter_text); each != end; ++each)
                 entry.parameters.push_back((*each)[1] == "64" ? 8 : 4);
@@ -301,6 +302,7 @@ struct SimulatedCalls {
         if (blocks_x == 0 || blocks_y != 1 || blocks_z != 1 || threads == 0 || threads > 1024 || shared_bytes != 0 || extra != nullptr) return invalid_value;
         Gpu& gpu = *current();
         const auto& entry = *static_cast<Gpu::Module::Entry*>(function);
+        if (threads > entry.threads_max) return invalid_value;
         {
             const std::lock_guard lock(gpu.mutex_);
             if (!entry.module->is_loaded && gpu.is_full_) return out_of_memory;
@@ -313,6 +315,10 @@ struct SimulatedCalls {
         if ((entry.name != "flowstone_gather" && !digests && !packs) || values.size() != 3 || (digests && threads % 32 != 0)) return invalid_value;
         const auto rows = static_cast<std::uint32_t>(values[2]);
         const std::uint64_t copied_bytes = packs ? gpu.packed_bytes(values[0], rows) : 0;
+        if (packs && !static_cast<Gpu::Stream*>(stream)->others) {
+            const std::lock_guard lock(gpu.mutex_);
+            gpu.packed_blocks_max_ = std::max<std::uint64_t>(gpu.packed_blocks_max_, blocks_x);
+        }
         return gpu.launch_module(*static_cast<Gpu::Stream*>(stream), [&gpu, values, digests, packs, rows] {
             if (packs) return gpu.pack(values[0], values[1], rows);
             return digests ? gpu.digest(values[0], values[1], rows) : gpu.gather(values[0], values[1], rows);

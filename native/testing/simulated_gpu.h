@@ -31,10 +31,10 @@ namespace flowstone {
 /// - while a stream records a graph, calls that could be taken for a part of it are refused on threads that have not
 ///   exchanged their capture mode (900), and end that recording; work put into it is not executed, and a stream that waits
 ///   for an event of it records too;
-/// - a kernel is launched by its text's entry, with as many parameters, of as many bytes, as that has; they are read at the call,
-///   what they point at when the stream comes there; it reaches the GPU's memory and pinned host memory (700 elsewhere), at
-///   multiples of what it reads or writes at a time (716). Its code
-///   is loaded at the first launch, which takes memory of the GPU;
+/// - a kernel is launched by its text's entry, with as many parameters, of as many bytes, as that has, and no more threads than it
+///   takes; parameters are read at the call, what they point at when the stream comes there; it reaches the GPU's memory and pinned
+///   host memory (700 elsewhere), at multiples of what it reads or writes at a time (716). Its code is loaded at the first launch,
+///   which takes memory of the GPU;
 /// - an error of a copy or kernel is the context's from then on: pending work is dropped, and every call returns it.
 const CudaDriver& simulated_driver();
 
@@ -67,6 +67,8 @@ public:
     std::uint64_t copies_of_rows() const { return read(copies_of_rows_); }
     /// By kernels.
     std::uint64_t packed_copies() const { return read(packed_copies_); }
+    /// Of those, the most that one was of.
+    std::uint64_t packed_blocks_max() const { return read(packed_blocks_max_); }
     /// Memory of the GPU is given back, from byte `begin` on: copies from there are refused, and kernels fail there.
     void unmap(std::uint64_t begin, std::uint64_t bytes);
     std::uint64_t pageable_copies() const { return read(pageable_); }
@@ -167,6 +169,7 @@ private:
     std::uint64_t copied_bytes_ = 0;
     std::uint64_t copies_of_rows_ = 0;
     std::uint64_t packed_copies_ = 0;
+    std::uint64_t packed_blocks_max_ = 0;
     std::pair<std::uint64_t, std::uint64_t> gone_{0, 0};  // begin and end
     std::uint64_t pageable_ = 0;
     std::uint64_t copies_left_ = UINT64_MAX;

@@ -104,6 +104,7 @@ struct SimulatedGpu::Module {
         Module* module;
         std::string name;
         std::vector<std::size_t> parameters;  // bytes of each
+        std::uint64_t threads_max = 1024;
     };
     bool is_loaded = false;  // at the first launch
     std::list<Entry> entries = {};

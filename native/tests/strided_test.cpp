@@ -127,6 +127,20 @@ TEST_CASE("any part of any strided array is copied in row-major order, into its 
     }
 }
 
+TEST_CASE("a kernel in the place of copies has few blocks, however long a window is: they would keep others from the GPU") {
+    Bench bench;
+    const Strided turned{2, {900, 1100}, {2, 1800}, 0};
+    const Layout layout = turned.layout();
+    std::vector<DeviceCopy> copies;
+    for (std::uint64_t i = 0; i < 50; ++i) copies.push_back(bench.copy(turned, layout, i * 2000, 1000, i * 1000));  // none goes on with another
+    copies.push_back(bench.copy(turned, layout, 0, turned.bytes(), mib));
+    REQUIRE(bench.run(copies) == 0);
+    CHECK(bench.gpu.packed_blocks_max() == 32);
+    std::memset(bench.memory.get(), 0xEE, 2 * mib);
+    REQUIRE(bench.run({bench.copy(turned, layout, 0, turned.bytes(), 64)}) == 0);
+    CHECK(std::memcmp(bench.memory.get() + 64, turned.packed(bench.gpu.inside()).data(), turned.bytes()) == 0);
+}
+
 TEST_CASE("copies of strided memory in a batch are one launch, which those that go on are joined in") {
     Bench bench;
     const Strided turned{4, {300, 500}, {4, 1200}, 100}, narrow{2, {1000, 7}, {200, 4}, 2};

@@ -10,19 +10,43 @@
 namespace flowstone {
 namespace {
 
-constexpr std::size_t at(Derivation derivation) { return static_cast<std::size_t>(derivation); }
-constexpr Derivation casts[] = {Derivation::bfloat16, Derivation::float16};
-
-/// The rounded numbers of a chunk in two parts; false: a part ends within a number, or one is NaN.
-bool round_parts(std::span<const std::byte> first, std::span<const std::byte> rest, Derivation derivation, std::byte* room) {
+/// The rounded numbers of a chunk in two parts; empty: a part ends within a number, or one is NaN.
+std::span<const std::byte> round_parts(std::span<const std::byte> first, std::span<const std::byte> rest, Derivation derivation, std::byte* room) {
     constexpr std::size_t item = sizeof(float);
-    if (first.size() % item != 0 || rest.size() % item != 0) return false;
+    if (first.size() % item != 0 || rest.size() % item != 0) return {};
     const auto element = static_cast<cast::Element>(derivation);
-    const bool good = cast::round(first.data(), first.size() / item, element, room);
-    return cast::round(rest.data(), rest.size() / item, element, room + first.size() / 2) && good;
+    if (!cast::round(first.data(), first.size() / item, element, room)) return {};
+    if (!cast::round(rest.data(), rest.size() / item, element, room + first.size() / 2)) return {};
+    return {room, (first.size() + rest.size()) / 2};
 }
 
 }  // namespace
+
+void DerivedChunks::Rounded::add(std::uint64_t half, std::span<const std::byte> bytes) {
+    const std::lock_guard lock(mutex_);
+    is_good_ = is_good_ && !bytes.empty();
+    if (!is_good_) {
+        first_.reset();
+        second_ = {};
+    } else if (halves_ == 1) {
+        digest_ = xxh3_64(bytes.data(), bytes.size());
+    } else if (half == 0) {
+        first_ = std::make_unique<Digester>();
+        first_->update(bytes.data(), bytes.size());
+        if (!second_.empty()) end(second_);
+    } else if (first_ != nullptr) {
+        end(bytes);
+    } else {
+        second_.assign(bytes.begin(), bytes.end());
+    }
+}
+
+void DerivedChunks::Rounded::end(std::span<const std::byte> second) {
+    first_->update(second.data(), second.size());
+    digest_ = first_->value();
+    first_.reset();
+    second_ = {};
+}
 
 DerivedChunks::DerivedChunks(const WriteExtents& rows) {
     std::unordered_map<std::uint64_t, const WriteExtent*> found;
@@ -43,13 +67,25 @@ void DerivedChunks::link(const WriteExtent& row, const WriteExtent& source) {
         throw std::invalid_argument("a derived row follows from one of its length, or twice that, which is captured no later and not derived");
     for (std::uint64_t chunk = 0; chunk < chunk_count(row.length); ++chunk) {
         const std::uint64_t bytes = std::min(chunk_bytes, row.length - chunk * chunk_bytes);
-        links_[row.chunk + chunk] = {row.derivation, source.chunk + chunk * (is_copy ? 1 : 2), is_copy ? 1 : cast::half_count(bytes)};
+        const std::uint64_t first = source.chunk + chunk * (is_copy ? 1 : 2), halves = is_copy ? 1 : cast::half_count(bytes);
+        links_[row.chunk + chunk] = {first, halves, is_copy ? nullptr : rounded(row.derivation, first, halves)};
+        (void)this->source(first);
     }
-    for (std::uint64_t chunk = source.chunk; chunk < source.chunk + chunk_count(source.length); ++chunk) {
-        std::unique_ptr<Source>& one = sources_[chunk];
-        if (one == nullptr) one = std::make_unique<Source>();
-        one->wanted[at(row.derivation)] = true;
-    }
+}
+
+/// Several rows may be rounded alike from one: then the halves are there, and are of these.
+std::shared_ptr<DerivedChunks::Rounded> DerivedChunks::rounded(Derivation derivation, std::uint64_t first, std::uint64_t halves) {
+    for (const Part& part : source(first).parts)
+        if (part.whole->derivation == derivation) return part.whole;
+    auto made = std::make_shared<Rounded>(derivation, halves);
+    for (std::uint64_t half = 0; half < halves; ++half) source(first + half).parts.push_back({made, half});
+    return made;
+}
+
+DerivedChunks::Source& DerivedChunks::source(std::uint64_t chunk) {
+    std::unique_ptr<Source>& one = sources_[chunk];
+    if (one == nullptr) one = std::make_unique<Source>();
+    return *one;
 }
 
 void DerivedChunks::note(std::uint64_t chunk, std::span<const std::byte> first, std::span<const std::byte> rest, std::uint64_t digest,
@@ -57,13 +93,8 @@ void DerivedChunks::note(std::uint64_t chunk, std::span<const std::byte> first, 
     const auto found = sources_.find(chunk);
     if (found == sources_.end()) return;
     Source& source = *found->second;
-    source.digest[at(Derivation::copy)] = digest;
-    source.good[at(Derivation::copy)] = true;
-    for (const Derivation derivation : casts) {
-        if (!source.wanted[at(derivation)]) continue;
-        source.good[at(derivation)] = round_parts(first, rest, derivation, room);
-        source.digest[at(derivation)] = xxh3_64(room, (first.size() + rest.size()) / 2);
-    }
+    source.digest = digest;
+    for (const Part& part : source.parts) part.whole->add(part.half, round_parts(first, rest, part.whole->derivation, room));
     source.noted = true;
 }
 
@@ -86,19 +117,15 @@ const DerivedChunks::Source* DerivedChunks::noted(std::uint64_t chunk) const {
     return found != sources_.end() && found->second->noted ? found->second.get() : nullptr;
 }
 
-std::optional<std::uint8_t> DerivedChunks::codec_of(const CapturedChunk& chunk) const {
-    const auto found = links_.find(chunk.number);
+std::optional<std::uint8_t> DerivedChunks::codec_of(std::uint64_t chunk, std::uint64_t digest) const {
+    const auto found = links_.find(chunk);
     if (found == links_.end()) return std::nullopt;
     const Link& link = found->second;
-    const bool is_copy = link.derivation == Derivation::copy;
-    for (std::uint64_t half = 0; half < link.sources; ++half) {
-        const Source* const source = noted(link.source + half);
-        if (source == nullptr || !source->good[at(link.derivation)]) return std::nullopt;
-        const std::uint64_t begin = half * cast::half_bytes;
-        const std::uint64_t digest = is_copy ? chunk.digest : xxh3_64(chunk.bytes + begin, std::min(cast::half_bytes, chunk.length - begin));
-        if (source->digest[at(link.derivation)] != digest) return std::nullopt;
-    }
-    return is_copy ? codec_raw : codec_cast;
+    for (std::uint64_t at = 0; at < link.sources; ++at)
+        if (noted(link.source + at) == nullptr) return std::nullopt;
+    const std::optional<std::uint64_t> expected = link.rounded == nullptr ? noted(link.source)->digest : link.rounded->digest();
+    if (expected != digest) return std::nullopt;
+    return link.rounded == nullptr ? codec_raw : codec_cast;
 }
 
 }  // namespace flowstone

@@ -240,9 +240,13 @@ Appender::Range Appender::append(const WriteWindow& window, std::byte* image, st
     return range;
 }
 
+void Appender::leave_out(std::uint64_t chunk, std::uint8_t codec, std::uint64_t digest) {
+    stored_[chunk] = {0, {Encoded::Kind::derived, codec, 0}, digest};
+}
+
 Encoded Appender::encode(const CapturedChunk& chunk, std::byte* room) const {
     if (derived_ != nullptr)
-        if (const std::optional<std::uint8_t> codec = derived_->codec_of(chunk)) return {Encoded::Kind::derived, *codec, 0};
+        if (const std::optional<std::uint8_t> codec = derived_->codec_of(chunk.number, chunk.digest)) return {Encoded::Kind::derived, *codec, 0};
     return rows_.encoder->encode(chunk, room);
 }
 

@@ -41,6 +41,8 @@ public:
     /// zeros to a block; they go to the returned range of the file. `digests` are then those of the stored bytes.
     /// `room` has encode_room_bytes.
     Range append(const WriteWindow& window, std::byte* image, std::byte* room, std::span<std::uint64_t> digests);
+    /// The chunk has that digest, and follows from others, with that codec: it needs neither capture nor place.
+    void leave_out(std::uint64_t chunk, std::uint8_t codec, std::uint64_t digest);
 
     /// How each chunk is stored; complete once all windows are appended.
     const std::vector<StoredChunk>& stored() const { return stored_; }

@@ -118,9 +118,14 @@ void MutationDetector::compare(std::size_t row, std::uint64_t begin, std::uint64
 }
 
 void MutationDetector::compare_chunk(std::size_t row, std::uint64_t chunk, std::uint64_t digest) {
-    const Digested* const expected = rows_.digests_of(rows_.rows[row]);
-    if (expected == nullptr || expected->digest(first_digest_[row] + chunk) == digest) return;
+    const std::optional<std::uint64_t> expected = device_digest(row, chunk);
+    if (!expected || *expected == digest) return;
     report(row, chunk * chunk_bytes, std::min((chunk + 1) * chunk_bytes, rows_.rows[row].length));
+}
+
+std::optional<std::uint64_t> MutationDetector::device_digest(std::size_t row, std::uint64_t chunk) const {
+    const Digested* const made = rows_.digests_of(rows_.rows[row]);
+    return made == nullptr ? std::nullopt : std::optional(made->digest(first_digest_[row] + chunk));
 }
 
 void MutationDetector::settle(std::size_t row, std::uint64_t begin, std::uint64_t end) {

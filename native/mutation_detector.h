@@ -37,6 +37,10 @@ public:
     /// The whole of chunk number `chunk` of the row was read for one window, with this digest: compare it.
     void compare_chunk(std::size_t row, std::uint64_t chunk, std::uint64_t digest);
 
+    /// The digest that a device has made of the whole of chunk number `chunk` of the row; nullopt: it has made none. Valid from the
+    /// first copy from that device.
+    std::optional<std::uint64_t> device_digest(std::size_t row, std::uint64_t chunk) const;
+
     /// Note the digest of row bytes [begin, the end of their chunk), as one of the two windows that meet there read
     /// them.
     void note_split(std::size_t row, std::uint64_t begin, std::uint64_t digest) noexcept;

@@ -77,6 +77,7 @@ WriteJob::WriteJob(Machine machine, std::shared_ptr<Arena> arena, std::vector<st
       options_(options),
       digests_(rows_->chunks, 0),
       detector_(detector ? std::move(detector) : std::make_shared<MutationDetector>(*rows_, options_.watching)),
+      reached_(rows_->devices.size()),
       files_ready_(options_.files_ready) {
     const auto is_derived = [](const WriteExtent& row) { return row.derivation != Derivation::none; };
     if (std::any_of(rows_->rows.begin(), rows_->rows.end(), is_derived)) derived_.emplace(*rows_);
@@ -153,7 +154,10 @@ void WriteJob::begin_all(const std::vector<WriteWindow>& windows) {
     // Enough to keep the workers busy: a window in place takes no memory that would limit them.
     const auto in_place_max = static_cast<std::uint32_t>(2 * machine_.workers->count());
     for (const WriteWindow& window : windows) {
-        if (window.derived) await_sources(window);
+        if (window.derived) {
+            await_sources(window);
+            if (follows(window)) continue;
+        }
         if (rows_->feed) rows_->feed->await(window.last_row, [this] { return stopping(); });
         if (window.lazy) arena_->wait(pace.due(), [this] { return expedite_ || stopping(); });
         arena_->wait(cap.due(), [this] { return stopping(); });
@@ -175,13 +179,6 @@ void WriteJob::begin_all(const std::vector<WriteWindow>& windows) {
     }
     if (stopping()) detector_->let_go();  // also of windows that never began
     if (stopping() && rows_->feed) rows_->feed->end();
-}
-
-/// All that the window's rows follow from has a block already, or had one: so this waits for no memory.
-void WriteJob::await_sources(const WriteWindow& window) {
-    const std::vector<std::uint64_t> sources = derived_->sources_of(chunks_beginning_in(*rows_, window));
-    const auto is_ready = [&] { return derived_->are_noted(sources) || stopping(); };
-    while (!is_ready()) arena_->wait(Clock::now() + std::chrono::hours(1), is_ready);
 }
 
 /// The file's memory is written like a block, so it has to be there: a page that the system cannot give kills the process.
@@ -246,10 +243,12 @@ void WriteJob::fetch(const std::shared_ptr<Window>& window, LiveAccess& live) {
 
 void WriteJob::expect_fetched(const std::shared_ptr<Window>& window) {
     window->batches.reserve(rows_->devices.size());
-    for (const std::shared_ptr<Device>& device : rows_->devices) {
-        const auto fetched = [this, window, &device = *device](int error) {
+    for (std::size_t number = 0; number < rows_->devices.size(); ++number) {
+        const auto fetched = [this, window, number](int error) {
+            const Device& device = *rows_->devices[number];
             const WriteWindow& planned = window->planned;
             if (error != 0) take_outcome(device_fault(device, error, *files_[planned.file], planned.begin, planned.end - planned.begin));
+            else reached_[number] = true;
             arrived(window);
         };
         window->batches.push_back(std::make_unique<CopyBatch>([this, window] { copies_queued(window); }, fetched));

@@ -41,7 +41,8 @@ struct WriteOptions {
 /// A window is captured into a block, encoded, digested and submitted. With an encoder other than identity, it holds
 /// whole chunks, and gets its place in the file once their lengths are known.
 ///
-/// Windows of derived rows begin once all that they follow from is captured: a few windows later.
+/// Windows of derived rows begin once all that they follow from is captured: a few windows later. A window of which devices have
+/// digested every chunk as it has to be then is not captured at all: it is not copied, and takes no block.
 ///
 /// Capture does not need the files: until they are ready, windows are captured while the arena has room, and their ops
 /// wait.
@@ -94,6 +95,9 @@ private:
 
     void begin_all(const std::vector<WriteWindow>& windows);
     void await_sources(const WriteWindow& window);
+    bool follows(const WriteWindow& window);
+    bool await_digests(const WriteWindow& window);
+    void await_device(std::size_t number);
     bool is_in_place(const WriteWindow& planned);
     void wait_for_files();
     std::optional<Block> acquire_block(bool lazy);
@@ -136,6 +140,7 @@ private:
     std::optional<Appender> appender_;  // none: chunks keep their planned places
     std::atomic<bool> expedite_{false};
     std::atomic<std::uint32_t> lazy_under_way_{0};
+    std::vector<std::atomic<bool>> reached_;  // of each device, whether what its first copy follows is there: gathered bytes, and digests
     std::atomic<bool> files_ready_;
     std::mutex held_mutex_;
     std::vector<std::shared_ptr<Window>> held_;  // captured before the files were ready

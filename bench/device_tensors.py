@@ -30,8 +30,9 @@ from bench.small_tensors import Clock, print_table
 
 SAVE = {
     "describe": "flowstone.pipeline.save.describe", "plan": "flowstone.pipeline.save.plan_save",
+    "begin: watch": "flowstone.pipeline.capturing.watch_sources", "begin: gather": "flowstone.stage.gather.gather_for",
     "begin: draft": "flowstone.commit.publish.begin", "begin: stage": "flowstone.pipeline.capturing.start_capture",
-    "begin: gather": "flowstone.stage.gather.gather_for", "objects": "flowstone.pipeline.save.encode_sections",
+    "objects": "flowstone.pipeline.save.encode_sections",
     "early": "flowstone.store.jobs.JobWriting.wait_early",
 }
 

@@ -30,7 +30,8 @@ State = dict[str, object]
 
 SAVE = {
     "describe": "flowstone.pipeline.save.describe", "plan": "flowstone.pipeline.plan_cache.plan_writes",
-    "begin": "flowstone.commit.publish.begin", "stage": "flowstone.pipeline.capturing.start_capture",
+    "watch": "flowstone.pipeline.capturing.watch_sources", "begin": "flowstone.commit.publish.begin",
+    "stage": "flowstone.pipeline.capturing.start_capture",
     "objects (while writing)": "flowstone.pipeline.save.encode_sections",
     "index": "flowstone.format.index.Frame.fill", "publish": "flowstone.commit.publish.publish",
 }

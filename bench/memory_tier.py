@@ -88,7 +88,7 @@ def main() -> None:
     parser.add_argument("--tensors", type=int, default=300)
     parser.add_argument("--saves", type=int, default=6)
     parser.add_argument("--step-s", type=float, default=3.0)
-    parser.add_argument("--restarts", type=int, default=3)
+    parser.add_argument("--restarts", type=int, default=3, choices=range(1, 100), metavar="1..99")
     options = parser.parse_args()
     print(f"{options.bytes / 1e9:.2f} GB in {options.tensors} tensors, {len(os.sched_getaffinity(0))} cores")
     saved = train(options)

@@ -2,7 +2,7 @@
 
     state --Described--> plan --WritePlan--> stage --Sources--> store --Receipt--> commit --Manifest-->
 
-On the caller's thread   `Saves.save`: describe, agree (what is known already), plan, capture
+On the caller's thread   `Saves.save`: describe, agree (what is known already), plan, watch the sources, capture
 On the act's thread      `flowstone-act`: what no signal handler may interrupt, while the caller waits for it
 On the engine's threads  `fs-write`, `fs-worker`, ...: windows are copied, digested, written; `save` returns meanwhile
 On `flowstone-reserve`   segments are allocated, if the caller does not wait for that

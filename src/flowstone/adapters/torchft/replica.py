@@ -66,9 +66,10 @@ class ReplicaCheckpointer:
         raises  what has failed of an earlier save
         """
         step = self._manager.current_step()
-        if step != self._last_step:
-            self._look()
-        if step == self._last_step or step % self._every:
+        if step == self._last_step:
+            return
+        self._look()
+        if step % self._every:
             return
         self._last_step = step
         if self._manager.participating_rank() != 0:

@@ -34,6 +34,9 @@ class Accelerator(Protocol):
     def tensor(self, like: torch.Tensor) -> torch.Tensor:
         """A copy of a dense host tensor, there."""
 
+    def strided(self, like: torch.Tensor) -> torch.Tensor:
+        """A copy of a host tensor without gaps, there, with the same strides."""
+
     def pinned(self, count: int) -> torch.Tensor:
         """Host memory of `count` bytes, pinned and touched."""
 
@@ -75,6 +78,9 @@ class Cuda:
         """They are made where the parameters are."""
 
     def tensor(self, like: torch.Tensor) -> torch.Tensor:
+        return like.to(self.device)
+
+    def strided(self, like: torch.Tensor) -> torch.Tensor:
         return like.to(self.device)
 
     def pinned(self, count: int) -> torch.Tensor:
@@ -156,6 +162,9 @@ class Simulated:
 
     def tensor(self, like: torch.Tensor) -> torch.Tensor:
         return self.far.tensor(like)
+
+    def strided(self, like: torch.Tensor) -> torch.Tensor:
+        return self.far.strided(like)
 
     def pinned(self, count: int) -> torch.Tensor:
         return torch.ones(count, dtype=torch.uint8)

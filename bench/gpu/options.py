@@ -33,6 +33,11 @@ class Options:
         return 30 if self.simulate else 900
 
     @property
+    def kind_bytes(self) -> int:
+        """Of one kind of state: strided, of working copies with their masters, of replicas."""
+        return 12_000_000 if self.simulate else 1_000_000_000
+
+    @property
     def device_bytes(self) -> int:
         """Of the simulated device."""
         return 192 << 20

@@ -19,7 +19,7 @@ from bench.meter import Meter, cool, files_below
 from flowstone.config import Watch
 
 CAPTURES, DURABLE, BLOCKED = 3, 3, 20
-BLOCKED_LIMIT_S = 40.0  # fewer saves then, where each takes long
+BLOCKED_LIMIT_S = 40.0  # for so many saves; fewer, where each takes longer
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ def _blocked(loop: Loop, saves: int, usual: Usual, *, watch: Watch = "auto", nam
         checkpointer.wait()
         alarms = told.failed()
         told.seen.clear()
-        found = train(loop, steps, every=2, checkpointer=checkpointer, limit_s=BLOCKED_LIMIT_S)
+        found = train(loop, steps, every=2, checkpointer=checkpointer, limit_s=BLOCKED_LIMIT_S * saves / BLOCKED)
         checkpointer.wait()
     blocked = sorted(1e3 * one for one in found.blocked_s)
     emit(f"save, p50{named}", median(blocked), "ms")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 
-STAGES = ("facts", "ceilings", "correctness", "faults", "performance", "transformer", "rivals")
+STAGES = ("facts", "ceilings", "correctness", "faults", "performance", "kinds", "transformer", "rivals")
 
 if __name__ == "__main__":
     stage = sys.argv.pop(1)

@@ -121,6 +121,18 @@ def test_a_process_is_ended_with_those_that_it_has_started() -> None:
     assert (done.returncode, done.stdout) == (3, "said\n")
 
 
+def test_on_a_gpu_each_configuration_runs_the_tests_of_cuda_and_the_first_one_those_of_ranks_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[str]] = []
+    monkeypatch.setattr(bounded, "run", lambda command, *_, **how: asked.append(command))
+    monkeypatch.setattr(correctness, "parse", lambda: Options(False, tmp_path))
+    correctness.main()
+    ran = [{word for word in command if word.startswith("tests/")} for command in asked]
+    everywhere = {"tests/state/test_cuda.py", "tests/test_cuda_capture.py", "tests/test_cuda_derived.py"}
+    assert ran == [everywhere | {"tests/ranks/test_cuda_replicas.py"}] + [everywhere] * 3
+
+
 def test_a_session_takes_less_than_nine_minutes() -> None:
     assert sum(session.LIMITS_S.values()) <= 9 * 60
 
@@ -164,6 +176,10 @@ def test_a_whole_session_on_the_simulated_device(tmp_path: Path, capsys: pytest.
     measured = {line.asked: line.measured for line in table.lines(found["stages"])}
     assert None not in measured.values(), measured
     assert {one["passed"] for one in found["stages"]["faults"] if "passed" in one} == {True}
+    kinds = {row["what"]: row["value"] for row in found["stages"]["kinds"]}
+    assert {kinds[f"replicas that differ in one byte are told, rank {rank}"] for rank in (0, 1)} == {True}
+    assert kinds["what follows is not copied"] is True
+    assert kinds["strided, digests: the same bits"] is True
     (tests,) = found["stages"]["correctness"]
     assert tests["passed"] > 0
     assert [at.name for at in tmp_path.iterdir()] == ["out"], "nothing of it is left on the disk that was measured"

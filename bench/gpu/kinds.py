@@ -1,0 +1,217 @@
+"""Stage "kinds": states that take a way of their own: replicas, working copies with their masters, strided memory.
+
+Stores are in memory, so that many saves are durable soon. Replicas have two ranks, both on the one device.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+
+import torch
+
+import flowstone as fs
+from bench.gpu.accelerator import MIB, Accelerator, opened
+from bench.gpu.loop import Told
+from bench.gpu.options import Options, emit, parse
+from flowstone.config import Compress, Watch
+
+RANKS, SAVES = 2, 5  # the first save of each Checkpointer counts for nothing
+RANKS_LIMIT_S, SAVE_LIMIT_S = 25.0, 20.0
+COPIES = 6  # working copies: their masters are twice as long, and so are two moments of each
+State = dict[str, torch.Tensor]
+
+
+def main() -> None:
+    options = parse()
+    _ranks(options)  # first: they are forked from a process that has no device yet
+    with opened(options) as device:
+        _derived(device, options)
+        _strided(device, options)
+
+
+class Saves:
+    """What saves of a state have cost; the last one stays to be read.
+
+    blocked_ms    in `save`
+    device_s      of what `save` has put into the current stream, and what that waits for
+    captured_s    until all of it was captured
+    copied_bytes  from the device, of the last one
+    """
+
+    def __init__(self, device: Accelerator, saver: fs.Checkpointer, told: Told, state: Mapping[str, object]) -> None:
+        self.blocked_ms: list[float] = []
+        self.device_s: list[float] = []
+        self.captured_s: list[float] = []
+        for number in range(1, SAVES + 1):
+            device.synchronize()
+            before, begin = device.mark(), perf_counter()
+            save = saver.save(number, state, fence="manual")
+            blocked, after = perf_counter() - begin, device.mark()
+            saver.fence()
+            self.last = save.committed.result(SAVE_LIMIT_S)
+            if number > 1:
+                self.blocked_ms.append(1e3 * blocked)
+                self.device_s.append(after() - before())
+                self.captured_s.append(told.captured(number).captured_s)
+        assert self.last.manifest.io is not None
+        self.copied_bytes = self.last.manifest.io.copied_bytes
+
+
+@contextmanager
+def _opened(
+    options: Options, *, watch: Watch = "auto", compress: Compress = "off", folder: Path | None = None
+) -> Iterator[tuple[fs.Checkpointer, Told]]:
+    """`folder`: of a store of several ranks, which one of them removes."""
+    told, engine = Told(), fs.EngineOptions(watch=watch, compress=compress)
+    budget = options.kind_bytes * 2 + 64 * MIB  # so that a fence waits for no disk
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as shm, fs.Checkpointer(
+        folder or Path(shm) / "run", keep=1, budget_bytes=budget, on_event=told.seen.append, on_error="continue",
+        max_unsaved_steps=None, engine=engine,
+    ) as saver:
+        yield saver, told
+
+
+def _size(state: State) -> int:
+    return sum(tensor.numel() * tensor.itemsize for tensor in state.values())
+
+
+def _is_stored(found: fs.Checkpoint, state: State) -> bool:
+    return found.verify().sound and all(torch.equal(found.read(name), one.cpu()) for name, one in state.items())
+
+
+def _derived(device: Accelerator, options: Options) -> None:
+    """Working copies in bfloat16: copied from the device and compared on the host, or known by the device's digests."""
+    elements = options.kind_bytes // (14 * COPIES)
+    torch.manual_seed(1)
+    masters = {f"master.{at}": device.tensor(torch.randn(elements)) for at in range(COPIES)}
+    slots = {f"slot.{at}": device.tensor(torch.randn(elements)) for at in range(2 * COPIES)}
+    working = {f"model.{at}": device.tensor(torch.empty(elements, dtype=torch.bfloat16)) for at in range(COPIES)}
+    for copy, master in zip(working.values(), masters.values(), strict=True):
+        copy.copy_(master)
+    state = masters | slots | working
+    ways: Mapping[str, tuple[Watch, Compress]] = {
+        "all stored": ("digests", "off"), "compared on the host": ("auto", "derived"),
+        "told by digests": ("digests", "derived"),
+    }
+    for name, (watch, compress) in ways.items():
+        with _opened(options, watch=watch, compress=compress) as (saver, told):
+            found = Saves(device, saver, told, state)
+            emit(f"working copies, {name}: captured", median(found.captured_s), "s", all=found.captured_s)
+            emit(f"working copies, {name}: save, p50", median(found.blocked_ms), "ms", all=found.blocked_ms)
+            emit(f"working copies, {name}: copied, of the state", 100 * found.copied_bytes / _size(state), "%")
+            emit(f"working copies, {name}: the same bits", _is_stored(found.last, state))
+            emit(f"saves, false alarms, working copies, {name}", told.failed(), "", of=SAVES)
+    emit("what follows is not copied", found.copied_bytes < _size(masters | slots) * 1.01 + MIB)
+
+
+def _strided(device: Accelerator, options: Options) -> None:
+    """Beside matrix products, as the same bytes in row-major order are captured."""
+    count = options.kind_bytes // 3 // 4
+    images = torch.randn(count // (9 * 64), 64, 3, 3).to(memory_format=torch.channels_last)
+    side = int(count**0.5)
+    strided: State = {
+        "channels last": device.strided(images), "turned": device.tensor(torch.randn(side, side)).t(),
+        "every other column": device.tensor(torch.randn(side, side))[:, ::2],
+    }
+    dense = {name: device.tensor(torch.zeros(tensor.shape)) for name, tensor in strided.items()}
+    for name, state in (("row-major", dense), ("strided", strided)):
+        for watch in ("auto", "digests"):
+            with _opened(options, watch=watch) as (saver, told):  # type: ignore[arg-type]
+                found, said = Saves(device, saver, told, state), f"{name}, {watch}"
+                rates = [_size(state) / 1e9 / seconds for seconds in found.captured_s]
+                emit(f"{said}: captured", median(rates), "GB/s", all=rates)
+                emit(f"{said}: save, p50", median(found.blocked_ms), "ms", all=found.blocked_ms)
+                emit(f"{said}: save, on the device", 1e3 * median(found.device_s), "ms", all=found.device_s)
+                emit(f"{said}: the same bits", _is_stored(found.last, state))
+                longer = _longer(device, saver, state, options.step_s)
+                emit(f"{said}: matrix products beside a capture, longer by", 100 * median(longer), "%", all=longer)
+                emit(f"saves, false alarms, {said}", told.failed(), "", of=SAVES + len(longer))
+
+
+def _longer(device: Accelerator, saver: fs.Checkpointer, state: State, seconds: float) -> list[float]:
+    """By what share products take longer that are put into the stream behind `save`, without a fence."""
+    usual, shares = [], []
+    for number in range(6):
+        device.synchronize()
+        save = saver.save(SAVES + number, state, fence="manual") if number % 2 else None
+        begin = device.mark()
+        device.work(seconds)
+        took = -begin() + device.mark()()
+        if save is None:
+            usual.append(took)
+        else:
+            shares.append(took / min(usual) - 1)
+            save.committed.result(SAVE_LIMIT_S)
+    return shares
+
+
+def _ranks(options: Options) -> None:
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as shm:
+        ranks = [context.Process(target=_rank, args=(rank, Path(shm), options)) for rank in range(RANKS)]
+        end = perf_counter() + RANKS_LIMIT_S
+        for one in ranks:
+            one.start()
+        for one in ranks:
+            one.join(max(0.0, end - perf_counter()))
+        codes = [one.exitcode for one in ranks]
+        for one in ranks:
+            one.kill()
+            one.join()
+    emit("replicas: both ranks ended well", codes == [0] * RANKS, "", codes=codes)
+
+
+def _rank(rank: int, shm: Path, options: Options) -> None:
+    """In a process of its own, which ends here: gloo's threads do not always let it end by itself."""
+    code = 1
+    try:
+        _replicas(rank, shm, options)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _replicas(rank: int, shm: Path, options: Options) -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"file://{shm}/meeting", rank=rank, world_size=RANKS)
+    with opened(options) as device:
+        size = options.kind_bytes // 4
+        torch.manual_seed(2)
+        state = {f"t{at}": device.tensor(torch.randint(0, 256, (size,), dtype=torch.uint8)) for at in range(4)}
+        for watch in ("auto", "digests"):
+            with _opened(options, watch=watch, folder=shm / watch) as (saver, told):  # type: ignore[arg-type]
+                found = Saves(device, saver, told, state)
+                if rank == 0:
+                    emit(f"replicas, {watch}: save, p50", median(found.blocked_ms), "ms", all=found.blocked_ms)
+                    emit(f"replicas, {watch}: save, on the device", 1e3 * median(found.device_s), "ms")
+                    emit(f"replicas, {watch}: captured", median(found.captured_s), "s", all=found.captured_s)
+                    emit(f"replicas, {watch}: the same bits", _is_stored(found.last, state))
+                emit(f"saves, false alarms, replicas, {watch}, rank {rank}", told.failed(), "", of=SAVES)
+                if watch == "digests":
+                    said = _one_byte_differs(rank, device, saver, state)
+                    emit(f"replicas that differ in one byte are told, rank {rank}", "'t2' is not the same" in said)
+
+
+def _one_byte_differs(rank: int, device: Accelerator, saver: fs.Checkpointer, state: State) -> str:
+    """What is said of a save of which rank 1 has one byte that is another one."""
+    if rank == 1:
+        state["t2"][len(state["t2"]) // 2 + 12_345] ^= 1
+    device.synchronize()
+    return str(saver.save(SAVES + 1, state, fence="manual").committed.exception(SAVE_LIMIT_S))
+
+
+if __name__ == "__main__":
+    main()

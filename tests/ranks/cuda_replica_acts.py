@@ -1,0 +1,27 @@
+"""What ranks do in tests of replicas on a GPU, which all of them use."""
+
+from __future__ import annotations
+
+import torch
+from acts import outcome
+from device_replica_acts import LENGTHS, PLACES, opened
+
+from flowstone.config import Watch
+
+
+def one_byte_differs(rank: int, path: str, watch: Watch) -> dict[str, str]:
+    """Of each tensor one byte is another one on rank 1, for one save; what is told of that save, and of the next."""
+    state = {
+        name: torch.arange(size, dtype=torch.int64).mul_(2654435761).to(torch.uint8).cuda()
+        for name, size in LENGTHS.items()
+    }
+    told = {}
+    with opened(path, watch) as saver:
+        for step, (name, place) in enumerate(PLACES.items()):
+            if rank:
+                state[name].data[place] ^= 1
+            told[name] = str(outcome(saver, 2 * step, {"x": state}))
+            if rank:
+                state[name].data[place] ^= 1
+            told[name] += f" / {outcome(saver, 2 * step + 1, {'x': state})}"
+    return told

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from far import Far, shown
 from interrupts import Struck, struck
 from journaled import Training, bits, same
 from numpy.typing import NDArray
@@ -365,34 +364,6 @@ def test_slots_that_a_load_makes_anew_and_that_are_not_in_one_run_of_memory_are_
     assert steps.of(fs.NotJournaled) == [2, 3, 4]
     assert "not in one run of memory" in steps.reasons[0]
     steps.check(Training(make=replacing, seed=9))
-
-
-def test_what_is_on_a_device_is_replayed_and_not_called_exact(tmp_path: Path) -> None:
-    def training(far: Far, seed: int) -> dict[str, object]:
-        torch.manual_seed(seed)
-        model = torch.nn.Linear(300, 300)
-        far.take(model)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        model.weight.grad, model.bias.grad = torch.ones(300, 300), torch.ones(300)
-        optimizer.step()
-        far.take_slots(optimizer)
-        return {"model": model, "optimizer": optimizer}
-
-    with shown(Far(64 << 20)) as far:
-        state = training(far, 0)
-        model, optimizer = state["model"], state["optimizer"]
-        assert isinstance(model, torch.nn.Module)
-        assert isinstance(optimizer, torch.optim.Optimizer)
-        with fs.Checkpointer(tmp_path, every_step=True) as checkpointer:
-            for step in range(1, 12):
-                model.weight.grad, model.bias.grad = torch.randn(300, 300), torch.randn(300)
-                optimizer.step()
-                checkpointer.save(step, state)
-        again = training(far, 1)
-        with fs.Checkpointer(tmp_path) as checkpointer:
-            report = checkpointer.load(again)
-        assert report.replay is not None
-        assert (report.replay.steps, report.replay.exactness) == (10, "tolerance")
 
 
 def test_gradients_of_steps_without_a_save_are_not_kept_without_limit(tmp_path: Path) -> None:

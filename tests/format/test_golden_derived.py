@@ -6,9 +6,10 @@ import struct
 from pathlib import Path
 
 import plain_reader
+import pytest
 import torch
 from forge import content
-from golden import make_derived, make_journal
+from golden import make_derived, make_device_journal, make_journal
 
 import flowstone as fs
 from flowstone import _native
@@ -55,12 +56,25 @@ def test_the_golden_journal_is_replayed() -> None:
     assert {name: data for name, data in after.items() if not name.endswith("flowstone.lock")} == before
 
 
-def test_the_frames_of_the_golden_journal_are_as_the_format_says() -> None:
-    (path,) = make_journal.STORE.glob("journal-*/rank-00000.journal")
+def test_the_golden_journal_of_a_device_is_replayed_on_the_host_with_its_fingerprints() -> None:
+    expected, found = make_journal.Training(), make_journal.Training()
+    for number in range(1, make_journal.STEPS + 1):
+        expected.learn(number)
+    into = found.state()
+    with fs.Checkpointer(make_device_journal.STORE) as checkpointer:
+        report = checkpointer.load(into)
+    assert content(into) == content(expected.state(make_journal.STEPS))
+    assert report.replay is not None
+    assert (report.replay.exactness, report.replay.differs_from) == ("tolerance", None)
+
+
+@pytest.mark.parametrize(("store", "least"), [(make_journal.STORE, 1), (make_device_journal.STORE, 3)])
+def test_the_frames_of_the_golden_journals_are_as_the_format_says(store: Path, least: int) -> None:
+    (path,) = store.glob("journal-*/rank-00000.journal")
     data, at, found = path.read_bytes(), 0, []
     while at < len(data):
         magic, version, kind, number, step, name, length, bytes_, text, head = HEAD.unpack_from(data, at)
-        assert (magic, version, f"{name:016x}") == (b"FLOWJRNL", 1, path.parent.name[-16:])
+        assert (magic, version, f"{name:016x}") == (b"FLOWJRNL", least, path.parent.name[-16:])
         assert head == _native.xxh3_64(data[at : at + 64])
         assert text == _native.xxh3_64(data[at + 72 : at + 72 + length])
         found.append((kind, number, step))

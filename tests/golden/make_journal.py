@@ -6,6 +6,8 @@ of powers of two, so that a replay is exact on every processor.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from golden.make import GOLDEN
 
@@ -38,14 +40,14 @@ class Training:
         self.seen += 10 * step
 
 
-def main() -> None:
-    training = Training()
-    with fs.Checkpointer(STORE, every_step=True) as checkpointer:
+def main(store: Path = STORE, training: Training | None = None) -> None:
+    training = training or Training()
+    with fs.Checkpointer(store, every_step=True) as checkpointer:
         for step in range(1, STEPS + 1):
             training.learn(step)
             checkpointer.save(step, training.state(step)).committed.result()
-    (STORE / "flowstone.lock").unlink()
-    for path in STORE.glob("journal-*/*.journal"):
+    (store / "flowstone.lock").unlink()
+    for path in store.glob("journal-*/*.journal"):
         data = path.read_bytes().rstrip(b"\0")  # the space that was reserved ahead
         path.write_bytes(data + bytes(-len(data) % BLOCK_BYTES))
 

@@ -20,7 +20,7 @@ from flowstone.errors import DamagedError, UnsupportedFormatError
 from flowstone.table.dtype import DTYPES
 
 MAGIC = b"FLOWJRNL"
-VERSION = 2  # the first one without compressed gradients is 1, and journals that have none say so
+VERSION = 3  # without digests of devices it is 2, without compressed gradients as well it is 1; journals say the least
 OPENING, STEP = 1, 2
 DOCUMENT_BYTES_MAX = 64 << 20
 PREFIX_BYTES = 72
@@ -55,12 +55,13 @@ class Opening(msgspec.Struct, frozen=True, kw_only=True):
     after       the step after which it begins
     checkpoint  id of the checkpoint of that step, if one was begun; it may never have been committed
     parent      id of the journal that leads to that step, if one does
-    exactness   of a replay: "exact" bit for bit, as the fingerprints prove; "tolerance" otherwise
-    torch, processor, threads  with which the steps were made
+    exactness   of a replay: "exact" bit for bit, as the fingerprints prove; "proven" where some of the state is on a
+                device, so that only they tell whether it is; "tolerance" otherwise
+    torch, processor, threads  with which the steps were made; "processor" names devices, too
     optimizers  in the order in which acts number them
     proven      tensors that a replay must reproduce, in the order of the fingerprints
     windows     into how many windows they are divided; one is fingerprinted with each step
-    sources     of compressed gradients; only in journals of version 2, as `owners`
+    sources     of compressed gradients; in journals of version 2 and later, as `owners`
     owners      for each optimizer, of each parameter the rank whose file has the gradients; (): this one has all
     """
 
@@ -84,9 +85,14 @@ class Opening(msgspec.Struct, frozen=True, kw_only=True):
     owners: tuple[tuple[int, ...], ...] = ()
 
     @property
+    def by_chunks(self) -> bool:
+        """Whether fingerprints are of chunks, as devices make them."""
+        return self.exactness == "proven"
+
+    @property
     def version(self) -> int:
         """The version that all frames of the journal have: the least that a reader must know."""
-        return 2 if self.sources or self.owners else 1
+        return 3 if self.by_chunks else 2 if self.sources or self.owners else 1
 
     @property
     def others(self) -> list[int]:

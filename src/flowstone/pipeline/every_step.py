@@ -40,14 +40,13 @@ from flowstone.pipeline.shared import SaveOptions, Shared
 from flowstone.pipeline.sole_writer import SoleWriter
 from flowstone.ranks import Decision, error_for_others
 from flowstone.runtime.ending import without_frames
-from flowstone.stage.journal_frames import StepContent, window_of
+from flowstone.stage.device import as_on_this_thread
+from flowstone.stage.fingerprints import window_of
+from flowstone.stage.journal_frames import StepContent
 from flowstone.stage.optimizer_steps import Act, StepRecorder
 from flowstone.state import Described, describe
 from flowstone.state.compressed import sources_of
-from flowstone.state.stepped import (
-    optimizer_rows,
-    replayable,
-)
+from flowstone.state.stepped import optimizer_rows, replayable
 from flowstone.table.pieces import Layout
 from flowstone.trace import Spans
 
@@ -319,12 +318,12 @@ class EveryStep:
         number = self._steps % JOURNAL_WINDOWS
         places, proven = described.places, known.proven
         window = window_of(
-            number, JOURNAL_WINDOWS, places.address[proven], described.pieces.lengths()[proven],
-            [places.owners[at] for at in proven.tolist()],
+            number, JOURNAL_WINDOWS, places, proven, described.pieces.lengths()[proven],
+            [places.owners[at] for at in proven.tolist()], by_chunks=known.exactness == "proven",
         )
         return StepContent(
             step, acts, repeats, values, known.changed_sections(replicated),
-            known.changed_sections(per_rank), window, known.still,
+            known.changed_sections(per_rank), window, known.still, as_on_this_thread(places.devices),
         ), ""
 
     def _other_sources(self, state: Mapping[str, object]) -> str:
@@ -350,9 +349,10 @@ class EveryStep:
         self._lineage = None if self._known is None else lineage
 
     def _kept(self, state: Mapping[str, object], known: Known) -> Kept:
-        optimizers, _ = replayable(self._describe(state).optimizers, ())
+        described = self._describe(state)
+        optimizers, _ = replayable(described.optimizers, ())
         rows, _ = optimizer_rows(state, optimizers, self._group.rank)
-        return kept_of(known, optimizers, rows, None if self._ranks is None else self._group.rank)
+        return kept_of(known, optimizers, rows, described.places.devices, self._group.rank if self._ranks else None)
 
     def _recovery_estimate_s(self) -> float:
         """How long a load would take now: read the checkpoint, then read and replay the journal, side by side."""

@@ -33,7 +33,8 @@ from flowstone.pipeline.journal_ranks import Joint, JournalRanks, Said, Stepped
 from flowstone.pipeline.shared import Shared
 from flowstone.runtime.threads import start
 from flowstone.runtime.uninterrupted import Latch
-from flowstone.stage.journal_frames import FrameMaker, StepContent, fingerprint_of
+from flowstone.stage.fingerprints import fingerprint_of
+from flowstone.stage.journal_frames import FrameMaker, StepContent
 from flowstone.state.stepped import Environment
 from flowstone.store.base import Appending, Appends, Store
 
@@ -111,7 +112,8 @@ class _File(msgspec.Struct):
 class Journaling:
     """The journals of one Checkpointer.
 
-    fingerprinted  open unless a fingerprint is being computed; the state must not change before that
+    fingerprinted  open unless a fingerprint is being computed; the state must not change before that. What is on a
+                   device is digested in its current stream: that may go on
     seconds        of the last record: from its begin on the thread until it was durable
     bytes          of it
     """
@@ -213,7 +215,7 @@ class Journaling:
         """On the thread."""
         started, failure, length, content = monotonic(), None, 0, step.content
         try:
-            fingerprint = self._fingerprint(content) if isinstance(content, StepContent) else ""
+            fingerprint = self._fingerprint(content, fingerprinted) if isinstance(content, StepContent) else ""
             fingerprinted.open()
             if step.save is not None:
                 step.save.captured.tell()
@@ -231,11 +233,16 @@ class Journaling:
         finally:
             pending.open()  # of several ranks: each knows now how the step has ended, and settles it at its next save
 
-    def _fingerprint(self, content: StepContent) -> str:
-        """Of the step's window. What no step changes is compared with what it was when it was in a window before."""
+    def _fingerprint(self, content: StepContent, is_read: Latch) -> str:
+        """Of the step's window. What no step changes is compared with what it was when it was in a window before.
+
+        is_read  opened once host memory is not read any more
+        """
         if content.window is None:
             return ""
-        digests = content.window.digests()
+        host = content.window.host_digests()
+        is_read.open()
+        digests = content.window.digests(host)
         for part, piece, found in zip(content.window.parts, content.window.pieces, digests, strict=True):
             name = content.still.get(piece)
             if name is not None and self._digests.setdefault(part, found) != found:
@@ -303,7 +310,8 @@ class Journaling:
             file.opening, file.maker = opening, FrameMaker(opening.id, opening.version)
             file.appending = _create(self._store, opening)
         opening = cast("Opening", file.opening)
-        parts = file.maker.make(file.steps + 1, content, fingerprint)
+        with content.streams():
+            parts = file.maker.make(file.steps + 1, content, fingerprint)
 
         def confirm() -> None:
             """The head, which makes it a frame, is written only if what it tells of has not changed meanwhile."""

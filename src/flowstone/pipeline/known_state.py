@@ -38,7 +38,7 @@ class Known(msgspec.Struct):
     layout    of the state; the next step must have the same
     proven    positions of the pieces that the optimizers' steps explain, and of those that are frozen
     still     of the latter, by position among the proven ones, the names
-    is_far    some of what the steps explain is in no fingerprint, as it is on a device
+    exactness  of replays that go on from here: see format.journal.Opening
     others    positions of the pieces that they do not explain, and may change
     digests   of these, and of sections, as they were last written
     options   of each optimizer, as they were last written
@@ -48,7 +48,7 @@ class Known(msgspec.Struct):
     layout: Layout
     proven: NDArray[np.int64]
     still: dict[int, str]
-    is_far: bool
+    exactness: str
     others: NDArray[np.int64]
     digests: dict[str, int]
     options: dict[int, tuple[msgspec.Raw, ...]]
@@ -113,10 +113,18 @@ def known_of(
     if apart[others].any() or len({*names}) < len(names):  # these are not compared from step to step
         name = next((names[at] for at, odd in enumerate(apart[others].tolist()) if odd), "a tensor in parts")
         return None, f"'{name}' is on a device, or not in one run of memory, and no optimizer explains it"
-    proven = np.flatnonzero((explained | (lazy & logged)) & ~apart)
+    exactness, covered = "exact", ~apart
+    if places.devices:
+        from flowstone.stage.fingerprints import can_digest  # imported here: most processes have no GPU
+
+        is_far = places.device >= 0
+        is_run = ~np.isin(np.arange(len(places.address)), [*places.apart])
+        exactness = "proven" if is_run[is_far].all() and can_digest(places) else "tolerance"
+        covered = covered | (is_far & (exactness == "proven"))
+    proven = np.flatnonzero((explained | (lazy & logged)) & covered)
     still = {at: layout.pieces.names[piece] for at, piece in enumerate(proven.tolist()) if not explained[piece]}
     still = {at: name for at, name in still.items() if name in frozen}
-    known = Known(layout, proven, still, bool(places.devices), others, {}, {}, sources)
+    known = Known(layout, proven, still, exactness, others, {}, {}, sources)
     for at, length in zip(others.tolist(), layout.pieces.lengths()[others].tolist(), strict=True):
         known.digests[layout.pieces.names[at]] = xxh3_64(bytes_at(int(places.address[at]), length))
     for texts in (encode_sections(described.objects), encode_sections(described.per_rank)):
@@ -125,7 +133,8 @@ def known_of(
 
 
 def kept_of(
-    known: Known, optimizers: Sequence[torch.optim.Optimizer], rows: tuple[OptimizerRow, ...], rank: int | None
+    known: Known, optimizers: Sequence[torch.optim.Optimizer], rows: tuple[OptimizerRow, ...], devices: Sequence[str],
+    rank: int | None,
 ) -> Kept:
     """What a journal that begins with this state says of itself. `rank`: in a job of several."""
     pieces, stepped = known.layout.pieces, None
@@ -135,9 +144,10 @@ def kept_of(
         starts = np.cumsum([0, *map(len, parameters)])[:-1]
         lengths = [local(one).nbytes for of in parameters for one in of]
         boxes = [f"{pieces.names[at]} {pieces.box(at)}" for at in known.proven.tolist()]
+        boxes += [known.exactness] * (known.exactness != "exact")  # fingerprints of two classes are not alike
         stepped = Stepped(
             parameter_keys(rows, pieces, rank), np.array(lengths, np.uint64), tuple(starts.tolist()),
             xxh3_64("\n".join(boxes).encode()),
         )
     sources = tuple(SourceRow(section, one.kind, one.exact) for section, one in known.sources.items())
-    return Kept("tolerance" if known.is_far else "exact", rows, proven, environment(), stepped, sources)
+    return Kept(known.exactness, rows, proven, environment(devices), stepped, sources)

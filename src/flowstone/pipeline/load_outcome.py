@@ -58,8 +58,8 @@ class Replay:
     newest     to which step the journal leads; above the report's step if not all could be replayed
     exactness  "exact": the steps are proven to be bit for bit what they were, by fingerprints that cover all tensors of
                the optimizers, and frozen ones, once in eight steps. "tolerance": torch or the processor differ from
-               those of the steps, and `differs_from` is the first step of which a fingerprint differs, None if none
-               does; or some of the state is on a device, whose memory is in no fingerprint
+               those of the steps, or some of the state was on a device, and `differs_from` is the first step of which
+               a fingerprint differs, None if none does; or a device could not digest its memory
     reason     why not all were replayed, "" if all were
     approximate  sections that are near to what they were, and not the same: residuals of compressed gradients, whatever
                `exactness` says of all else

@@ -30,7 +30,8 @@ from flowstone.format.digest import digest
 from flowstone.format.journal import CompressedRow, Opening, OptimizerRow, StepRow, TensorRow, decode_document
 from flowstone.pipeline.compare import stored_of
 from flowstone.pipeline.load_outcome import Replay
-from flowstone.stage.journal_frames import bytes_at, window_of
+from flowstone.stage.fingerprints import window_of
+from flowstone.stage.journal_frames import bytes_at
 from flowstone.stage.replayer import Borrowed, Replayer
 from flowstone.state import describe, prepare
 from flowstone.state.compressed import CompressedGradients, is_of, sources_of
@@ -183,7 +184,8 @@ class Progress:
         self._addresses: list[int] = []  # of what was described, as far as steps change it
         self.steps, self.bytes, self.step = 0, 0, openings[0].after
         self.differs_from: int | None = None
-        self.exactness = "exact" if all(map(_is_of_this_environment, openings)) else "tolerance"
+        is_alike = all(_is_of_this_environment(one, described.places.devices) for one in openings)
+        self.exactness = "exact" if is_alike else "tolerance"
         self.values: dict[str, tuple[TensorRow, bytes]] = {}
         self.replicated: dict[str, bytes] = {}
         self.per_rank: dict[str, bytes] = {}
@@ -197,7 +199,7 @@ class Progress:
         if one.opening is self._opening:
             return
         self._opening = one.opening
-        if not _is_of_this_environment(one.opening):
+        if not _is_of_this_environment(one.opening, self._described.places.devices):
             self.exactness = "tolerance"
         self.proven |= {*one.opening.proven}
         waiting = self.values.keys() & {*one.opening.proven}
@@ -232,22 +234,29 @@ class Progress:
         """Compare the fingerprint of the step's window."""
         opening, row = one.opening, one.row
         if row.window is None or row.window >= opening.windows:
+            if opening.by_chunks:  # the device could not digest any more
+                self.exactness = "tolerance"
             return
         addresses = self._replayer.addresses()
         if addresses != self._addresses:  # a step may make slots, the first one or each
             self._described, self._addresses = describe(state, rank=rank), addresses
         pieces, places = self._described.pieces, self._described.places
-        rows, plain = {name: at for at, name in enumerate(pieces.names)}, places.host_runs
-        if any(name not in rows or not plain[rows[name]] for name in opening.proven):
+        rows = {name: at for at, name in enumerate(pieces.names)}
+        if any(name not in rows or rows[name] in places.apart for name in opening.proven):
             raise ReplayError(
                 f"step {one.place.step} was replayed, and cannot be proven", journal=one.path,
                 found="it names tensors that the state does not have", next=f"load(step={opening.after})",
             )
         at = np.array([rows[name] for name in opening.proven], np.int64)
-        window = window_of(row.window, opening.windows, places.address[at], pieces.lengths()[at], state)
+        window = window_of(
+            row.window, opening.windows, places, at, pieces.lengths()[at], state, by_chunks=opening.by_chunks
+        )
+        if window is None:  # a device cannot make these digests
+            self.exactness = "tolerance"
+            return
         if window.fingerprint() == row.fingerprint:
             return
-        if self.exactness == "exact" and self._strict:
+        if self.exactness == "exact" and self._strict and not opening.by_chunks:  # a device's bits are not promised
             raise ReplayError(
                 f"step {one.place.step} could not be replayed bit for bit", journal=one.path,
                 found="another fingerprint than the step had; with the same torch and processor it should be the same",
@@ -257,10 +266,10 @@ class Progress:
         self.differs_from = one.place.step if self.differs_from is None else self.differs_from
 
 
-def _is_of_this_environment(opening: Opening) -> bool:
-    """Whether steps of that journal can be expected to be the same here, bit for bit."""
-    here = environment()
-    return (opening.torch, opening.processor, opening.exactness) == (here.torch, here.processor, "exact")
+def _is_of_this_environment(opening: Opening, devices: Sequence[str]) -> bool:
+    """Whether steps of that journal can be expected to be the same here, bit for bit. `devices`: of the state."""
+    here, expected = environment(devices), "proven" if devices else "exact"
+    return (opening.torch, opening.processor, opening.exactness) == (here.torch, here.processor, expected)
 
 
 def _frames(store: Store, fitted: Fitted) -> Iterator[ReadFrame]:

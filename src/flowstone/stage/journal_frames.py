@@ -1,4 +1,4 @@
-"""Frames of a journal, from memory: digests, the few bytes that must be copied, and windows' fingerprints.
+"""Frames of a journal, from memory: digests, and the few bytes that must be copied.
 
 Gradients are written from where they lie. What surrounds them (prefix, document, packed tensors, the bytes of a tensor
 before its first page and behind its last) is put together in blocks of a scratch buffer that is used again.
@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import msgspec
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from flowstone import _native
 from flowstone.config import BLOCK_BYTES, PACKED_BELOW_BYTES
 from flowstone.format.journal import STEP, ActRow, StepRow, TensorRow, encode_head, lay_out
+from flowstone.stage.fingerprints import Window, digests_of
 from flowstone.stage.optimizer_steps import Act
 from flowstone.state.tensors import dtype_of
-
-_FINGERPRINT_ALIGN = 64
 
 
 def bytes_at(address: int, length: int) -> memoryview:
@@ -59,59 +57,11 @@ class Source(msgspec.Struct, frozen=True, eq=False):
         return cls("uint8", (len(data),), None, array.ctypes.data, len(data), array)
 
 
-class Window(msgspec.Struct, frozen=True, eq=False):
-    """A part of the state that is fingerprinted. `parts`: addresses and lengths; `owners` keep them alive.
-
-    pieces  of which piece each part is, by its position among those that are fingerprinted
-    """
-
-    number: int
-    parts: tuple[tuple[int, int], ...]
-    owners: object
-    pieces: tuple[int, ...] = ()
-
-    def digests(self) -> list[int]:
-        """XXH3-64 of each of its parts. Reads the state: it must not change meanwhile."""
-        return _digests([address for address, _ in self.parts], [length for _, length in self.parts])
-
-    def fingerprint(self) -> str:
-        """XXH3-64 of these digests."""
-        return fingerprint_of(self.digests())
-
-
-def _digests(addresses: Sequence[int], lengths: Sequence[int]) -> list[int]:
-    digests: list[int] = _native.digest_memory(np.array(addresses, np.uint64), np.array(lengths, np.uint64)).tolist()
-    return digests
-
-
-def fingerprint_of(digests: Sequence[int]) -> str:
-    return f"{_native.xxh3_64(np.array(digests, '<u8').view(np.uint8)):016x}"
-
-
-def window_of(
-    number: int, windows: int, address: NDArray[np.uint64], length: NDArray[np.uint64], owners: object
-) -> Window:
-    """One of `windows` equal parts of memory that lies at these addresses, one behind the other in this order."""
-    ends = np.cumsum(length.astype(np.int64))
-    total = int(ends[-1]) if len(ends) else 0
-    size = -(-total // (windows * _FINGERPRINT_ALIGN)) * _FINGERPRINT_ALIGN
-    begin, end = number * size, min((number + 1) * size, total)
-    parts, pieces = [], []
-    for at in range(int(np.searchsorted(ends, begin, "right")), len(ends)):
-        first = int(ends[at]) - int(length[at])
-        if first >= end:
-            break
-        low, high = max(begin, first), min(end, int(ends[at]))
-        if low < high:
-            parts.append((int(address[at]) + low - first, high - low))
-            pieces.append(at)
-    return Window(number, tuple(parts), owners, tuple(pieces))
-
-
 class StepContent(msgspec.Struct, frozen=True, eq=False):
     """What a step's frame is made of; see format.journal.StepRow.
 
-    still  of the pieces in the window, by position, the names of those that no step changes
+    still    of the pieces in the window, by position, the names of those that no step changes
+    streams  a context in which a thread has the devices' streams behind whose work gradients are there
     """
 
     step: int
@@ -122,6 +72,7 @@ class StepContent(msgspec.Struct, frozen=True, eq=False):
     per_rank: dict[str, bytes]
     window: Window | None
     still: Mapping[int, str] = {}
+    streams: Callable[[], AbstractContextManager[object]] = nullcontext
 
     @property
     def uncompressed(self) -> str:
@@ -169,7 +120,7 @@ class FrameMaker:
         views = [bytes_at(one.address, one.length_bytes) for one in sources]
         phases = [one.address % BLOCK_BYTES for one in sources]
         offsets, payload_bytes = lay_out([one.length_bytes for one in sources], phases)
-        digests = _digests([one.address for one in sources], [one.length_bytes for one in sources])
+        digests = digests_of([one.address for one in sources], [one.length_bytes for one in sources])
         row = StepRow(
             tensors=tuple(
                 TensorRow(one.dtype, one.shape, one.stride, offset, one.length_bytes, f"{digest:016x}")

@@ -129,5 +129,12 @@ class Environment(NamedTuple):
     threads: int
 
 
-def environment() -> Environment:
-    return Environment(str(torch.__version__), torch.backends.cpu.get_cpu_capability(), torch.get_num_threads())
+def environment(devices: Iterable[str]) -> Environment:
+    """`devices`: that some of the state is on."""
+    processors = torch.backends.cpu.get_cpu_capability(), *sorted({*map(_device_kind, devices)})
+    return Environment(str(torch.__version__), "; ".join(processors), torch.get_num_threads())
+
+
+def _device_kind(name: str) -> str:
+    kind = name.partition(":")[0]
+    return f"{torch.cuda.get_device_name(name)}, CUDA {torch.version.cuda}" if kind == "cuda" else kind

@@ -3,20 +3,20 @@
     python -m bench.journal_parts [--directory DIR] [--rounds 30] [--steps 8] [--only WAY ...]
 
 Short blocks of steps of each way take turns, each between two blocks of plain steps (bench/paired.py), so that what the
-machine does meanwhile is in both.
+machine does meanwhile is in both. Prints lines of JSON, each at once: after each block what its way has come to by
+then, so that a run that is killed has told what it has measured; last of all the whole table.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +26,7 @@ import numpy as np
 import flowstone as fs
 from bench.every_step import journal_cpu_s, plain
 from bench.journal_ways import PARTS, journaling_by
-from bench.paired import Block, summary
+from bench.paired import Block, summary, tell
 from flowstone import _native
 from flowstone_demo.sizes import FULL
 from flowstone_demo.train import Training
@@ -69,8 +69,13 @@ class Measured:
         }
 
 
-def turns(training: Training, work: Path, ways: Sequence[str], *, rounds: int, steps: int) -> dict[str, Measured]:
-    """Blocks of each way by turns; each is removed, and that is on the device, before plain steps are counted again."""
+def turns(
+    training: Training, work: Path, ways: Sequence[str], *, rounds: int, steps: int
+) -> Iterator[tuple[str, Measured]]:
+    """Blocks of each way by turns; each is removed, and that is on the device, before plain steps are counted again.
+
+    yields  after each block its way, and all that was measured of that so far
+    """
     found = {name: Measured() for name in ways}
     plain(training, 3)
     before = plain(training, steps)
@@ -87,7 +92,7 @@ def turns(training: Training, work: Path, ways: Sequence[str], *, rounds: int, s
             measured.cpu_s.append(cpu_s)
             measured.calls_s.append(statistics.median(calls_s))
             before = behind
-    return found
+            yield name, measured
 
 
 def digest_ms(training: Training, steps: int) -> dict[str, float]:
@@ -122,14 +127,15 @@ def main(arguments: Sequence[str]) -> None:
     work = Path(tempfile.mkdtemp(prefix="journal-parts-", dir=chosen.directory))
     try:
         training = Training(FULL, seed=1)
-        digests = digest_ms(training, 8)
-        found = turns(training, work, chosen.only, rounds=chosen.rounds, steps=chosen.steps)
+        head = {"machine": machine.describe(work.parent), "digest_ms": digest_ms(training, 8)}
+        tell(head)
+        found: dict[str, object] = {}
+        for name, one in turns(training, work, chosen.only, rounds=chosen.rounds, steps=chosen.steps):
+            found[name] = one.summary()
+            tell({"way": name, **one.summary()})
+        tell({**head, "ways": found})
     finally:
         shutil.rmtree(work, ignore_errors=True)
-    print(json.dumps({
-        "machine": machine.describe(work.parent), "digest_ms": digests,
-        "ways": {name: one.summary() for name, one in found.items()},
-    }, indent=2))
 
 
 if __name__ == "__main__":

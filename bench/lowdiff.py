@@ -7,13 +7,13 @@ largest hundredth of their gradients, with error feedback. Short blocks of steps
 turns, and each is compared with its neighbours (bench/paired.py). A step's time is rank 0's, and includes its call of
 `save`. Processor time is that of all threads of rank 0, per step: beside other work on the machine it says more than
 time does. The state is weights and both moments, without the residuals, which steps do not log. Last, fresh ranks
-load, which replays the last block.
+load, which replays the last block. Prints lines of JSON, each at once: after each round what all rounds so far have
+come to, so that a run that is killed has told what it has measured; last of all everything.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import statistics
 import sys
@@ -28,7 +28,7 @@ import torch.multiprocessing as processes
 from torch.nn.parallel import DistributedDataParallel
 
 import flowstone as fs
-from bench.paired import Block, summary
+from bench.paired import Block, summary, tell
 from flowstone.adapters.ddp import TopKGradients, exchange
 from flowstone_study import machine
 
@@ -118,6 +118,8 @@ def train(rank: int, chosen: argparse.Namespace, work: Path) -> None:
         plain(training, 2)
         behind, cpu = plain(training, chosen.steps)
         blocks, cpu_without, before = [*blocks, Block(times, [*before, *behind])], [*cpu_without, cpu], behind
+        if rank == 0:
+            tell({"round": number + 1, "step": summary(blocks), **_cpu(cpu_without, cpu_within)})
     fresh = Training(chosen.width, chosen.batch, seed=2)
     with fs.Checkpointer(work / str(chosen.rounds - 1)) as checkpointer:
         report = checkpointer.load(fresh.state())
@@ -129,11 +131,9 @@ def train(rank: int, chosen: argparse.Namespace, work: Path) -> None:
     ))], dtype=torch.float64)
     dist.all_reduce(own)
     if rank == 0:
-        print(json.dumps({
+        tell({
             "machine": machine.describe(work.parent), "ranks": chosen.ranks, "step": summary(blocks),
-            "cpu_ms": {"without": round(1e3 * statistics.median(cpu_without), 1),
-                       "with": round(1e3 * statistics.median(cpu_within), 1)},
-            "cpu": round(statistics.median(cpu_within) / statistics.median(cpu_without), 4),
+            **_cpu(cpu_without, cpu_within),
             "bytes_per_step": int(own[0]), "share_of_state": round(float(own[0]) / training.state_bytes, 4),
             "durable_after_ms": round(1e3 * statistics.median(one.seconds for one in told), 1),
             "uncompressed": bool(own[2]),
@@ -142,9 +142,18 @@ def train(rank: int, chosen: argparse.Namespace, work: Path) -> None:
                 "approximate": replay.approximate, "same_bits_on_all_ranks": not own[1],
                 "share_of_training": round(replay.seconds / (replay.steps * statistics.median(before)), 3),
             },
-        }, indent=2), flush=True)
+        })
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _cpu(without: Sequence[float], within: Sequence[float]) -> dict[str, object]:
+    """Processor time of a step, without and with; and how many times as much."""
+    plain_s, saved_s = statistics.median(without), statistics.median(within)
+    return {
+        "cpu_ms": {"without": round(1e3 * plain_s, 1), "with": round(1e3 * saved_s, 1)},
+        "cpu": round(saved_s / plain_s, 4),
+    }
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -1,0 +1,35 @@
+"""Benchmarks that run for long tell each row once it is measured: a run that is killed has told those before."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from bench.journal_parts import turns
+from flowstone_demo.sizes import SMALL
+from flowstone_demo.train import Training
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_parts_of_a_journal_are_told_block_by_block(tmp_path: Path) -> None:
+    ways = ["whole", "hooks and save only"]
+    told = turns(Training(SMALL, seed=1), tmp_path, ways, rounds=2, steps=1)
+    rows = [(name, one.summary()["pairs"]) for name, one in (next(told), next(told))]
+    assert rows == [("hooks and save only", 1), ("whole", 1)]
+    assert [name for name, _ in told] == ways, "the second round"
+
+
+def test_lowdiffs_setting_is_told_round_by_round(tmp_path: Path) -> None:
+    options = ["--ranks", "2", "--rounds", "50", "--steps", "2", "--width", "64", "--batch", "2"]
+    command = [sys.executable, "-m", "bench.lowdiff", str(tmp_path), *options]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        assert process.stdout is not None
+        rows = [json.loads(process.stdout.readline()) for _ in range(2)]
+        process.send_signal(signal.SIGTERM)
+    assert [row["round"] for row in rows] == [1, 2]
+    assert [row["step"]["pairs"] for row in rows] == [1, 2]
+    assert all(row["cpu"] > 0 for row in rows)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +12,10 @@ import torch
 from forge import flip
 from msgspec.structs import replace
 from safetensors.torch import load_file
+from typer.testing import CliRunner
 
 import flowstone as fs
+from flowstone.cli import app
 from flowstone.config import MIB
 from flowstone.convert.digests import unequal_runs
 from flowstone.convert.source import Source
@@ -106,6 +110,44 @@ def test_a_diff_by_digests_of_a_step_with_itself_reads_nothing(run: Path) -> Non
     assert found.equal
     assert found.bytes == 0
     assert all(one.by_digest for one in found.tensors)
+
+
+def test_a_diff_by_digests_alone_counts_chunks_and_reads_no_data(run: Path, tmp_path: Path) -> None:
+    whole = fs.diff(run, run, step_a=4, step_b=5)
+    for step in (4, 5):
+        shutil.copytree(run / f"step-{step:08d}", tmp_path / str(step))
+        for row in fs.open(tmp_path / str(step)).manifest.segments:
+            path = tmp_path / str(step) / row.name
+            path.write_bytes(path.read_bytes()[: row.header_bytes])
+            os.truncate(path, row.bytes)
+    found = fs.diff(tmp_path / "4", tmp_path / "5", digests_only=True)
+    assert (found.equal, found.bytes) == (False, 0)
+    assert found.values == whole.values
+    assert [one.equal for one in found.tensors] == [one.equal for one in whole.tensors]
+    assert {one.name: (one.chunks, one.unequal, one.by_digest) for one in found.tensors} == {
+        "m.long": ((3, 11), None, False), "m.odd": ((2, 9), None, False), "m.same": ((0, 2), None, True),
+        "m.adapter": ((1, 1), None, False),
+    }
+    told = CliRunner().invoke(app, ["diff", str(tmp_path / "4"), str(tmp_path / "5"), "--digests-only"])
+    assert told.exit_code == 1
+    assert "3 of 11 chunks" in told.stdout
+    same = CliRunner().invoke(app, ["diff", str(tmp_path / "4"), str(tmp_path / "4"), "--digests-only"])
+    assert same.exit_code == 0
+    assert "(4 by their digests)" in same.stdout
+
+
+def test_a_diff_by_digests_alone_does_not_call_equal_what_it_cannot_tell(run: Path, tmp_path: Path) -> None:
+    state = changed(5)
+    with fs.Checkpointer(tmp_path / "coded", engine=fs.EngineOptions(compress="max")) as checkpointer:
+        checkpointer.save(5, {"m": {**state, "none": torch.zeros(0, 3)}, "step": 5})
+    fs.export(fs.open(run, 5), tmp_path / "hf", section="m")
+    for other in (tmp_path / "coded", tmp_path / "hf"):
+        found = fs.diff(run, other, step_a=5, section="m", names="m.*", digests_only=True)
+        assert found.bytes == 0
+        assert not found.equal
+    assert all(one.chunks is None for one in found.tensors), "another format has no digests"
+    itself = fs.diff(tmp_path / "coded", tmp_path / "coded", digests_only=True)
+    assert itself.equal, "what has no elements, too"
 
 
 def test_pieces_that_are_columns_are_compared_by_the_rows_that_their_chunks_reach() -> None:

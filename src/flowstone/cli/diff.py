@@ -48,6 +48,9 @@ def diff(
     trust_digests: Annotated[
         bool, typer.Option("--trust-digests", help="Tensors of Flowstone with equal digests are equal, and not read.")
     ] = False,
+    digests_only: Annotated[
+        bool, typer.Option("--digests-only", help="Of two of Flowstone: count chunks that differ, read none.")
+    ] = False,
     budget_bytes: Budget = "512MiB",  # type: ignore[assignment]
     as_json: AsJson = False,
 ) -> None:
@@ -58,8 +61,8 @@ def diff(
         found = conversion_rules(rules, None, inverse=inverse, configured=((b, step_b), (a, step_a)))
         report = run(
             a, b, step_a=step_a, step_b=step_b, section=section, names=names or "*", skip=skip or (), rules=found,
-            rtol=rtol, atol=atol, ignore_dtype=ignore_dtype, trust_digests=trust_digests, budget_bytes=budget_bytes,
-            on_progress=terminal_progress("comparing"),
+            rtol=rtol, atol=atol, ignore_dtype=ignore_dtype, trust_digests=trust_digests,
+            digests_only=digests_only, budget_bytes=budget_bytes, on_progress=terminal_progress("comparing"),
         )
     if as_json:
         print_json({"equal": report.equal, **asdict(report), "tensors": [_json(one) for one in report.tensors]})
@@ -109,6 +112,8 @@ def _row(one: TensorDiff) -> list[str]:
         return str(texts[0]) if texts[0] == texts[1] else f"{texts[0]} / {texts[1]}"
 
     shapes = pair((_sides(one.shapes[0]), _sides(one.shapes[1])))
+    if one.chunks is not None:
+        return [one.name, pair(one.dtypes), shapes, f"{one.chunks[0]} of {one.chunks[1]} chunks", "", "", "", ""]
     if one.unequal is None:
         return [one.name, pair(one.dtypes), shapes, "not compared", "", "", "", ""]
     return [

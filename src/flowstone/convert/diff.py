@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from flowstone.checkpoint import Checkpoint
 from flowstone.config import CHUNK_BYTES, MIB
 from flowstone.convert.copy import BUDGET_BYTES_DEFAULT, BUDGET_BYTES_MIN
-from flowstone.convert.digests import unequal_runs
+from flowstone.convert.digests import unequal_chunks, unequal_runs
 from flowstone.convert.elements import Differences, Tolerance, compare, has_numbers
 from flowstone.convert.fetch import Fetcher, Wanted
 from flowstone.convert.followers import Follow
@@ -43,7 +43,8 @@ _SHOWN = 80  # characters of a value
 class TensorDiff:
     """A tensor that both checkpoints have. Pairs are of the first checkpoint and the second.
 
-    unequal       elements that differ by more than the tolerance; NaN equals NaN, 0 equals -0. None: shapes differ
+    unequal       elements that differ by more than the tolerance; NaN equals NaN, 0 equals -0. None: shapes differ, or
+                  nothing was read (`digests_only`)
     unequal_bits  elements whose bytes differ; of two types, the same as `unequal`
     largest_absolute  |a - b|; None where the types have no numbers, or shapes differ
     largest_relative  |a - b| / max(|a|, |b|), of finite numbers
@@ -51,6 +52,7 @@ class TensorDiff:
     nans          how many of the elements are NaN
     by_digest     whether it was not read, as all digests are equal
     unread        elements that were not read, as their chunks have equal digests; NaNs among them are not counted
+    chunks        with `digests_only`: how many have other digests, of how many; None: digests say nothing
     equal         nothing differs but what the call tolerates
     """
 
@@ -66,6 +68,7 @@ class TensorDiff:
     nans: tuple[int, int] = (0, 0)
     by_digest: bool = False
     unread: int = 0
+    chunks: tuple[int, int] | None = None
 
     @property
     def elements(self) -> int:
@@ -131,8 +134,8 @@ def diff(
     a: str | os.PathLike[str] | Store | Checkpoint, b: str | os.PathLike[str] | Store | Checkpoint, *,
     step_a: int | None = None, step_b: int | None = None, section: str = "model", names: str | Sequence[str] = "*",
     skip: str | Sequence[str] = (), rules: GivenRules = (), rtol: float = 0.0, atol: float = 0.0,
-    ignore_dtype: bool = False, trust_digests: bool = False, budget_bytes: int = BUDGET_BYTES_DEFAULT,
-    on_progress: Callable[[int, int], None] | None = None,
+    ignore_dtype: bool = False, trust_digests: bool = False, digests_only: bool = False,
+    budget_bytes: int = BUDGET_BYTES_DEFAULT, on_progress: Callable[[int, int], None] | None = None,
 ) -> DiffReport:
     """Compare two checkpoints by name and by value, in bounded memory. Blocks.
 
@@ -146,6 +149,9 @@ def diff(
     trust_digests of two checkpoints of ours: chunks of tensors with equal boxes that have equal digests are equal, and
                   only what the others hold is read. XXH3-64 finds accidents, not intent, and what is on the disk now of
                   the equal ones is not looked at
+    digests_only  of two checkpoints of ours: read no tensors at all. A tensor is equal if all its digests are, and the
+                  report counts the chunks that differ. What was saved in other pieces, in another type, or encoded in
+                  another way, counts as different
     budget_bytes  of memory for bytes on their way
 
     raises  NoTensorError where no name matches; UnsupportedFormatError for values that are not known and not skipped;
@@ -165,19 +171,23 @@ def diff(
     idle = select.idle([name for names in (*tensors, *values) for name in names])
     if idle:
         raise NoTensorError("no name of either checkpoint matches", found=", ".join(idle), next="correct the pattern")
-    work = _Work(sources, _pairs(*tensors), tolerance, trust_digests, budget_bytes)
-    found = work.run(on_progress)
-    compared = [
-        _described(name, pair, found[at], ignore_dtype=ignore_dtype, unread=work.unread(at))
-        for at, pair in enumerate(work.pairs) for name in pair.names
-    ]
+    pairs, read_bytes = _pairs(*tensors), 0
+    if digests_only:
+        compared = [one for pair in pairs for one in _by_digests(sources, pair)]
+    else:
+        work = _Work(sources, pairs, tolerance, trust_digests, budget_bytes)
+        found, read_bytes = work.run(on_progress), work.bytes
+        compared = [
+            _described(name, pair, found[at], ignore_dtype=ignore_dtype, unread=work.unread(at))
+            for at, pair in enumerate(pairs) for name in pair.names
+        ]
     order = {name: at for at, name in enumerate(tensors[0])}
     compared.sort(key=lambda one: order[one.name])
     return DiffReport(
         a=sources[0].location, b=sources[1].location,
         only_in_a=tuple(name for name in tensors[0] if name not in tensors[1]),
         only_in_b=tuple(name for name in tensors[1] if name not in tensors[0]), tensors=tuple(compared),
-        values=_differing_values(*values), bytes=work.bytes, seconds=time.monotonic() - begun,
+        values=_differing_values(*values), bytes=read_bytes, seconds=time.monotonic() - begun,
     )
 
 
@@ -403,6 +413,21 @@ class _Side:
 def _nothing_yet(pair: _Pair) -> Differences:
     is_known = has_numbers(pair.a.dtype) and has_numbers(pair.b.dtype)
     return Differences() if is_known else Differences(absolute=None, relative=None)
+
+
+def _by_digests(sources: tuple[Source, Source], pair: _Pair) -> list[TensorDiff]:
+    """What digests tell of a pair, by each of its names."""
+    dtypes, shapes = (pair.a.dtype.name, pair.b.dtype.name), (pair.a.tensor.shape, pair.b.tensor.shape)
+    chunks = unequal_chunks(sources, pair.a.tensor, pair.b.tensor)
+    if dtypes[0] == dtypes[1] and shapes[0] == shapes[1] and not math.prod(shapes[0]):
+        chunks = 0, 0
+    is_equal = chunks is not None and not chunks[0]
+    return [
+        TensorDiff(
+            name, dtypes, shapes, equal=is_equal, by_digest=is_equal, unread=math.prod(shapes[0]) if is_equal else 0,
+            chunks=chunks,
+        ) for name in pair.names
+    ]
 
 
 def _described(

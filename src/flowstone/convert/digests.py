@@ -20,18 +20,34 @@ def unequal_runs(
 
     Both are known chunk by chunk if they have one dtype, and were saved in the same pieces.
     """
+    found = _unequal(sources, a, b)
+    return None if found is None else _joined([_run_of(a, box, at) for box, _, unequal in found for at in unequal])
+
+
+def unequal_chunks(
+    sources: tuple[Source, Source], a: SourceTensor, b: SourceTensor
+) -> tuple[int, int] | None:
+    """How many chunks have other digests, of how many; None: nothing is known, as in `unequal_runs`."""
+    found = _unequal(sources, a, b)
+    return None if found is None else (sum(len(one) for _, _, one in found), sum(count for _, count, _ in found))
+
+
+def _unequal(
+    sources: tuple[Source, Source], a: SourceTensor, b: SourceTensor
+) -> list[tuple[Box, int, list[int]]] | None:
+    """For each piece its box, how many chunks it has, and which of these have other digests. None: nothing is known."""
     pieces = [sorted(one.pieces, key=lambda piece: piece.box.offset) for one in (a, b)]
     if (a.dtype, a.shape) != (b.dtype, b.shape) or [p.box for p in pieces[0]] != [p.box for p in pieces[1]]:
         return None
     if not pieces[0] or sources[0].digests is None or sources[1].digests is None:
         return None
-    runs: list[tuple[int, int]] = []
+    found = []
     for one, other in zip(*pieces, strict=True):
         count = -(-one.box.elements * a.dtype.item_bytes // CHUNK_BYTES)
         first = sources[0].digests[one.first_chunk : one.first_chunk + count]
         second = sources[1].digests[other.first_chunk : other.first_chunk + count]
-        runs += [_run_of(a, one.box, chunk) for chunk in np.flatnonzero(first != second).tolist()]
-    return _joined(runs)
+        found.append((one.box, count, np.flatnonzero(first != second).tolist()))
+    return found
 
 
 def _run_of(tensor: SourceTensor, box: Box, chunk: int) -> tuple[int, int]:

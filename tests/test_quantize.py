@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 from forge import content
 from torch import nn
+from typer.testing import CliRunner
 
 import flowstone as fs
+from flowstone.cli import app
 from flowstone.convert.diff import diff
 from flowstone.errors import ArgumentError, DamagedError
 from flowstone.format.codec import QUANTIZED
@@ -68,6 +71,12 @@ def test_moments_take_a_quarter_and_come_back_within_the_bound(tmp_path: Path, e
         report = checkpointer.load(other.state)
     large = {f"optimizer.state.model.{layer}.weight.{slot}" for layer in (0, 1) for slot in ("exp_avg", "exp_avg_sq")}
     assert set(report.lossy) == large, "biases are small, and exact"
+    assert report.bounds == saved.manifest.lossy
+    assert [(row.relative, row.of_block) for row in report.bounds] == [(1 / 15, 1 / 220_000)]
+    told = CliRunner().invoke(app, ["show", str(tmp_path / "run"), "--json"]).stdout
+    assert json.loads(told)["lossy"] == [{"codec": "quantized", "relative": 1 / 15, "of_block": 1 / 220_000}]
+    shown = " ".join(CliRunner().invoke(app, ["show", str(tmp_path / "run")]).stdout.split())
+    assert "lossy: what is quantized is off by at most 0.067 of an element, or 4.5e-06 of the largest of its" in shown
     assert content(other.model.state_dict()) == content(job.model.state_dict())
     assert other.state["step"] == 3
     for found, exact in zip(other.moments(), job.moments(), strict=True):
@@ -95,7 +104,9 @@ def test_a_checkpoint_without_such_rules_says_nothing_of_loss(tmp_path: Path) ->
         assert saved.manifest.critical == ()
         assert not saved.manifest.lossy
         assert b"lossy" not in (tmp_path / "run/step-00000001/manifest.json").read_bytes()
-        assert checkpointer.load(Job().state).lossy == ()
+        report = checkpointer.load(Job().state)
+        assert (report.lossy, report.bounds) == ((), ())
+    assert "lossy" not in CliRunner().invoke(app, ["show", str(tmp_path / "run")]).stdout
 
 
 def test_what_is_not_finite_and_what_is_no_float_stays_exact(tmp_path: Path) -> None:

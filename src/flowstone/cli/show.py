@@ -65,6 +65,11 @@ def show(
     console.print(f"written by {_io(manifest.io)}", markup=False)
     if manifest.io.compress is not None:
         console.print(f"compress {marked(manifest.io.compress)}")
+    for row in manifest.lossy or ():
+        console.print(
+            f"lossy: what is {marked(row.codec)} is off by at most {row.relative:.2g} of an element, or "
+            f"{row.of_block:.2g} of the largest of its block"
+        )
     for one in following:
         frames = f"{one.frames:,} frame(s) of {one.ranks} rank(s), {size_text(one.bytes)}"
         steps = f"replays steps {one.first} to {one.last}" if one.first is not None else "replays no step yet"
@@ -115,6 +120,7 @@ def _shown(checkpoint: Checkpoint) -> dict[str, object]:
         "objects": {section: _plain(value) for section, value in checkpoint.objects.items()},
         "per_rank": {section: [_plain(v) for v in vs] for section, vs in checkpoint.contents.per_rank.items()},
         "io": {"direct": manifest.io.alignment > 1} | msgspec.structs.asdict(manifest.io),
+        "lossy": [msgspec.structs.asdict(row) for row in manifest.lossy or ()],
     }
 
 

@@ -397,7 +397,7 @@ def verified_read(loading: Loading, stamps: Mapping[str, str | None]) -> Verifie
 
 def report(loading: Loading, found: Scattered, seconds: float) -> LoadReport:
     """The report of a finished load."""
-    matched, arranged = loading.matched, loading.arranged
+    matched, arranged, lossy = loading.matched, loading.arranged, _lossy(loading)
     return LoadReport(
         step=loading.checkpoint.step, path=loading.checkpoint.path,
         matched=loading.names, initialised=matched.initialised,
@@ -405,7 +405,7 @@ def report(loading: Loading, found: Scattered, seconds: float) -> LoadReport:
         renamed=_renamed_pairs(loading.checkpoint.index.rows(), loading.rules, arranged),
         rearranged=() if arranged is None else arranged.arrangement.rearranged(loading.names),
         notes=tuple(loading.restoration.notes), bytes=found.bytes, seconds=seconds, shared_bytes=found.shared_bytes,
-        lossy=_lossy(loading),
+        lossy=lossy, bounds=(loading.checkpoint.manifest.lossy or ()) if lossy else (),
     )
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flowstone.errors import DamagedError
+from flowstone.format.manifest import LossyRow
 
 
 class VerifiedRead(msgspec.Struct, frozen=True, eq=False):
@@ -89,7 +90,8 @@ class LoadReport:
     bytes        length of the chunks that this rank has read
     shared_bytes length of the chunks that it took from shared reads on its node, including those that it read itself
     rearranged   name in the state, and the stored tensors that it is made of (Split, Fuse, Stack, ...)
-    lossy        stored names of what was saved with less precision (Quantize); the manifest says how much less
+    lossy        stored names of what was saved with less precision (Quantize)
+    bounds       by how much elements of these may be off, by codec: of themselves, or of the largest of their block
     replay       the steps that were replayed after the checkpoint's, if a journal leads further (every_step)
     tier         of several tiers, the location of the one that was read; "" with a single store
     why          why it was that one: what each nearer tier lacked
@@ -111,5 +113,6 @@ class LoadReport:
     rearranged: tuple[tuple[str, tuple[str, ...]], ...] = ()
     replay: Replay | None = None
     lossy: tuple[str, ...] = ()
+    bounds: tuple[LossyRow, ...] = ()
     tier: str = ""
     why: str = ""

@@ -328,8 +328,10 @@ class Job:
         self._check_power()
 
     def drain(self) -> None:
-        """Until the writer's thread has nothing left to do, or has lost its power."""
-        self.checkpointer._saves._threads.writer.submit(int).result()
+        """Until the threads that commit and that remove have nothing left to do, or have lost their power."""
+        threads = self.checkpointer._saves._threads
+        threads.writer.submit(int).result()
+        threads.await_removals()
 
     def _until_ended(self, save: Save) -> None:
         while not save.committed.done():

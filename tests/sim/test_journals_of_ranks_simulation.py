@@ -134,7 +134,9 @@ class Ranks:
                 wait_futures([save.committed], timeout=0.01)
             save.committed.result()
             promised.durable = max(promised.durable, step)
-            checkpointer._saves._saves._threads.writer.submit(int).result()
+            threads = checkpointer._saves._saves._threads
+            threads.writer.submit(int).result()
+            threads.await_removals()
             self.turns.check(rank)
         return done
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
+from functools import partial
 
 import msgspec
 
 from flowstone.commit import catalog, removal
 from flowstone.commit.durable import sync
 from flowstone.commit.entries import (
+    Entry,
     Kind,
     journal_directory,
     journal_file,
@@ -365,9 +367,13 @@ def _begin_empty(store: Store, chain: Chain, inner: Chain) -> None:
 
 
 def remove_older(
-    store: Store, committed: int, on_removed: Callable[[str, str, StorageError | None], None]
+    store: Store, committed: int, on_removed: Callable[[str, str, StorageError | None], None],
+    later: Callable[[Callable[[], None]], None] = removal.at_once,
 ) -> None:
-    """Remove the journals that begin before `committed`, a checkpoint that is durable. Needs the lock."""
+    """Remove the journals that begin before `committed`, a checkpoint that is durable. Needs the lock.
+
+    later  as of retention.prune
+    """
     names = {
         name: entry.step for name in store.names()
         if (entry := parse(name)) is not None and entry.kind is Kind.JOURNAL and entry.step is not None
@@ -382,8 +388,18 @@ def remove_older(
             deleting = new_deleting(step)
             store.rename(name, deleting.name)
             sync(store)
-            catalog.finish_deletion(store, deleting)
         except StorageError as error:
             on_removed(name, why, error)
         else:
-            on_removed(name, why, None)
+            later(partial(_empty, store, deleting, name, why, on_removed))
+
+
+def _empty(
+    store: Store, retired: Entry, name: str, why: str, on_removed: Callable[[str, str, StorageError | None], None]
+) -> None:
+    try:
+        catalog.finish_deletion(store, retired)
+    except StorageError as error:
+        on_removed(name, why, error)
+    else:
+        on_removed(name, why, None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from flowstone.commit.durable import sync
 from flowstone.commit.entries import Entry, Kind, left_directories, new_deleting, step_directory
@@ -17,6 +17,11 @@ _SEGMENT = re.compile(r"(from-[0-9a-f]{16}-)?rank-\d{5,}(\.\d{4,})?(-path\d{1,4}
 _JOURNAL = re.compile(r"rank-\d{5,}\.journal", re.ASCII)
 # Names that network file systems and FUSE give to a file that is removed while open. They vanish by themselves.
 _STILL_OPEN = (".nfs", ".fuse_hidden")
+
+
+def at_once(act: Callable[[], None]) -> None:
+    """Empty a directory now, on this thread."""
+    act()
 
 
 def is_ours(name: str) -> bool:

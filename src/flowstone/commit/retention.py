@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 
 import msgspec
 
 from flowstone.commit import catalog, removal
-from flowstone.commit.entries import step_directory
+from flowstone.commit.entries import Entry, step_directory
 from flowstone.commit.manifests import inside, read_manifest, read_marker
 from flowstone.config import Keep, KeepRule
 from flowstone.errors import FormatError, NoCheckpointError, StorageError
@@ -93,13 +94,14 @@ def _decide_by_rule(
 
 def prune(
     store: Store, verdicts: Iterable[Verdict], on_removed: Callable[[str, str, StorageError | None], None],
-    on_left: Callable[[str, str], None] | None = None,
+    on_left: Callable[[str, str], None] | None = None, later: Callable[[Callable[[], None]], None] = removal.at_once,
 ) -> None:
     """Remove each step that its verdict gives up, oldest first. Needs the lock, and checks it before each removal.
 
     on_removed  called with each directory, the reason, and the error if it could not be removed; a later sweep removes
                 the rest
     on_left     called with what stays of a removed step
+    later       is given what empties a directory that is no step any more, to call it
     raises      LockedError once the lock is lost
     """
     for verdict in verdicts:
@@ -109,13 +111,24 @@ def prune(
         try:
             store.check_lock()
             retired = removal.retire(store, verdict.step)
-            left = catalog.finish_deletion(store, retired)
         except StorageError as error:
             on_removed(name, verdict.reason, error)
         else:
-            on_removed(name, verdict.reason, None)
-            if left and on_left is not None:
-                on_left(name, left)
+            later(partial(_empty, store, retired, name, verdict.reason, on_removed, on_left))
+
+
+def _empty(
+    store: Store, retired: Entry, name: str, reason: str, on_removed: Callable[[str, str, StorageError | None], None],
+    on_left: Callable[[str, str], None] | None,
+) -> None:
+    try:
+        left = catalog.finish_deletion(store, retired)
+    except StorageError as error:
+        on_removed(name, reason, error)
+    else:
+        on_removed(name, reason, None)
+        if left and on_left is not None:
+            on_left(name, left)
 
 
 def whose(store: Names, step: int, store_id: str) -> str | None:
@@ -151,6 +164,7 @@ class Retention:
 
     on_left  called once for each step that stays because it is not
     awaited  is asked for the steps that another tier is still to get from this store
+    later    see `prune`
     """
 
     def __init__(
@@ -159,6 +173,7 @@ class Retention:
     ) -> None:
         self._store, self._store_id, self._keep = store, store_id, keep
         self.awaited: Callable[[], Collection[int]] = tuple
+        self.later: Callable[[Callable[[], None]], None] = removal.at_once
         self._on_removed, self._on_left = on_removed, on_left
         self._known: dict[int, tuple[str, str | None]] = {}  # step -> stamp of its manifest, why it is foreign
         self._told: set[tuple[int, str]] = set()
@@ -170,7 +185,7 @@ class Retention:
         existing = catalog.steps(self._store)
         verdicts = decide(existing, self._keep, committed=committed, foreign=self._foreign, awaited=self.awaited())
         self._tell([verdict for verdict in verdicts if verdict.foreign], committed)
-        prune(self._store, verdicts, self._on_removed, self._stays)
+        prune(self._store, verdicts, self._on_removed, self._stays, self.later)
         here = set(existing)
         self._known = {step: known for step, known in self._known.items() if step in here}
 

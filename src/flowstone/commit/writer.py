@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from flowstone.commit import catalog, publish
+from flowstone.commit import catalog, publish, removal
 from flowstone.commit.entries import is_journal, new_rewound_note
 from flowstone.commit.retention import Retention
 from flowstone.config import Keep, KeepRule
@@ -19,6 +19,9 @@ class StoreWriter:
 
     store_id  identity of the store, while this job is its writer
     before_journals_go  is called before journals are removed
+    empty     is given what empties directories that retention has set aside, to call it in this order; at once, if it
+              is not told otherwise. Not in a store without renames, where the same names may be written next, nor in
+              memory, which the next save takes again
     identity  of a store that this writer makes; None: a new one
     """
 
@@ -30,6 +33,7 @@ class StoreWriter:
         self._retention: Retention | None = None
         self.store_id: str | None = None
         self.before_journals_go: Callable[[], None] | None = None
+        self.empty: Callable[[Sequence[Callable[[], None]]], None] = _now
         self.identity: str | None = None
 
     def begin(self, holder: str) -> int | None:
@@ -71,20 +75,30 @@ class StoreWriter:
         self.store_id = None
 
     def retain(self, committed: int) -> None:
-        """Run retention; only call it after a commit is durable. A failure is logged, and the next save tries again."""
+        """Run retention; only call it after a commit is durable. A failure is logged, and the next save tries again.
+
+        On return what goes is no step any more, durably; its files go with `empty`.
+        """
+        aside: list[Callable[[], None]] = []
+        is_slow = self._store.capabilities.atomic_rename and not self._store.capabilities.volatile
+        later = aside.append if is_slow else removal.at_once
         try:
             if self._retention is not None:
+                self._retention.later = later
                 self._retention.run(committed)
                 if any(map(is_journal, self._store.names())):
                     from flowstone.commit import journals  # imported here: most stores have none
 
                     if self.before_journals_go is not None:
                         self.before_journals_go()
-                    journals.remove_older(self._store, committed, self._on_removed)
+                    journals.remove_older(self._store, committed, self._on_removed, later)
         except (LockedError, MemoryAgentError) as error:
             log.warning("retention stopped: %s", error)
         except Exception:
             log.exception("retention failed")  # on this thread, an exception would be lost
+        finally:
+            if aside:
+                self.empty(aside)
 
     def find(self, step: int) -> None:
         """Raise NoCheckpointError if there is no `step` to go back to."""
@@ -113,6 +127,11 @@ class StoreWriter:
 
             journals.cut(self._store, step)
         return moved
+
+
+def _now(acts: Sequence[Callable[[], None]]) -> None:
+    for act in acts:
+        act()
 
 
 def newest_step(store: Store) -> int | None:

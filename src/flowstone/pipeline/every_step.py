@@ -67,6 +67,8 @@ class EveryStep:
         self._journaling = Journaling(shared, self._ranks)
         if self._ranks is not None:  # other ranks' frames may still be on their way into the journals to be removed
             saves.before_journals_go(self._journaling.await_durable)
+        # Not while a frame is written: its sync would wait for the file system to free what goes.
+        saves.before_files_go(self._journaling.await_durable)
         self._recorder = StepRecorder(self._before_step)
         self._records = InFlight(  # of the journal
             shared.store, lambda: None, on_error=options.on_error, max_unsaved_steps=options.max_unsaved_steps

@@ -7,6 +7,7 @@ On the act's thread      `flowstone-act`: what no signal handler may interrupt, 
 On the engine's threads  `fs-write`, `fs-worker`, ...: windows are copied, digested, written; `save` returns meanwhile
 On `flowstone-reserve`   segments are allocated, if the caller does not wait for that
 On `flowstone-capture`   `Handover.watch`: waits for a capture that outlasts `save`, then completes `captured`
+On `flowstone-remove`    files of steps that retention gives up are removed
 On `flowstone-commit`    `_finish`: agree, receipts, commit, retain; one save after the other, in the order of steps.
                          A save whose layout has no plan yet begins here too: `_begin_and_finish`
 
@@ -102,6 +103,7 @@ class Saves:
         )
         on_start = partial(end.before_threads_end, self.captures.expedite)
         self.sole_writer = SoleWriter(shared, store_writer, self._threads, self.in_flight, self._owner, on_start)
+        store_writer.empty = partial(self._threads.remove, self._owner)
         self.fencing = Fencing(self.captures, shared.turn, shared.emit)
         self._plan: CachedPlan | None = None  # of the last save; replaced by any thread
         self._base: Base | None = None  # of the next save; replaced by the writer's thread
@@ -176,6 +178,10 @@ class Saves:
         """From now on call `act` before journals are removed, on the writer's thread."""
         self._store_writer.before_journals_go = act
 
+    def before_files_go(self, act: Callable[[], None]) -> None:
+        """From now on call `act` before files are removed, on the remover's thread."""
+        self._threads.before_removal = act
+
     def _await_turn(self, step: int) -> None:
         """Wait until fewer saves are in flight than the limit."""
         self._group.comes_to(step)
@@ -207,6 +213,7 @@ class Saves:
             coding=self._coding,
         )
         tell(cached)
+        self.sole_writer.await_room(cached.plan.file_bytes)
         self._capture(run, cached, described)
 
     @property

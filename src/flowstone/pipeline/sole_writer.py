@@ -72,6 +72,17 @@ class SoleWriter:
         done = Latch()
         self._turn.uninterrupted(lambda: self._threads.writer.submit(done.open))
         done.wait()
+        self._threads.await_removals()
+
+    def await_room(self, needed_bytes: int) -> None:
+        """If there is less room than a save needs, wait until retention has freed what earlier saves have given up."""
+        store = self._store
+        if not self._is_first or store.capabilities.checks_room or store.free_bytes() >= needed_bytes:
+            return
+        if all(save.committed.done() for save in self._in_flight):
+            self.drain()
+        else:  # what the thread of commits does next may take as long as a save
+            self._threads.await_removals()
 
     def await_retention(self) -> None:
         """The same when there may be nothing to wait for, or no thread left."""

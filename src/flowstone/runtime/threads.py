@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from flowstone.errors import StorageError
+from flowstone.log import log
+from flowstone.runtime.uninterrupted import Latch
 
 
 class Threads:
-    """The three threads of one Checkpointer; docs/ARCHITECTURE.md, Threads, says what each may touch.
+    """The four threads of one Checkpointer; docs/ARCHITECTURE.md, Threads, says what each may touch.
 
     writer    finishes saves, one after the other
     watcher   waits for captures that outlast `save`
     reserver  gives segments their size
+    remover   removes files that retention gives up: a file system may take a second for a few GB
+    before_removal  is called before each directory of these
     """
 
     def __init__(self, initializer: Callable[[], None]) -> None:
@@ -22,6 +26,9 @@ class Threads:
         self.writer = ThreadPoolExecutor(1, thread_name_prefix="flowstone-commit", initializer=initializer)
         self.watcher = ThreadPoolExecutor(1, thread_name_prefix="flowstone-capture", initializer=initializer)
         self.reserver = ThreadPoolExecutor(1, thread_name_prefix="flowstone-reserve", initializer=initializer)
+        self.remover = ThreadPoolExecutor(1, thread_name_prefix="flowstone-remove", initializer=initializer)
+        self.before_removal: Callable[[], None] = _nothing
+        self._removed: Latch | None = None  # behind the last removal
         self.are_started = False
 
     def start(self) -> None:
@@ -31,8 +38,38 @@ class Threads:
 
     def end(self, *, wait: bool = True) -> None:
         """End the threads; `wait` for their remaining work."""
-        for executor in (self.watcher, self.writer, self.reserver):
+        for executor in (self.watcher, self.writer, self.reserver, self.remover):
             executor.shutdown(wait=wait)
+
+    def remove(self, owner: Callable[[], object], acts: Sequence[Callable[[], None]]) -> None:
+        """Have the remover call `acts`, of which each empties a directory. What `owner` gives is kept until then."""
+        removed = Latch()
+
+        def run(_: object) -> None:
+            if removed.is_open:  # it ran where no thread could be started, and now there is one
+                return
+            try:
+                for act in acts:
+                    self.before_removal()
+                    act()
+            except Exception:
+                log.exception("retention failed")  # on this thread, an exception would be lost
+            finally:
+                removed.open()
+
+        self._removed = removed
+        try:
+            self.remover.submit(run, owner())
+        except RuntimeError:  # Python is ending, or the system refuses a thread
+            run(None)
+
+    def await_removals(self) -> None:
+        """Wait until the remover has done what it was given so far."""
+        if self._removed is not None:
+            self._removed.wait()
+
+
+def _nothing() -> None: ...
 
 
 def start(*executors: ThreadPoolExecutor) -> None:

@@ -1,0 +1,155 @@
+"""What retention gives up is removed aside: no commit, no step and no save waits for a file system that is slow at it.
+
+Here it is as slow as each test wants.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from journaled import Training
+from test_every_step import of
+
+import flowstone as fs
+from flowstone.store.appending import LocalAppending
+from flowstone.store.local import LocalStore
+from flowstone.store.system import System
+
+PATIENCE_S = 60.0
+
+
+class SlowToRemove(System):
+    """Removes no segment and no journal before it may."""
+
+    def __init__(self) -> None:
+        self.may_remove, self.is_asked = threading.Event(), threading.Event()
+        self.removed: list[str] = []
+        self.threads: set[str] = set()
+
+    def unlink(self, path: Path, at: int | None = None) -> None:
+        if path.parent.name.startswith(".deleting"):
+            self.threads.add(threading.current_thread().name.partition("_")[0])
+            if path.name.startswith("rank-"):
+                self.is_asked.set()
+                assert self.may_remove.wait(PATIENCE_S)
+                self.removed.append(path.parent.name)
+        super().unlink(path, at)
+
+
+@pytest.fixture
+def slow() -> Iterator[SlowToRemove]:
+    system = SlowToRemove()
+    yield system
+    system.may_remove.set()
+
+
+def left(root: Path) -> list[str]:
+    return [path.name for path in root.iterdir() if path.name.startswith(".")]
+
+
+def test_saves_are_committed_while_a_file_of_an_earlier_one_is_removed(tmp_path: Path, slow: SlowToRemove) -> None:
+    state = {"w": torch.ones(100_000)}
+    events: list[fs.Event] = []
+    with fs.Checkpointer(LocalStore(tmp_path, system=slow), keep=1, on_event=events.append) as checkpointer:
+        try:
+            for step in range(1, 5):
+                assert checkpointer.save(step, state).committed.result(PATIENCE_S).step == step
+            assert slow.is_asked.wait(PATIENCE_S)
+            assert slow.removed == []
+        finally:
+            slow.may_remove.set()
+    assert of(events, fs.Committed) == [1, 2, 3, 4]
+    assert [one.name for one in events if isinstance(one, fs.Removed)] == [f"step-{n:08d}" for n in (1, 2, 3)]
+    assert slow.threads == {"flowstone-remove"}
+    assert [path.name for path in tmp_path.glob("step-*")] == ["step-00000004"]
+    assert left(tmp_path) == [], "the end has waited for the removals"
+
+
+def test_going_back_waits_for_what_is_being_removed(tmp_path: Path, slow: SlowToRemove) -> None:
+    state = {"w": torch.ones(100_000)}
+    with fs.Checkpointer(LocalStore(tmp_path, system=slow), keep=fs.Keep(last=2)) as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.save(step, state).committed.result(PATIENCE_S)
+        assert slow.is_asked.wait(PATIENCE_S)
+        threading.Timer(0.2, slow.may_remove.set).start()
+        checkpointer.rewind(2)
+        assert len(slow.removed) == 1
+
+
+def test_a_save_for_which_there_is_no_room_waits_for_what_is_being_removed(
+    tmp_path: Path, slow: SlowToRemove, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a disk that holds two steps and no third."""
+    asked: list[int] = []
+
+    def free_bytes(_: LocalStore) -> int:
+        asked.append(len(slow.removed))
+        return 1 << 40 if slow.removed else 1000
+
+    state = {"w": torch.ones(100_000)}
+    with fs.Checkpointer(LocalStore(tmp_path, system=slow), keep=1) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, state).committed.result(PATIENCE_S)
+        assert slow.is_asked.wait(PATIENCE_S)
+        monkeypatch.setattr(LocalStore, "free_bytes", free_bytes)
+        threading.Timer(0.2, slow.may_remove.set).start()
+        checkpointer.save(3, state)
+        assert asked[0] == 0
+        assert slow.removed, "the call has waited"
+
+
+def test_no_file_is_removed_while_a_frame_is_written(
+    tmp_path: Path, slow: SlowToRemove, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its sync would wait for the file system, and a step for that."""
+    sync, may_sync, removing, syncs = LocalAppending.sync, threading.Event(), slow.may_remove, threading.Event()
+    may_sync.set()
+    removing.set()
+
+    def held(appending: LocalAppending) -> None:
+        syncs.set()
+        assert may_sync.wait(PATIENCE_S)
+        sync(appending)
+
+    monkeypatch.setattr(LocalAppending, "sync", held)
+    store, training = LocalStore(tmp_path, system=slow), Training()
+    with fs.Checkpointer(store, every_step=True, keep=1) as checkpointer:
+        try:
+            for step in (1, 2):
+                training.learn(step)
+                checkpointer.save(step, training.state(step)).committed.result(PATIENCE_S)
+            syncs.clear()
+            may_sync.clear()
+            training.learn(3)
+            checkpointer.save(3, training.state(3))
+            assert syncs.wait(PATIENCE_S)
+            acted = threading.Event()
+            threads = checkpointer._saves._saves._threads  # type: ignore[union-attr]
+            threads.remove(lambda: None, [acted.set])
+            assert not acted.wait(0.3)
+        finally:
+            may_sync.set()
+        assert acted.wait(PATIENCE_S)
+
+
+def test_a_removal_that_fails_is_told_and_the_next_one_is_made(tmp_path: Path) -> None:
+    class Refusing(System):
+        def unlink(self, path: Path, at: int | None = None) -> None:
+            if path.parent.name.startswith(".deleting-00000001") and path.name.startswith("rank-"):
+                raise OSError(5, "no")
+            super().unlink(path, at)
+
+    events: list[fs.Event] = []
+    with fs.Checkpointer(LocalStore(tmp_path, system=Refusing()), keep=1, on_event=events.append) as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.save(step, {"w": torch.ones(100_000)}).committed.result(PATIENCE_S)
+    assert [one.name for one in events if isinstance(one, fs.RemovalFailed)] == ["step-00000001"]
+    assert [one.name for one in events if isinstance(one, fs.Removed)] == ["step-00000002"]
+    assert [name[:18] for name in left(tmp_path)] == [".deleting-00000001"]
+    with fs.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(4, {"w": torch.ones(3)})
+    assert left(tmp_path) == []

@@ -28,6 +28,7 @@ import torch.multiprocessing as processes
 from torch.nn.parallel import DistributedDataParallel
 
 import flowstone as fs
+from bench.every_step import journal_cpu_s
 from bench.paired import Block, summary, tell
 from flowstone.adapters.ddp import TopKGradients, exchange
 from flowstone_study import machine
@@ -74,25 +75,28 @@ def plain(training: Training, steps: int) -> tuple[list[float], float]:
     return found, (time.process_time() - before) / steps
 
 
-def journaled(training: Training, root: Path, steps: int) -> tuple[list[float], float, list[fs.Journaled]]:
-    """Seconds of each step, all of them durable; of a processor, per step; and what was told.
+def journaled(training: Training, root: Path, steps: int) -> tuple[list[float], list[float], list[fs.Journaled]]:
+    """Seconds of each step, all of them durable; of a processor, per step: all of them, those of the call of `save`,
+    those of the journal's thread; and what was told.
 
     The whole checkpoint comes before.
     """
     events: list[fs.Event] = []
-    found, before = [], 0.0
+    found, before, calls, journal = [], 0.0, 0.0, 0.0
     with fs.Checkpointer(root, every_step=True, recovery_s=600, on_event=events.append) as checkpointer:
         for step in range(1, steps + 4):
             begin = time.perf_counter()
             training.learn()
+            called = time.thread_time()
             save = checkpointer.save(step, training.state())
+            calls += time.thread_time() - called
             found.append(time.perf_counter() - begin)
             if step < 4:
                 save.committed.result()
                 dist.barrier()
-                before = time.process_time()
+                before, calls, journal = time.process_time(), 0.0, journal_cpu_s()
         save.committed.result()
-        seconds = (time.process_time() - before) / steps
+        seconds = [(time.process_time() - before) / steps, calls / steps, (journal_cpu_s() - journal) / steps]
     return found[3:], seconds, [one for one in events if isinstance(one, fs.Journaled)]
 
 
@@ -104,7 +108,8 @@ def train(rank: int, chosen: argparse.Namespace, work: Path) -> None:
     training = Training(chosen.width, chosen.batch, seed=1)
     told: list[fs.Journaled] = []
     blocks: list[Block] = []
-    cpu_without, cpu_within = [], []
+    cpu_without: list[float] = []
+    cpu_within: list[list[float]] = []
     plain(training, 5)
     before, _ = plain(training, chosen.steps)
     for number in range(chosen.rounds):
@@ -147,11 +152,13 @@ def train(rank: int, chosen: argparse.Namespace, work: Path) -> None:
     dist.destroy_process_group()
 
 
-def _cpu(without: Sequence[float], within: Sequence[float]) -> dict[str, object]:
-    """Processor time of a step, without and with; and how many times as much."""
-    plain_s, saved_s = statistics.median(without), statistics.median(within)
+def _cpu(without: Sequence[float], within: Sequence[Sequence[float]]) -> dict[str, object]:
+    """Processor time of a step, without and with, and of two parts of that; and how many times as much."""
+    plain_s = statistics.median(without)
+    saved_s, call_s, journal_s = (statistics.median(one) for one in zip(*within, strict=True))
     return {
-        "cpu_ms": {"without": round(1e3 * plain_s, 1), "with": round(1e3 * saved_s, 1)},
+        "cpu_ms": {"without": round(1e3 * plain_s, 1), "with": round(1e3 * saved_s, 1),
+                   "call of save": round(1e3 * call_s, 2), "journal's thread": round(1e3 * journal_s, 2)},
         "cpu": round(saved_s / plain_s, 4),
     }
 

@@ -194,7 +194,8 @@ class LocalStore:
 
     def free_bytes(self) -> int:
         with self._translated("statvfs", ""):
-            return shutil.disk_usage(self.root).free
+            there = next((at for at in (self.root, *self.root.parents) if at.exists()), self.root)  # it may be yet to make
+            return shutil.disk_usage(there).free
 
     # The writer lock
 

@@ -67,8 +67,7 @@ class EveryStep:
         self._journaling = Journaling(shared, self._ranks)
         if self._ranks is not None:  # other ranks' frames may still be on their way into the journals to be removed
             saves.before_journals_go(self._journaling.await_durable)
-        # Not while a frame is written: its sync would wait for the file system to free what goes.
-        saves.before_files_go(self._journaling.await_durable)
+        saves.before_files_go(self._journaling.await_durable)  # the sync of a frame would wait for what is freed
         self._recorder = StepRecorder(self._before_step)
         self._records = InFlight(  # of the journal
             shared.store, lambda: None, on_error=options.on_error, max_unsaved_steps=options.max_unsaved_steps
@@ -236,8 +235,7 @@ class EveryStep:
     def _save_whole(
         self, step: int, state: Mapping[str, object], fence: FenceMode, spans: Spans, why: str
     ) -> Save:
-        """A whole save that nothing leads to; `why`: what could not be replayed, "" if there was nothing to go on from.
-        """
+        """A whole save that nothing leads to. `why`: what could not be replayed, "" if nothing came before."""
         if why := why or self._lost:
             self._emit(NotJournaled(step, why))
         self._journaling.await_durable()

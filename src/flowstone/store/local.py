@@ -194,7 +194,8 @@ class LocalStore:
 
     def free_bytes(self) -> int:
         with self._translated("statvfs", ""):
-            there = next((at for at in (self.root, *self.root.parents) if at.exists()), self.root)  # it may be yet to make
+            # A further path of a striped store is made by its first save.
+            there = next((at for at in (self.root, *self.root.parents) if at.exists()), self.root)
             return shutil.disk_usage(there).free
 
     # The writer lock

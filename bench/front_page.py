@@ -14,13 +14,13 @@ from pathlib import Path
 
 FOLDER = "performance"  # beside the page
 PAGES = ("rivals", "ranks", "dcp", "training", "watching", "tracing", "in-place", "codecs", "deltas", "derived",
-         "every-step", "compressed-gradients", "quantized", "objects", "memory-tier", "devices", "conversion", "scale",
-         "pairs")
+         "every-step", "compressed-gradients", "quantized", "objects", "memory-tier", "peers", "striped", "devices",
+         "conversion", "scale", "pairs")
 _GOAL = re.compile(r"^- (pass|miss)  (.+): ([^:]+), goal (.+)$", re.MULTILINE)
 _COMMAND = re.compile(r"^`([^`]+)`, (\d{4}-\d\d-\d\d)$", re.MULTILINE)
 
 # These pages tell of their goals in words.
-IN_WORDS = ("codecs", "deltas", "every-step", "compressed-gradients", "objects", "memory-tier")
+IN_WORDS = ("codecs", "deltas", "every-step", "compressed-gradients", "objects", "memory-tier", "striped")
 
 # The questions that a choice depends on, each answered by the goal of a page that begins with these words.
 QUESTIONS = (

@@ -33,3 +33,22 @@ def forge(path: Path, number: int, change: Forge) -> None:
     content[at + 64 : at + 72] = _native.xxh3_64(bytes(content[at : at + 64])).to_bytes(8, "little")
     path.write_bytes(content)
     assert decode_prefix(bytes(content[at : at + PREFIX_BYTES])) is not None, "the forgery is read"
+
+
+def forge_tensor(path: Path, number: int, which: int, change: Callable[[bytes], bytes]) -> None:
+    """Change the bytes of a tensor of a frame, as many as before, with digests that fit."""
+    content, at = bytearray(path.read_bytes()), 0
+    for _ in range(number):
+        frame = decode_prefix(bytes(content[at : at + PREFIX_BYTES]))
+        assert frame is not None
+        at += frame.frame_bytes
+    frame = decode_prefix(bytes(content[at : at + PREFIX_BYTES]))
+    assert frame is not None
+    row = msgspec.json.decode(content[at + PREFIX_BYTES : at + PREFIX_BYTES + frame.document_bytes])
+    tensor = row["tensors"][which]
+    begin = at + frame.payload_offset + tensor["offset"]
+    made = change(bytes(content[begin : begin + tensor["bytes"]]))
+    assert len(made) == tensor["bytes"]
+    content[begin : begin + len(made)] = made
+    path.write_bytes(content)
+    forge(path, number, lambda row: row["tensors"][which].update(digest=f"{_native.xxh3_64(made):016x}"))

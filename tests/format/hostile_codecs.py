@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from forge import edit_index, edit_manifest
 from journal_forgery import forge
+from memory_taken import tried
 
 import flowstone as fs
 from flowstone.config import MIB
@@ -269,26 +270,6 @@ def ways(store: Path) -> dict[str, Callable[[], object]]:
 def replayed(store: Path) -> None:
     with fs.Checkpointer(LocalStore(store)) as checkpointer:
         checkpointer.load(Training().state())
-
-
-def resident_bytes(field: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field):
-            return int(line.split()[1]) * 1024
-    raise AssertionError(f"/proc/self/status has no {field}")
-
-
-def tried(way: Callable[[], object]) -> tuple[str, int]:
-    """What came of it, and the memory that it took at most."""
-    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
-    before = resident_bytes("VmRSS:")
-    try:
-        way()
-    except fs.FlowstoneError as error:
-        outcome = type(error).__name__
-    else:
-        outcome = "done"
-    return outcome, resident_bytes("VmHWM:") - before
 
 
 def campaign(directory: Path, first: int, last: int) -> dict[str, int]:

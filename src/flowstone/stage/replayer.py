@@ -18,6 +18,8 @@ from flowstone.state.stepped import addresses_of, local, stepped_parameters
 from flowstone.state.tensors import torch_dtype
 from flowstone.table.dtype import DTYPES
 
+_PADDED_MAX = 2  # elements of all buckets of an act, of those of the parameters: what pads them is no gradient
+
 
 class Borrowed(msgspec.Struct, frozen=True, eq=False):
     """What other ranks have logged of an act of this one.
@@ -92,6 +94,9 @@ class Replayer:
             if not 0 <= at < len(parameters):
                 raise _unfit(path, f"parameter {at}", f"{len(parameters)} parameters")
             found[at] = _gradient(parameters[at], tensor, place, path)
+        decompressed, possible = sum(one.length for one, _, _ in given.buckets), sum(one.numel() for one in parameters)
+        if decompressed > _PADDED_MAX * possible:
+            raise _unfit(path, f"buckets of {decompressed} elements", f"gradients of {possible}")
         buckets = [(one.source, self._decompress(one, rows, place, parameters, found, path))
                    for one, rows, place in given.buckets]
         if act.options is not None:

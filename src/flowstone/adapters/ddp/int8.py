@@ -62,9 +62,15 @@ class Int8Gradients(Compression):
         return {_BEGINS: torch.tensor(begins)}
 
     def _add(self, flat: torch.Tensor, sent: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> None:
-        runs = list(self._blocks(tensors[_BEGINS].tolist(), len(flat)))
-        scales = sent[: 4 * sum(blocks for _, _, blocks in runs)].clone().view(torch.float32)
-        numbers, at = sent[scales.nbytes :].view(torch.int8), 0
+        begins = tensors[_BEGINS].tolist()
+        if not 0 <= begins[0] <= begins[-1] <= len(flat) or begins != sorted(begins):
+            raise ValueError("gradients that lie elsewhere than in their bucket")
+        runs = list(self._blocks(begins, len(flat)))
+        scale_bytes = 4 * sum(blocks for _, _, blocks in runs)
+        if len(sent) != scale_bytes + len(flat) - begins[0]:
+            raise ValueError(f"{len(sent)} bytes of a bucket of {len(flat)} elements")
+        scales = sent[:scale_bytes].clone().view(torch.float32)
+        numbers, at = sent[scale_bytes:].view(torch.int8), 0
         for begin, end, blocks in runs:
             values = torch.zeros((blocks, self._block), dtype=torch.float32, device=sent.device)
             values.view(-1)[: end - begin] = numbers[begin - runs[0][0] : end - runs[0][0]]

@@ -48,6 +48,10 @@ class TopKGradients(Compression):
 
     def _add(self, flat: torch.Tensor, sent: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> None:
         index, values = _parts(sent, flat.element_size())
+        if index.device.type != "cpu" and len(index):  # on a CPU torch looks; here the process would lose its device
+            low, high = torch.stack(index.aminmax()).tolist()
+            if low < 0 or high >= len(flat):
+                raise IndexError(f"elements {low} to {high} of a bucket of {len(flat)}")
         flat.index_add_(0, index, values.view(flat.dtype))
 
     def _telling(self, flat: torch.Tensor, sent: torch.Tensor) -> torch.Tensor:

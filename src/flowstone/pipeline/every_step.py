@@ -238,7 +238,7 @@ class EveryStep:
         """A whole save that nothing leads to. `why`: what could not be replayed, "" if nothing came before."""
         if why := why or self._lost:
             self._emit(NotJournaled(step, why))
-        self._journaling.await_durable()
+        self._journaling.leave_broken()
         self._lineage = self._known = None
         return self._begin_whole(step, state, fence, spans)
 

@@ -172,6 +172,11 @@ class Journaling:
         if self._pending is not None:
             self._pending.wait()
 
+    def leave_broken(self) -> None:
+        """The same, before a whole save: what could not be appended is behind it, and later steps begin a new journal."""
+        self.await_durable()
+        self.broken = ""
+
     def take_ended(self) -> Ended | None:
         """How the last step of several ranks has ended; None if that was asked before, or there was none."""
         ended, self._ended = self._ended, None

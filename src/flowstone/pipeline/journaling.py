@@ -173,7 +173,7 @@ class Journaling:
             self._pending.wait()
 
     def leave_broken(self) -> None:
-        """The same, before a whole save: what could not be appended is behind it, and later steps begin a new journal."""
+        """The same, before a whole save: what could not be appended is behind it; later steps begin a new journal."""
         self.await_durable()
         self.broken = ""
 

@@ -156,7 +156,7 @@ def one_process(
                 settle(folder, kept=1)
         stored = sum(path.stat().st_size for path in files_below(folder))
         cool(files_below(folder))
-        into = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+        into = {name: torch.ones_like(tensor) for name, tensor in state.items()}  # touched: zeros would not be
         with fs.Checkpointer(folder, engine=fs.EngineOptions(workers=workers)) as checkpointer:
             begin = time.perf_counter()
             checkpointer.load(into)
@@ -237,7 +237,7 @@ def near_saves(directory: Path, compress: Compress, kept_bytes: int, states: str
                 settle(folder, kept=2)
                 written = sum(row.bytes for row in saved.manifest.segments if row.home is None)
                 found.append((spent[0], written, spent[1]))
-                into = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+                into = {name: torch.ones_like(tensor) for name, tensor in state.items()}  # touched: zeros would not be
         with fs.Checkpointer(folder) as checkpointer:
             checkpointer.load(into)
         assert all(torch.equal(into[name], tensor) for name, tensor in state.items())

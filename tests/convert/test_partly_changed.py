@@ -165,3 +165,9 @@ def test_pieces_that_are_columns_are_compared_by_the_rows_that_their_chunks_reac
     cut = SourceTensor("w", DTYPES["float32"], (1000, 2000), (), halves[:1])
     assert unequal_runs(sources, tensor, cut) is None  # type: ignore[arg-type]
     assert unequal_runs(sources, replace(tensor, dtype=DTYPES["int32"]), tensor) is None  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("option", ["rtol", "atol", "ignore_dtype", "trust_digests"])
+def test_a_diff_by_digests_alone_refuses_what_digests_cannot_tell(run: Path, option: str) -> None:
+    with pytest.raises(fs.ArgumentError, match="digests_only tells only which bytes differ"):
+        fs.diff(run, run, step_a=4, step_b=5, digests_only=True, **{option: 1e-3 if "tol" in option else True})

@@ -12,10 +12,9 @@ from functools import partial
 
 import msgspec
 
-from flowstone.commit import catalog, removal
+from flowstone.commit import catalog, removal, retention
 from flowstone.commit.durable import sync
 from flowstone.commit.entries import (
-    Entry,
     Kind,
     journal_directory,
     journal_file,
@@ -391,15 +390,4 @@ def remove_older(
         except StorageError as error:
             on_removed(name, why, error)
         else:
-            later(partial(_empty, store, deleting, name, why, on_removed))
-
-
-def _empty(
-    store: Store, retired: Entry, name: str, why: str, on_removed: Callable[[str, str, StorageError | None], None]
-) -> None:
-    try:
-        catalog.finish_deletion(store, retired)
-    except StorageError as error:
-        on_removed(name, why, error)
-    else:
-        on_removed(name, why, None)
+            later(partial(retention.empty, store, deleting, name, why, on_removed))

@@ -114,13 +114,14 @@ def prune(
         except StorageError as error:
             on_removed(name, verdict.reason, error)
         else:
-            later(partial(_empty, store, retired, name, verdict.reason, on_removed, on_left))
+            later(partial(empty, store, retired, name, verdict.reason, on_removed, on_left))
 
 
-def _empty(
+def empty(
     store: Store, retired: Entry, name: str, reason: str, on_removed: Callable[[str, str, StorageError | None], None],
-    on_left: Callable[[str, str], None] | None,
+    on_left: Callable[[str, str], None] | None = None,
 ) -> None:
+    """Remove the files of what had that `name`, and is no step or journal now; tell as `prune` does. Any thread."""
     try:
         left = catalog.finish_deletion(store, retired)
     except StorageError as error:
@@ -164,7 +165,6 @@ class Retention:
 
     on_left  called once for each step that stays because it is not
     awaited  is asked for the steps that another tier is still to get from this store
-    later    see `prune`
     """
 
     def __init__(
@@ -173,19 +173,21 @@ class Retention:
     ) -> None:
         self._store, self._store_id, self._keep = store, store_id, keep
         self.awaited: Callable[[], Collection[int]] = tuple
-        self.later: Callable[[Callable[[], None]], None] = removal.at_once
         self._on_removed, self._on_left = on_removed, on_left
         self._known: dict[int, tuple[str, str | None]] = {}  # step -> stamp of its manifest, why it is foreign
         self._told: set[tuple[int, str]] = set()
 
-    def run(self, committed: int) -> None:
-        """Remove the steps that `keep` gives up, after a step was committed. Raises LockedError, StorageError."""
+    def run(self, committed: int, later: Callable[[Callable[[], None]], None] = removal.at_once) -> None:
+        """Remove the steps that `keep` gives up, after a step was committed. Raises LockedError, StorageError.
+
+        later  see `prune`
+        """
         if self._keep is None:
             return
         existing = catalog.steps(self._store)
         verdicts = decide(existing, self._keep, committed=committed, foreign=self._foreign, awaited=self.awaited())
         self._tell([verdict for verdict in verdicts if verdict.foreign], committed)
-        prune(self._store, verdicts, self._on_removed, self._stays, self.later)
+        prune(self._store, verdicts, self._on_removed, self._stays, later)
         here = set(existing)
         self._known = {step: known for step, known in self._known.items() if step in here}
 

@@ -84,8 +84,7 @@ class StoreWriter:
         later = aside.append if is_slow else removal.at_once
         try:
             if self._retention is not None:
-                self._retention.later = later
-                self._retention.run(committed)
+                self._retention.run(committed, later)
                 if any(map(is_journal, self._store.names())):
                     from flowstone.commit import journals  # imported here: most stores have none
 

@@ -151,7 +151,7 @@ def diff(
                   the equal ones is not looked at
     digests_only  of two checkpoints of ours: read no tensors at all. A tensor is equal if all its digests are, and the
                   report counts the chunks that differ. What was saved in other pieces, in another type, or encoded in
-                  another way, counts as different
+                  another way, counts as different. Not together with the four above
     budget_bytes  of memory for bytes on their way
 
     raises  NoTensorError where no name matches; UnsupportedFormatError for values that are not known and not skipped;
@@ -159,6 +159,7 @@ def diff(
     """
     begun = time.monotonic()
     tolerance = _tolerance(rtol, atol)
+    _check_alone(digests_only, rtol, atol, ignore_dtype, trust_digests)
     sources = open_source(a, step_a), open_source(b, step_b)
     select = _Selection(_patterns(names), _patterns(skip))
     prefixes = [f"{section}." if one.is_flat and not all(s.is_flat for s in sources) else "" for one in sources]
@@ -225,6 +226,15 @@ def _tolerance(relative: float, absolute: float) -> Tolerance:
         if not isinstance(value, int | float) or not (0 <= value < math.inf):
             raise ArgumentError(f"{name} {value!r:.40} is no tolerance", next="give a number from 0 on")
     return Tolerance(float(relative), float(absolute))
+
+
+def _check_alone(digests_only: bool, *others: object) -> None:
+    """Digests know no tolerance."""
+    if digests_only and any(others):
+        raise ArgumentError(
+            "digests_only tells only which bytes differ", found="rtol, atol, ignore_dtype or trust_digests",
+            next="leave these out, or digests_only",
+        )
 
 
 def _is_left_out(select: _Selection, rules: Rules, name: str) -> bool:

@@ -104,6 +104,35 @@ def _steps_beside(training: Training, act: Callable[[], None], steps: int) -> tu
     return found[1:], beside.seconds[:-1]  # the first step has nothing beside it
 
 
+def ways(training: Training, work: Path, *, rounds: int, steps: int) -> dict[str, dict[str, object]]:
+    """What each way costs the training's steps, and `beside_ms`, how long the thread takes for what it does."""
+    length = -(-sum(one.nbytes for one in training.model.parameters()) // REQUEST_BYTES) * REQUEST_BYTES
+    room = _huge(length)
+    numbers = np.frombuffer(room, np.uint64)
+    blocks: dict[str, list[Block]] = {"read": [], "written": []}
+    alone: dict[str, list[float]] = {"read": [], "written": []}
+    with _writer(work / "bytes", room) as write:
+        acts: dict[str, Callable[[], None]] = {"read": lambda: _add_up(numbers), "written": write}
+        plain(training, 3)
+        before = plain(training, steps)
+        for number in range(rounds):
+            for name in list(acts) if number % 2 else list(acts)[::-1]:
+                within, seconds = _steps_beside(training, acts[name], steps)
+                plain(training, 1)
+                behind = plain(training, steps)
+                blocks[name].append(Block(within, [*before, *behind]))
+                alone[name] += seconds
+                before = behind
+    return {
+        name: summary(blocks[name]) | {"bytes": length, "beside_ms": round(1e3 * float(np.median(alone[name])), 1)}
+        for name in blocks
+    }
+
+
+def _add_up(numbers: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> None:
+    numbers.sum()
+
+
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--directory", type=Path, default=None, help="of the device to measure")
@@ -111,38 +140,11 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--steps", type=int, default=6, help="of a block")
     chosen = parser.parse_args(arguments)
     work = Path(tempfile.mkdtemp(prefix="bare-bytes-", dir=chosen.directory))
-    training = Training(FULL, seed=1)
-    length = -(-sum(one.nbytes for one in training.model.parameters()) // REQUEST_BYTES) * REQUEST_BYTES
-    room = _huge(length)
-    numbers = np.frombuffer(room, np.uint64)
-    blocks: dict[str, list[Block]] = {"read": [], "written": []}
-    alone: dict[str, list[float]] = {"read": [], "written": []}
     try:
-        with _writer(work / "bytes", room) as write:
-            acts: dict[str, Callable[[], None]] = {"read": lambda: _add_up(numbers), "written": write}
-            plain(training, 3)
-            before = plain(training, chosen.steps)
-            for number in range(chosen.rounds):
-                for name in list(acts) if number % 2 else list(acts)[::-1]:
-                    within, seconds = _steps_beside(training, acts[name], chosen.steps)
-                    plain(training, 1)
-                    behind = plain(training, chosen.steps)
-                    blocks[name].append(Block(within, [*before, *behind]))
-                    alone[name] += seconds
-                    before = behind
+        found = ways(Training(FULL, seed=1), work, rounds=chosen.rounds, steps=chosen.steps)
     finally:
         shutil.rmtree(work, ignore_errors=True)
-    print(json.dumps({
-        "machine": machine.describe(work.parent), "bytes": length,
-        "ways": {
-            name: summary(blocks[name]) | {"beside_ms": round(1e3 * float(np.median(alone[name])), 1)}
-            for name in blocks
-        },
-    }, indent=2))
-
-
-def _add_up(numbers: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> None:
-    numbers.sum()
+    print(json.dumps({"machine": machine.describe(work.parent), "ways": found}, indent=2))
 
 
 if __name__ == "__main__":

@@ -334,6 +334,11 @@ void bind_rows(nb::module_& module) {
             }
             rows.watch.held = std::move(watch);
         }, "how"_a)
+        .def("unwatch", [](PyWriteExtents& rows) {
+            const std::shared_ptr<MutationDetector> watch = std::move(rows.watch.held);
+            const Unlocked unlocked;
+            if (watch != nullptr) watch->let_go();
+        })
         .def("sample_digests", [](const PyWriteExtents& rows) {
             std::vector<std::uint64_t> digests;
             {

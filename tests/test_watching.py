@@ -371,3 +371,24 @@ def test_show_says_how_a_save_was_watched(tmp_path: Path) -> None:
     assert "50% of what was captured late watched exactly, the rest by samples (strided)" in " ".join(shown.split())
     io = json.loads(CliRunner().invoke(cli.app, ["show", str(tmp_path), "--json"]).stdout)["io"]
     assert (io["exact_bytes"], io["sampled_bytes"], io["sampled_because"]) == (1_200_000, 1_200_000, "strided")
+
+
+# A save that fails before it captures anything
+
+
+@pytest.mark.parametrize("fence", ["auto", "manual"])
+def test_memory_is_as_before_once_a_save_has_failed_though_its_error_is_kept(tmp_path: Path, fence: Any) -> None:
+    state = training()
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with opened(tmp_path) as checkpointer:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, limit[1]))  # no segment can have its size
+        try:
+            with pytest.raises(fs.StorageError) as kept:
+                checkpointer.save(1, state, fence=fence)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        before = faults()
+        for parameter in parameters(state):
+            parameter.data.view(-1)[:: PAGE // 4] += 1.0
+        assert faults() - before < 100, "no write to any of some thousand pages tells anybody anything"
+        assert kept.value.__traceback__ is not None, "it refers to all that the save had"

@@ -415,6 +415,8 @@ class WriteExtents:
         captured them, or the rows are let go. Blocks while a few lines of every chunk are read that is not watched
         exactly.
         """
+    def unwatch(self) -> None:
+        """Watch them no more, unless a job has begun that does."""
     def sample_digests(self) -> NDArray[np.uint64]:
         """For each row a digest of a few lines of it, as they are now (of a device's: as `samples` has them).
 

@@ -62,6 +62,7 @@ class Handover:
         except BaseException:
             if run.capture is not None:
                 self._turn.uninterrupted(partial(self._give_up, run))
+            run.unwatch()
             raise
 
     def _enlist(self, run: SaveRun, finish: Callable[[], None]) -> None:

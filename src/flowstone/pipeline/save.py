@@ -54,7 +54,7 @@ from flowstone.ranks import error_for_others
 from flowstone.runtime.ending import Ending, without_frames
 from flowstone.runtime.threads import Threads, hand_over
 from flowstone.runtime.writer_lock import Owner
-from flowstone.stage.capture import Sources, WriteTarget
+from flowstone.stage.capture import WriteTarget
 from flowstone.stage.device import as_on_this_thread, await_pinned, check_not_recording, let_streams_go
 from flowstone.stage.fence import SAVE_OUTSIDE
 from flowstone.state import Described, describe, found_in, warn_of_save
@@ -244,11 +244,11 @@ class Saves:
         """
         devices = described.places.devices
         streams = as_on_this_thread(devices)
-        sources = None if devices else watch(cached, described, self._options.watch, run.save.step)
+        run.watched = None if devices else watch(cached, described, self._options.watch, run.save.step)
 
         def begin() -> None:  # called uninterrupted
             with streams():
-                self._begin_capture(run, cached, described, sources)
+                self._begin_capture(run, cached, described)
 
         def encode_beside() -> None:
             encode(run, described)
@@ -257,10 +257,8 @@ class Saves:
         finish = partial(self._submit, self._finish, run)
         self._handover.start(run, begin=begin, encode=encode_beside, finish=finish)
 
-    def _begin_capture(
-        self, run: SaveRun, cached: CachedPlan, described: Described, sources: Sources | None
-    ) -> None:
-        """Called uninterrupted; on failure no draft is left. `sources`: what is watched already; None: nothing is."""
+    def _begin_capture(self, run: SaveRun, cached: CachedPlan, described: Described) -> None:
+        """Called uninterrupted; on failure no draft is left."""
         devices = described.places.devices
         plan, arena = cached.plan, self.captures.open_for(devices)
         run.compress = "" if self._coding is None else self._coding.why
@@ -268,12 +266,12 @@ class Saves:
             self.fencing.hooks.guard(described.optimizers)
         if devices:
             self.captures.preparation.use(arena, devices)
-        if sources is None:
-            sources = watch(cached, described, self._options.watch, run.save.step)
+        if run.watched is None:
+            run.watched = watch(cached, described, self._options.watch, run.save.step)
         pace = self.captures.pace(plan, self._store.settings("write").tuning)
         draft = publish.begin(self._store, run.save.step, self._coordinator.draft_name(run.this_try))
         target = WriteTarget(self._store, draft.directory, arena)
-        capture = begin_capture(target, draft, cached, described, sources, pace, self._known_base())
+        capture = begin_capture(target, draft, cached, described, run.watched, pace, self._known_base())
         try:
             arena.grow(min(capture.arena_bytes, FIRST_ARENA_BYTES, self.captures.spare_bytes))
             if not capture.is_reserved:
@@ -307,7 +305,7 @@ class Saves:
             tell(cached)
             with streams():
                 held = waiting.take()
-                self._begin_capture(run, cached, held, None)
+                self._begin_capture(run, cached, held)
                 try:
                     encode(run, held)
                 except BaseException:
@@ -414,6 +412,7 @@ class Saves:
                 self._coordinator.give_up(step, error)
                 raise
         except Exception as error:
+            run.unwatch()
             waiting.let_go()
             self._end_badly(run, error)
             return

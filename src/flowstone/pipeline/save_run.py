@@ -37,6 +37,7 @@ from flowstone.pipeline.futures import Save
 from flowstone.pipeline.messages import Contribution, Try
 from flowstone.pipeline.replica_samples import Looked
 from flowstone.runtime.uninterrupted import Latch
+from flowstone.stage.capture import Sources
 from flowstone.stage.fence import FENCE_BEFORE
 from flowstone.stage.moved import moved
 from flowstone.store.base import Receipt, Writing
@@ -60,6 +61,7 @@ class SaveRun:
 
     this_try   names the draft: see SaveCoordinator.begin_try
     spans      its phases; from the call of `save` on
+    watched    its sources, from before its capture has begun
     capturing  how its capture was started
     blocked_s  seconds for which the caller of `save` was blocked, once known
     call       the call of a verb that started it, by Turn's count
@@ -73,6 +75,7 @@ class SaveRun:
 
     def __init__(self, save: Save, this_try: Try, spans: Spans) -> None:
         self.save, self.this_try, self.spans = save, this_try, spans
+        self.watched: Sources | None = None
         self.capturing: Span | None = None
         self.blocked_s = 0.0
         self.call = 0
@@ -161,8 +164,14 @@ class SaveRun:
         assert self.capturing is not None, "its capture has begun"
         return self.capturing.begin
 
+    def unwatch(self) -> None:
+        """It ends before its capture has begun. Its error refers to all of this, and may be kept."""
+        if self.watched is not None and self.capture is None:
+            self.watched.rows.unwatch()
+
     def let_sources_go(self) -> None:
         """Drop the references to the sources: nothing reads them any more."""
+        self.watched = None
         self.capture = replace(self.begun, sources=replace(self.begun.sources, places=None, memory=()))
 
     # Handed on

@@ -146,6 +146,25 @@ def test_what_a_rewind_sets_aside_takes_no_memory_from_the_next_save(run: str) -
     assert _weights(run) == {20.0}
 
 
+def test_an_agent_is_started_by_hand_once_and_ended_by_hand(agent: Path) -> None:
+    from typer.testing import CliRunner
+
+    from flowstone.cli.app import app
+
+    call = CliRunner().invoke
+    call(app, ["agent", "--stop"])
+    assert not files_of(agent)
+    assert call(app, ["agent", "--status", "--json"]).exit_code == 0
+    assert not files_of(agent), "to ask starts none"
+    assert call(app, ["agent"]).exit_code == 0
+    process = agent_process(agent)
+    assert call(app, ["agent"]).exit_code == 0
+    assert agent_process(agent) == process, "one a node"
+    stopped = msgspec.json.decode(call(app, ["agent", "--stop", "--json"]).stdout)
+    assert stopped == {"stopped": process}
+    assert not files_of(agent)
+
+
 def test_what_a_listing_tells_of_it(run: str) -> None:
     from typer.testing import CliRunner
 

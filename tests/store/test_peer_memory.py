@@ -104,6 +104,22 @@ def test_what_is_saved_is_on_both_nodes_when_it_is_committed_and_says_where(pair
         assert set(fs.open(second).read("w", framework="numpy").tolist()) == {3}
 
 
+def test_copies_are_made_at_the_rate_that_was_given_and_nothing_but_the_commit_waits_for_them(nodes: Nodes) -> None:
+    rate = 4e6
+    stores = nodes.stores("paced", bytes_per_s=rate)
+    with fs.Checkpointer(stores[0]) as checkpointer:
+        began = time.monotonic()
+        save = checkpointer.save(1, {"w": np.zeros(1_000_000)})
+        save.captured.result()
+        captured_s = time.monotonic() - began
+        save.committed.result()
+        committed_s = time.monotonic() - began
+    assert committed_s > 0.4 * 8e6 / rate, "8 MB; some go at once"
+    assert captured_s < committed_s / 2
+    for store in stores[1:]:
+        store.close()
+
+
 def test_what_only_the_other_node_has_is_read_over_the_network_and_verified(pair: list[PeerMemory]) -> None:
     first, second = pair
     with fs.Checkpointer(first) as checkpointer:

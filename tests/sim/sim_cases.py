@@ -334,7 +334,7 @@ SCENARIOS: Sequence[Scenario] = (
     Scenario("deltas_fallback", _fall_back_to_delta, _damaged_delta),
     Scenario(
         "team_deltas_compacted", _compacted(51, 52, 53, 54), keep=Keep(last=1), repeat=_compacted(58, 59), ranks=2,
-        start=".saving-00000053", modes=("power", "kill"),
+        start=".saving-00000053",
     ),
 )
 

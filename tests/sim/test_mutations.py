@@ -6,13 +6,10 @@ be brought up to date; it must not pass unseen.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from sim_cases import MODES, SCENARIOS, Simulation
-from sim_mutants import mutated
-from sim_seeds import seeds_of
+from sim_mutants import Mutant, is_found_out
 
 from flowstone.adapters.dcp import publication
 from flowstone.commit import catalog, publish, removal, retention
@@ -24,24 +21,6 @@ from flowstone.ranks import agreement, wire
 from flowstone.store.local import LocalStore
 from flowstone.store.local_io import LocalWriting
 from flowstone.store.lock import WriterLock
-
-
-@dataclass(frozen=True, slots=True)
-class Mutant:
-    """`changes` are pairs of text, in function `name` of `owner`; `scenario` and `mode` must notice.
-
-    start  where in the scenario to begin, by a part of a path
-    seeds  of each change; none: those of an ordinary run
-    """
-
-    owner: object
-    name: str
-    changes: tuple[tuple[str, str], ...]
-    scenario: str
-    mode: str = "power"
-    start: str = ""
-    seeds: range | None = None
-
 
 _RENAME = "    store.rename(draft.directory, step_directory(draft.step))\n"
 _RECORD = "    manifest = record(store, draft, store_id, made)\n"
@@ -192,11 +171,6 @@ def _prune_all(self: Saves) -> None:
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutant_is_found_out(name: str, monkeypatch: pytest.MonkeyPatch, scratch: Path) -> None:
-    mutant = MUTANTS[name]
     monkeypatch.setattr(Saves, "_prune_all", _prune_all, raising=False)
-    monkeypatch.setattr(mutant.owner, mutant.name, mutated(mutant.owner, mutant.name, mutant.changes))
-    scenario = next(at for at, scenario in enumerate(SCENARIOS) if scenario.name == mutant.scenario)
-    simulation = Simulation(scenario, scratch)
-    seeds = seeds_of(mutant.scenario, mutant.mode) if mutant.seeds is None else lambda at: mutant.seeds or ()
-    cases = simulation.cases(MODES[mutant.mode], seeds, mutant.start)
-    assert any(simulation.run(group) for group in cases), f"no case of {mutant.scenario} notices that {name}"
+    mutant = MUTANTS[name]
+    assert is_found_out(mutant, monkeypatch, scratch), f"no case of {mutant.scenario} notices that {name}"

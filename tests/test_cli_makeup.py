@@ -64,8 +64,8 @@ def test_show_tells_what_each_section_has_written_and_refers_to(store: Path) -> 
     assert model["bytes"] == model["written"] + BASE_BYTES
     assert sections["optimizer"]["referred"] == {}
     assert sections["optimizer"]["written"] == sections["optimizer"]["bytes"]
-    assert model["codecs"] == {"raw": model["bytes"]}
-    assert model["ratio"] == 1.0
+    assert model["codecs"] == model["coded"] == {"raw": model["bytes"]}
+    assert (model["ratio"], model["ratios"]) == (1.0, {"raw": 1.0})
     files = {one["name"]: one["home"] for one in told("show", store)["files"] if "home" in one}
     assert set(files.values()) == {None, first}
     line = next(line for line in run("show", store).stdout.splitlines() if line.startswith("│ model "))
@@ -240,6 +240,27 @@ def test_show_says_why_a_save_has_encoded_what_it_has(tmp_path: Path) -> None:
     assert "\ncompress auto: no save has been measured yet\n" in first
     assert "compress auto: the device takes " in second
     assert told("show", tmp_path)["io"]["compress"] == fs.open(tmp_path).manifest.io.compress
+
+
+def test_show_tells_the_ratio_of_each_section_by_codec(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    master = torch.randn(1 << 18)
+    state = {"a": {"master": master, "noise": torch.randint(256, (MIB,), dtype=torch.uint8), "w": master.bfloat16()},
+             "b": torch.arange(5)}
+    with fs.Checkpointer(tmp_path, engine=fs.EngineOptions(compress="max")) as checkpointer:
+        checkpointer.save(1, state)
+    a, b = told("show", tmp_path)["sections"]
+    stored = a["codecs"]["planes"]
+    assert a["codecs"] == {"raw": MIB, "planes": stored}
+    assert a["coded"] == {"raw": MIB, "planes": MIB}, "of what is derived nothing is coded"
+    assert (a["derived"], a["bytes"]) == (MIB // 2, MIB * 5 // 2)
+    assert a["ratios"] == {"raw": 1.0, "planes": round(MIB / stored, 3)}
+    assert 1.1 < a["ratios"]["planes"] < 1.3
+    assert a["ratio"] == round(a["bytes"] / (MIB + stored), 3)
+    assert (b["codecs"], b["ratios"]) == ({"raw": 40}, {"raw": 1.0})
+    shown = " ".join(run("show", tmp_path).stdout.replace("\u2502", " ").split())
+    assert f"{a['ratio']:.2f} x: raw 1.00 x, planes {a['ratios']['planes']:.2f} x" in shown
+    assert shown.count(" x: ") == 1, "nothing is coded in b"
 
 
 def test_what_chunks_are_decoded_with_is_told_and_freed_with_the_last_step_that_needs_it(tmp_path: Path) -> None:

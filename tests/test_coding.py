@@ -198,13 +198,19 @@ def test_the_trial_tells_how_many_times_as_long_as_copying_encoding_takes() -> N
 
 def test_the_event_tells_what_was_encoded_and_what_is_stored_of_it(tmp_path: Path) -> None:
     told: list[fs.Event] = []
-    state = {"m": torch.randn(1 << 20), "small": torch.zeros(4)}
+    noise = torch.randint(256, (1 << 20, 4), dtype=torch.uint8)  # as floats, for which no codec has a shorter form
+    state = {"m": torch.randn(1 << 20), "noise": noise.view(torch.float32), "small": torch.zeros(4)}
     with fs.Checkpointer(tmp_path, engine=fs.EngineOptions(compress="max"), on_event=told.append) as checkpointer:
         checkpointer.save(1, state)
     (found,) = (event for event in told if isinstance(event, fs.Compressed))
     assert (found.why, fs.open(tmp_path).manifest.io.compress) == ("max", "max")
-    assert found.data_bytes == 4 << 20
-    assert 0.8 < found.stored_bytes / found.data_bytes < 0.9
+    assert found.data_bytes == 8 << 20
+    assert found.codecs.keys() == {"planes", "raw"}
+    assert found.codecs["raw"] == (4 << 20, 4 << 20)
+    data, stored = found.codecs["planes"]
+    assert data == 4 << 20
+    assert 0.8 < stored / data < 0.9
+    assert found.stored_bytes == stored + (4 << 20)
     assert found.seconds > 0
     plan = plan_writes(pieces("float32"))
     assert compressed(1, plan, receipt(plan, []), "why") == fs.Compressed(1, 0, 0, 0.0, "why")

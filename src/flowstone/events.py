@@ -7,8 +7,8 @@ cannot break a save.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 
@@ -96,6 +96,7 @@ class Compressed:
     stored_bytes  of those in files
     seconds       of the engine's threads together
     why           it encoded what it did, for people; `flowstone show` tells the same
+    codecs        `data_bytes` and `stored_bytes` by codec; "raw": of chunks that encoding does not make shorter
     """
 
     step: int
@@ -103,6 +104,7 @@ class Compressed:
     stored_bytes: int
     seconds: float
     why: str = ""
+    codecs: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,7 +116,11 @@ def _shown(checkpoint: Checkpoint) -> dict[str, object]:
     files += [{"name": row.name, "bytes": row.bytes} for row in (manifest.index, manifest.objects)]
     return row_of(checkpoint.manifest, checkpoint.path) | {
         "writer": manifest.writer, "id": manifest.id, "files": files, "tensors": tensors,
-        "sections": [msgspec.structs.asdict(one) | {"ratio": round(one.ratio, 3)} for one in checkpoint.sections],
+        "sections": [
+            msgspec.structs.asdict(one) | {
+                "ratio": round(one.ratio, 3), "ratios": {codec: round(ratio, 3) for codec, ratio in one.ratios.items()},
+            } for one in checkpoint.sections
+        ],
         "objects": {section: _plain(value) for section, value in checkpoint.objects.items()},
         "per_rank": {section: [_plain(v) for v in vs] for section, vs in checkpoint.contents.per_rank.items()},
         "io": {"direct": manifest.io.alignment > 1} | msgspec.structs.asdict(manifest.io),
@@ -125,18 +129,21 @@ def _shown(checkpoint: Checkpoint) -> dict[str, object]:
 
 
 def _print_makeup(console: Console, checkpoint: Checkpoint) -> None:
-    """A line for each section: written by its own save, in files of earlier ones, and how coded."""
+    """A line for each section: written by its own save, in files of earlier ones, and how coded, as a ratio of all and
+    by codec.
+    """
     from rich.table import Table
 
     table = Table("section", "tensors", "size", "written", "referred to", "derived", "coded")
     for one in checkpoint.sections:
-        codecs = ", ".join(one.codecs) if len(one.codecs) > 1 or "raw" not in one.codecs else ""
+        codecs = ", ".join(f"{codec} {ratio:.2f} x" for codec, ratio in one.ratios.items())
         homes = f" in {len(one.referred)} earlier save(s)" if one.referred else ""
         near = f", with {size_text(sum(one.decoded_with.values()))} of bases" if one.decoded_with else ""
         table.add_row(
             marked(one.section), f"{one.tensors:,}", size_text(one.bytes), size_text(one.written),
             f"{size_text(sum(one.referred.values()))}{homes}",
-            size_text(one.derived) if one.derived else "", f"{codecs} {one.ratio:.2f} x{near}" if codecs else "",
+            size_text(one.derived) if one.derived else "",
+            f"{one.ratio:.2f} x: {codecs}{near}" if one.codecs.keys() - {"raw"} else "",
         )
     console.print(table)
 

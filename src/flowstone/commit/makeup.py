@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from flowstone.format.codec import CAST, CODECS
 from flowstone.format.index import Index
 from flowstone.format.manifest import Manifest
-from flowstone.table.chunks import CODEC_XOR, Chunks
+from flowstone.table.chunks import CODEC_XOR, Chunks, distinct
 
 
 class SectionMakeup(msgspec.Struct, frozen=True):
@@ -27,6 +27,7 @@ class SectionMakeup(msgspec.Struct, frozen=True):
     referred     bytes in files of earlier saves, by the identity of the checkpoint that wrote them
     derived      bytes of which nothing is stored: equal to, or rounded from, what other tensors have
     codecs       bytes by codec, written and referred
+    coded        bytes of the tensors that these are of, by codec: without what is derived
     decoded_with bytes of chunks with which others are decoded (codec xor), each counted once, by the identity of the
                  checkpoint that wrote them
     """
@@ -38,6 +39,7 @@ class SectionMakeup(msgspec.Struct, frozen=True):
     referred: Mapping[str, int]
     derived: int
     codecs: Mapping[str, int]
+    coded: Mapping[str, int]
     decoded_with: Mapping[str, int] = {}
 
     @property
@@ -49,6 +51,11 @@ class SectionMakeup(msgspec.Struct, frozen=True):
     def ratio(self) -> float:
         """Bytes of the tensors per stored byte; 1 where nothing is coded, or nothing stored."""
         return self.bytes / self.stored if self.stored else 1.0
+
+    @property
+    def ratios(self) -> Mapping[str, float]:
+        """The same by codec."""
+        return {codec: self.coded[codec] / size for codec, size in self.codecs.items()}
 
 
 def sections_of(manifest: Manifest, index: Index, names: Collection[str]) -> tuple[SectionMakeup, ...]:
@@ -79,13 +86,23 @@ def sections_of(manifest: Manifest, index: Index, names: Collection[str]) -> tup
             name, int(counts[at]), int(lengths[at]), by_home.get((at, None), 0),
             {kind: size for kind in kinds if kind is not None and (size := by_home[at, kind])},
             int(data_bytes[(section == at) & is_derived].sum()),
-            {CODECS[one].name if one in CODECS else f"codec {one}": size for one in np.flatnonzero(
-                np.bincount(codec[section == at])
-            ).tolist() if (size := int(length[(section == at) & (codec == one)].sum()))},
+            *_by_codec(codec, section == at, length, np.where(is_derived, 0, data_bytes)),
             near.get(at, {}),
         )
         for name, at in order.items()
     )
+
+
+def _by_codec(
+    codec: NDArray[np.uint8], here: NDArray[np.bool_], stored: NDArray[np.integer], data: NDArray[np.integer]
+) -> tuple[Mapping[str, int], Mapping[str, int]]:
+    """Sums of the chunks' lengths by codec, of those that are `here`. Codecs with nothing stored are left out."""
+    found: tuple[dict[str, int], dict[str, int]] = {}, {}
+    for one in distinct(codec[here]).tolist():
+        name, chosen = CODECS[one].name if one in CODECS else f"codec {one}", here & (codec == one)
+        if size := int(stored[chosen].sum()):
+            found[0][name], found[1][name] = size, int(data[chosen].sum())
+    return found
 
 
 def _decoded_with(manifest: Manifest, chunks: Chunks, section: NDArray[np.int64]) -> Mapping[int, Mapping[str, int]]:

@@ -18,14 +18,14 @@ from numpy.typing import NDArray
 from flowstone import _native
 from flowstone.config import Compress
 from flowstone.events import Compressed
-from flowstone.format.codec import QUANTIZED_ELEMENTS
+from flowstone.format.codec import CODECS, QUANTIZED_ELEMENTS
 from flowstone.pipeline.coding_costs import Costs, costs_of, encoding_s, new_bytes, of_pieces, trial_per_copy
 from flowstone.pipeline.deriving import Deriving
 from flowstone.pipeline.messages import Assignment
 from flowstone.plan.write import Coded, Derived, WritePlan
 from flowstone.quantize import Quantize
 from flowstone.store.base import Receipt
-from flowstone.table.chunks import Chunks
+from flowstone.table.chunks import Chunks, distinct
 from flowstone.table.dtype import DType
 from flowstone.table.pieces import Pieces, Places
 
@@ -45,8 +45,13 @@ def compressed(step: int, plan: WritePlan, receipt: Receipt, why: str) -> Compre
     if encoded is None or not coded.any():
         return Compressed(step, 0, 0, 0.0, why)
     new = plan.of_chunks(coded) & ~encoded.same
-    length = Chunks.to_come(plan.segment, plan.length).stored_lengths()
-    return Compressed(step, int(length[new].sum()), int(encoded.length[new].sum()), encoding_s(receipt), why)
+    length, codec = Chunks.to_come(plan.segment, plan.length).stored_lengths()[new], encoded.codec[new]
+    stored = encoded.length[new]
+    by_codec = {
+        CODECS[one].name: (int(length[codec == one].sum()), int(stored[codec == one].sum()))
+        for one in distinct(codec).tolist()
+    }
+    return Compressed(step, int(length.sum()), int(stored.sum()), encoding_s(receipt), why, by_codec)
 
 
 class _Keeping:

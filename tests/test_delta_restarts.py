@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 from collections.abc import Iterator
@@ -211,3 +212,37 @@ def test_dense_training_reads_no_index_and_stays_whole(tmp_path: Path) -> None:
         if step == 1:
             flip(tmp_path / "run/step-00000001/index.safetensors", 100)
             (tmp_path / "run/step-00000001").rename(tmp_path / "run/step-00000001.aside")
+
+
+def test_a_frozen_base_is_written_once_under_a_journal_with_going_back(tmp_path: Path) -> None:
+    """One checkpoint is kept, and each step is durable: checkpoints come and go, with the journals that lead on."""
+    store, saved, written = tmp_path / "run", dict[int, dict[str, tuple[object, ...]]](), list[int]()
+    seeds = itertools.count(10)
+
+    def process(recovery_s: float, *legs: tuple[int | None, int, int]) -> None:
+        """In each leg go back to a step, if there is one, and save the steps from the second number to the third."""
+        job = Job(store, keep=1, every_step=True, recovery_s=recovery_s)
+        with job.checkpointer as checkpointer:
+            for back, first, last in legs:
+                if back is not None:
+                    assert checkpointer.load(job.state, step=back).step == back
+                    assert content(job.state) == saved[back]
+                    checkpointer.rewind(back)
+                for step in range(first, last + 1):
+                    torch.manual_seed(next(seeds))  # a step that is made again is another one
+                    job.save(step)
+                    before, saved[step] = saved.get(step), content(job.state)
+                    assert before != saved[step]
+                    assert content(fresh_load(store, step)) == saved[step]
+        written.extend(job.written)
+        assert disk_bytes(store) < BASE_BYTES + 5 * SMALL_BYTES
+
+    at_once, never = 1e-9, 1e9  # a load would take longer than it may
+    process(at_once, (None, 1, 4))
+    process(never, (4, 5, 7), (6, 7, 8))
+    process(at_once, (7, 8, 11))
+    process(never, (11, 12, 13))
+    assert written[0] > BASE_BYTES
+    assert len(written) >= 5, "there were other whole checkpoints, too"
+    assert max(written[1:]) < SMALL_BYTES
+    assert content(fresh_load(store, 13)) == saved[13]

@@ -72,17 +72,27 @@ struct PyDigested {
 };
 
 /// The chunks of rows, one after the other; empty if the device cannot.
-inline std::optional<PyDigested> digest_chunks(const PyDevice& device, std::uintptr_t stream, const Array& address, const Array& length) {
+inline std::optional<PyDigested> digest_chunks(const PyDevice& device, std::uintptr_t stream, const Array& address, const Array& length,
+                                               const std::optional<Array>& layout, const std::vector<const PyGather*>& layouts) {
     const std::size_t count = address.ndim() == 1 ? address.shape(0) : 0;
     const auto addresses = column<std::uint64_t>(address, "address", count);
     const auto lengths = column<std::uint64_t>(length, "length", count);
+    const auto numbers = layout ? column<std::int64_t>(*layout, "layout", count) : std::vector<std::int64_t>(count, contiguous);
+    std::vector<const Layout*> strided(count, nullptr);
+    for (std::size_t i = 0; i < count; ++i) {
+        if (numbers[i] == contiguous) continue;
+        strided[i] = &layouts.at(static_cast<std::size_t>(numbers[i]))->layout;
+        if (lengths[i] != strided[i]->packed_bytes()) throw std::invalid_argument("a length is not its layout's");
+    }
     std::shared_ptr<const Digested> digested;
     {
         const nb::gil_scoped_release unlocked;
         std::vector<DeviceRun> runs;
         for (std::size_t i = 0; i < count; ++i)
-            for (std::uint64_t at = 0; at < lengths[i]; at += chunk_bytes)
-                runs.push_back({addresses[i] + at, static_cast<std::uint32_t>(std::min(chunk_bytes, lengths[i] - at))});
+            for (std::uint64_t at = 0; at < lengths[i]; at += chunk_bytes) {
+                const auto bytes = static_cast<std::uint32_t>(std::min(chunk_bytes, lengths[i] - at));
+                runs.push_back(strided[i] == nullptr ? DeviceRun{addresses[i] + at, bytes} : DeviceRun{addresses[i], bytes, strided[i], at});
+            }
         check_device(*device.held, "digest behind a stream of", device.held->digest(stream, runs, digested));
     }
     if (digested == nullptr) return std::nullopt;
@@ -108,12 +118,12 @@ inline void bind_devices(nb::module_& module) {
         }, "stream"_a, nb::kw_only(), "early"_a = false)
         .def("gather", &gather, "stream"_a, nb::kw_only(), "address"_a, "begin"_a, "length"_a, "layout"_a, "layouts"_a)
         .def_prop_ro("packs", [](const PyDevice& device) { return device.held->packs(); })
-        .def("digest", &digest_chunks, "stream"_a, "address"_a, "length"_a)
-        .def("reserve_launches", [](const PyDevice& device, std::uint64_t runs, std::uint64_t strided, std::uint64_t bytes, std::uint64_t chunks, std::uint64_t short_chunks,
-                                    std::size_t times) {
+        .def("digest", &digest_chunks, "stream"_a, "address"_a, "length"_a, "layout"_a = nb::none(), "layouts"_a = std::vector<const PyGather*>())
+        .def("reserve_launches", [](const PyDevice& device, std::uint64_t runs, std::uint64_t strided, std::uint64_t bytes, std::uint64_t chunks, std::uint64_t strided_chunks,
+                                    std::uint64_t short_chunks, std::size_t times) {
             const nb::gil_scoped_release unlocked;
-            device.held->reserve_launches({runs, bytes, chunks, short_chunks, strided}, times);
-        }, nb::kw_only(), "runs"_a, "strided"_a, "bytes"_a, "chunks"_a, "short_chunks"_a, "times"_a)
+            device.held->reserve_launches({runs, bytes, chunks, short_chunks, strided, strided_chunks}, times);
+        }, nb::kw_only(), "runs"_a, "strided"_a, "bytes"_a, "chunks"_a, "strided_chunks"_a, "short_chunks"_a, "times"_a)
         .def_prop_ro("pci_address", [](const PyDevice& device) { return device.held->pci_address(); })
         .def("is_recording", [](const PyDevice& device, std::uintptr_t stream) { return device.held->is_recording(stream); }, "stream"_a);
     nb::class_<PyDigested>(module, "Digested")
@@ -128,6 +138,7 @@ inline void bind_devices(nb::module_& module) {
         });
     module.attr("DIGESTED_BY_HOST_MAX") = digested_by_host_max;
     module.attr("DIGEST_PTX") = digest_text.ptx;
+    module.attr("STRIDED_DIGEST_PTX") = strided_digest_text.ptx;
     module.attr("GATHER_PTX") = gather_text.ptx;
     module.attr("PACK_PTX") = pack_text.ptx;
     // A kernel's table, for a test: what would make these packed bytes of a layout at `address`.
@@ -135,6 +146,12 @@ inline void bind_devices(nb::module_& module) {
         std::vector<PackPart> parts;
         add_parts(gather.layout, address, begin, bytes, target, parts);
         return nb::bytes(parts.data(), parts.size() * sizeof(PackPart));
+    }, "layout"_a, nb::kw_only(), "address"_a, "begin"_a, "bytes"_a, "target"_a);
+    // The same of the kernel that digests: the table's row for these packed bytes, whose digest goes to `target`.
+    module.def("digest_table", [](const PyGather& gather, std::uint64_t address, std::uint64_t begin, std::uint64_t bytes, std::uint64_t target) {
+        PackPart part = part_of(gather.layout, address, begin, bytes);
+        part.target = target;
+        return nb::bytes(&part, sizeof part);
     }, "layout"_a, nb::kw_only(), "address"_a, "begin"_a, "bytes"_a, "target"_a);
     module.attr("GATHERED_ALIGNMENT_BYTES") = gathered_alignment_bytes;
     module.def("cuda_device", [](int ordinal, std::string name) {

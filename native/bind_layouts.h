@@ -32,7 +32,8 @@ inline void bind_layouts(nanobind::module_& module) {
         .def("__init__", [](PyGather* self, std::uint64_t item_bytes, const Sizes& shape, const Strides& strides_bytes) {
             if (strides_bytes.size() != shape.size()) throw std::invalid_argument("shape and strides_bytes differ in length");
             new (self) PyGather{Layout::whole(item_bytes, shape, strides_bytes)};
-        }, nb::kw_only(), "item_bytes"_a, "shape"_a, "strides_bytes"_a);
+        }, nb::kw_only(), "item_bytes"_a, "shape"_a, "strides_bytes"_a)
+        .def_prop_ro("is_shallow", [](const PyGather& self) { return self.layout.is_shallow(); });
     nb::class_<PyScatter>(module, "ScatterLayout")
         .def("__init__", [](PyScatter* self, std::uint64_t item_bytes, const Sizes& extent_shape, const Sizes& offset,
                             const Sizes& shape, const Strides& strides_bytes) {

@@ -191,7 +191,7 @@ public:
         std::vector<std::uint64_t> bytes;
         for (std::size_t i = 0; i < times; ++i)
             bytes.insert(bytes.end(), {gathered(needs.gathered_runs, needs.strided_runs, needs.gathered_bytes),
-                                       DigestKernel::needed_bytes(needs.digested_runs), gathered(needs.short_runs, 0, short_bytes)});
+                                       DigestKernel::needed_bytes(needs.digested_runs, needs.strided_digested_runs), gathered(needs.short_runs, std::min(needs.short_runs, needs.strided_digested_runs), short_bytes)});
         if (needs.strided_runs != 0) bytes.insert(bytes.end(), cuda_batches_max, PackKernel::table_bytes);
         memory_->reserve(bytes);
     }

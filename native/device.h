@@ -61,13 +61,14 @@ public:
 };
 
 /// Runs and bytes of a gather, and runs of a digest: of those, so many that the kernel leaves to the host. No gather: no runs. Of a
-/// gather's runs, so many are of strided memory; then there are windows of it, too.
+/// gather's runs, and of a digest's, so many are of strided memory; then there are windows of it, too.
 struct LaunchNeeds {
     std::uint64_t gathered_runs = 0;
     std::uint64_t gathered_bytes = 0;
     std::uint64_t digested_runs = 0;
     std::uint64_t short_runs = 0;
     std::uint64_t strided_runs = 0;
+    std::uint64_t strided_digested_runs = 0;
 };
 
 /// What a device has digested, in host memory that it takes back with the last reference.
@@ -138,7 +139,7 @@ public:
     virtual bool packs() const = 0;
 
     /// Digest runs as the work in `stream` leaves them, on the device, behind that work: as `gather`, but for how many bytes
-    /// there may be, and without layouts. `digested` stays null where the device cannot: the driver has refused the kernel, or pinned memory.
+    /// there may be, and with shallow layouts alone. `digested` stays null where the device cannot: the driver has refused the kernels, or pinned memory.
     virtual int digest(std::uintptr_t stream, std::span<const DeviceRun> runs, std::shared_ptr<const Digested>& digested) = 0;
     /// Have host memory ready for one of each, `times` over, all at the same time. Throws std::bad_alloc.
     virtual void reserve_launches(const LaunchNeeds& needs, std::size_t times) = 0;

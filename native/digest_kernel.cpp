@@ -9,8 +9,15 @@
 
 #include "bounds.h"
 #include "digest.h"
+#include "digest_ptx.h"
 
 namespace flowstone {
+namespace {
+
+/// Tables behind it are read by sixteen bytes.
+std::uint64_t output_bytes(std::uint64_t runs) { return round_up(runs * sizeof(std::uint64_t), sizeof(DigestPart)); }
+
+}  // namespace
 
 // XXH3-64 with seed 0 (https://github.com/Cyan4973/xxHash), for more than 240 bytes: eight sums of 64 bits, a pair of them for
 // each thread, to which stripes of 64 bytes are added in any order; after 16 stripes, a block, the sums are turned. A warp has one
@@ -20,22 +27,7 @@ const KernelText digest_text{R"ptx(
 .target sm_50
 .address_size 64
 
-// 24 words of XXH3's secret from its begin; 8 from its byte 121, for the last stripe; 8 from byte 11, for the end; the first sums.
-.const .align 8 .u64 digest_keys[48] = {
-    0xbe4ba423396cfeb8, 0x1cad21f72c81017c, 0xdb979083e96dd4de, 0x1f67b3b7a4a44072,
-    0x78e5c0cc4ee679cb, 0x2172ffcc7dd05a82, 0x8e2443f7744608b8, 0x4c263a81e69035e0,
-    0xcb00c391bb52283c, 0xa32e531b8b65d088, 0x4ef90da297486471, 0xd8acdea946ef1938,
-    0x3f349ce33f76faa8, 0x1d4f0bc7c7bbdcf9, 0x3159b4cd4be0518a, 0x647378d9c97e9fc8,
-    0xc3ebd33483acc5ea, 0xeb6313faffa081c5, 0x49daf0b751dd0d17, 0x9e68d429265516d3,
-    0xfca1477d58be162b, 0xce31d07ad1b8f88f, 0x280416958f3acb45, 0x7e404bbbcafbd7af,
-    0xea647378d9c97e9f, 0xc5c3ebd33483acc5, 0x17eb6313faffa081, 0xd349daf0b751dd0d,
-    0x2b9e68d429265516, 0x8ffca1477d58be16, 0x45ce31d07ad1b8f8, 0xaf280416958f3acb,
-    0x6dd4de1cad21f72c, 0xa44072db979083e9, 0xe679cb1f67b3b7a4, 0xd05a8278e5c0cc4e,
-    0x4608b82172ffcc7d, 0x9035e08e2443f774, 0x52283c4c263a81e6, 0x65d088cb00c391bb,
-    0x00000000c2b2ae3d, 0x9e3779b185ebca87, 0xc2b2ae3d27d4eb4f, 0x165667b19e3779f9,
-    0x85ebca77c2b2ae63, 0x0000000085ebca77, 0x27d4eb2f165667c5, 0x000000009e3779b1
-};
-
+)ptx" FLOWSTONE_XXH3_KEYS R"ptx(
 .visible .entry flowstone_digest(
     .param .u64 digest_table,
     .param .u64 digest_out,
@@ -224,78 +216,12 @@ last_stripe:
     ld.const.u64 use_b, [own+200];
     bra next_pair;
 
-    // The same lanes are in eight threads; afterwards all of these have their sums. Written out, since each block of a part
-    // would pay for a loop's counting.
-sum_up:
-    mov.b64 {low, high}, add_a;
-    shfl.sync.bfly.b32 low, low, 16, 31, 0xffffffff;
-    shfl.sync.bfly.b32 high, high, 16, 31, 0xffffffff;
-    mov.b64 value, {low, high};
-    add.u64 add_a, add_a, value;
-    mov.b64 {low, high}, add_b;
-    shfl.sync.bfly.b32 low, low, 16, 31, 0xffffffff;
-    shfl.sync.bfly.b32 high, high, 16, 31, 0xffffffff;
-    mov.b64 value, {low, high};
-    add.u64 add_b, add_b, value;
-    mov.b64 {low, high}, add_a;
-    shfl.sync.bfly.b32 low, low, 8, 31, 0xffffffff;
-    shfl.sync.bfly.b32 high, high, 8, 31, 0xffffffff;
-    mov.b64 value, {low, high};
-    add.u64 add_a, add_a, value;
-    mov.b64 {low, high}, add_b;
-    shfl.sync.bfly.b32 low, low, 8, 31, 0xffffffff;
-    shfl.sync.bfly.b32 high, high, 8, 31, 0xffffffff;
-    mov.b64 value, {low, high};
-    add.u64 add_b, add_b, value;
-    mov.b64 {low, high}, add_a;
-    shfl.sync.bfly.b32 low, low, 4, 31, 0xffffffff;
-    shfl.sync.bfly.b32 high, high, 4, 31, 0xffffffff;
-    mov.b64 value, {low, high};
-    add.u64 add_a, add_a, value;
-    mov.b64 {low, high}, add_b;
-    shfl.sync.bfly.b32 low, low, 4, 31, 0xffffffff;
-    shfl.sync.bfly.b32 high, high, 4, 31, 0xffffffff;
-    mov.b64 value, {low, high};
-    add.u64 add_b, add_b, value;
-    add.u64 sum_a, sum_a, add_a;
-    add.u64 sum_b, sum_b, add_b;
+)ptx" FLOWSTONE_XXH3_SUM_UP R"ptx(
     @last bra merge;
-    shr.u64 value, sum_a, 47;
-    xor.b64 sum_a, sum_a, value;
-    xor.b64 sum_a, sum_a, turn_a;
-    mul.lo.u64 sum_a, sum_a, 0x9e3779b1;
-    shr.u64 value, sum_b, 47;
-    xor.b64 sum_b, sum_b, value;
-    xor.b64 sum_b, sum_b, turn_b;
-    mul.lo.u64 sum_b, sum_b, 0x9e3779b1;
+)ptx" FLOWSTONE_XXH3_TURN R"ptx(
     bra next_round;
 
-    // Four pairs become one number, which the first thread writes.
-merge:
-    ld.const.u64 use_a, [own+256];
-    ld.const.u64 use_b, [own+264];
-    xor.b64 sum_a, sum_a, use_a;
-    xor.b64 sum_b, sum_b, use_b;
-    mul.lo.u64 add_a, sum_a, sum_b;
-    mul.hi.u64 add_b, sum_a, sum_b;
-    xor.b64 add_a, add_a, add_b;
-    mov.b64 {low, high}, add_a;
-    shfl.sync.bfly.b32 low, low, 1, 31, 0xffffffff;
-    shfl.sync.bfly.b32 high, high, 1, 31, 0xffffffff;
-    mov.b64 value, {low, high};
-    add.u64 add_a, add_a, value;
-    mov.b64 {low, high}, add_a;
-    shfl.sync.bfly.b32 low, low, 2, 31, 0xffffffff;
-    shfl.sync.bfly.b32 high, high, 2, 31, 0xffffffff;
-    mov.b64 value, {low, high};
-    add.u64 add_a, add_a, value;
-    cvt.u64.u32 length, bytes;
-    mad.lo.u64 add_a, length, 0x9e3779b185ebca87, add_a;
-    shr.u64 value, add_a, 37;
-    xor.b64 add_a, add_a, value;
-    mul.lo.u64 add_a, add_a, 0x165667919e3779f9;
-    shr.u64 value, add_a, 32;
-    xor.b64 add_a, add_a, value;
+)ptx" FLOWSTONE_XXH3_MERGE R"ptx(
     setp.ne.u32 over, lane, 0;
     @over bra part_over;
     mad.wide.u32 entry, number, 8, out;
@@ -312,8 +238,8 @@ end:
 /// The kernel's table and its output, in a buffer of the device's; and what the host digests.
 class DigestKernel::Lease final : public Digested {
 public:
-    Lease(std::shared_ptr<const DigestKernel> kernel, std::shared_ptr<LaunchMemory> from, std::uint64_t runs)
-        : buffer(std::move(kernel), std::move(from), needed_bytes(runs)), runs_(runs) {}
+    Lease(std::shared_ptr<const DigestKernel> kernel, std::shared_ptr<LaunchMemory> from, std::uint64_t runs, std::uint64_t strided_runs)
+        : buffer(std::move(kernel), std::move(from), needed_bytes(runs, strided_runs)), runs_(runs) {}
 
     /// A run that the kernel leaves out: its bytes are gathered.
     struct Short {
@@ -344,46 +270,63 @@ DigestKernel::DigestKernel(std::shared_ptr<const PrimaryContext> context, std::s
     : context_(std::move(context)), driver_(context_->driver()), memory_(std::move(memory)), gather_(std::move(gather)) {
     const Visit visit(driver_, context_->get());
     kernel_ = std::make_unique<TableKernel>(driver_, digest_text, stream);
+    strided_ = std::make_unique<TableKernel>(driver_, strided_digest_text, stream);
 }
 
 DigestKernel::~DigestKernel() {
     const Visit visit(driver_, context_->get());
     memory_->settle();
     kernel_.reset();
+    strided_.reset();
 }
 
 int DigestKernel::digest(CudaDriver::Stream stream, std::span<const DeviceRun> runs, std::shared_ptr<const Digested>& digested) {
     if (runs.size() > launch_rows_max) return cuda_invalid_value;
-    // The kernel counts in 32 bits, and steps beyond a part's end before it compares.
-    const bool is_long = std::any_of(runs.begin(), runs.end(), [](const DeviceRun& run) { return run.bytes > INT32_MAX; });
-    if (is_long) return cuda_invalid_value;
-    if (!kernel_->is_loaded()) return 0;
+    // The kernels count in 32 bits, and step beyond a part's end before they compare.
+    const auto is_refused = [](const DeviceRun& run) { return run.bytes > INT32_MAX || (run.layout != nullptr && !run.layout->is_shallow()); };
+    if (std::any_of(runs.begin(), runs.end(), is_refused)) return cuda_invalid_value;
+    if (!kernel_->is_loaded() || !strided_->is_loaded()) return 0;
     const Visit visit(driver_, context_->get());
-    const auto lease = std::make_shared<Lease>(shared_from_this(), memory_, runs.size());
+    const auto is_strided = [](const DeviceRun& run) { return run.layout != nullptr; };
+    const auto strided_runs = static_cast<std::uint64_t>(std::count_if(runs.begin(), runs.end(), is_strided));
+    const auto lease = std::make_shared<Lease>(shared_from_this(), memory_, runs.size(), strided_runs);
     const LaunchMemory::Buffer& buffer = *lease->buffer;
     if (!buffer.is_pinned()) return 0;
-    auto* const parts = reinterpret_cast<DigestPart*>(buffer.memory + round_up(runs.size() * sizeof(std::uint64_t), alignof(DigestPart)));
-    std::uint32_t count = 0;
+    auto* const parts = reinterpret_cast<DigestPart*>(buffer.memory + output_bytes(runs.size()));
+    auto* const strided = reinterpret_cast<PackPart*>(parts + (runs.size() - strided_runs));
+    std::uint32_t count = 0, strided_count = 0;
     std::vector<DeviceRun> gathered;
     std::uint64_t offset = 0;
     for (std::size_t i = 0; i < runs.size(); ++i) {
-        if (runs[i].bytes > digested_by_host_max) {
-            new (parts + count++) DigestPart{runs[i].address, runs[i].bytes, static_cast<std::uint32_t>(i)};
+        const DeviceRun& run = runs[i];
+        if (run.bytes > digested_by_host_max) {
+            if (run.layout == nullptr) {
+                new (parts + count++) DigestPart{run.address, run.bytes, static_cast<std::uint32_t>(i)};
+            } else {
+                PackPart* const part = new (strided + strided_count++) PackPart(part_of(*run.layout, run.address, run.begin, run.bytes));
+                part->target = i * sizeof(std::uint64_t);
+            }
             continue;
         }
-        lease->shorts.push_back({i, runs[i].bytes, offset});
-        gathered.push_back(runs[i]);
-        offset += round_up(runs[i].bytes, gathered_alignment_bytes);
+        lease->shorts.push_back({i, run.bytes, offset});
+        gathered.push_back(run);
+        offset += round_up(run.bytes, gathered_alignment_bytes);
     }
     if (!gathered.empty())
         if (const int error = gather_->gather(stream, gathered, lease->gathered)) return error;
-    int error = count == 0 ? 0 : kernel_->launch(stream, reinterpret_cast<const std::byte*>(parts), buffer.memory, count);
+    const auto launch = [&](TableKernel& kernel, const void* table, std::uint32_t rows) {
+        return rows == 0 ? 0 : kernel.launch(stream, static_cast<const std::byte*>(table), buffer.memory, rows);
+    };
+    int error = launch(*kernel_, parts, count);
+    if (error == 0) error = launch(*strided_, strided, strided_count);
     const int noted = memory_->note_use(buffer, stream);
     error = error != 0 ? error : noted;
     if (error == 0) digested = lease;
     return error;
 }
 
-std::uint64_t DigestKernel::needed_bytes(std::uint64_t runs) { return runs * (sizeof(std::uint64_t) + sizeof(DigestPart)); }
+std::uint64_t DigestKernel::needed_bytes(std::uint64_t runs, std::uint64_t strided_runs) {
+    return output_bytes(runs) + (runs - strided_runs) * sizeof(DigestPart) + strided_runs * sizeof(PackPart);
+}
 
 }  // namespace flowstone

@@ -33,14 +33,14 @@ void check_device(std::int32_t device, std::size_t devices, std::size_t row) {
     require(device == on_host || (device >= 0 && static_cast<std::size_t>(device) < devices), row, "device is no index into devices");
 }
 
-/// Of the lazy rows of each device, which have so many chunks, there are digests or samples; of strided ones there are samples.
-void check_watching(const WriteExtents& rows, std::span<const std::uint64_t> chunks, std::span<const std::uint64_t> strided) {
+/// Of the lazy rows of each device, which have so many chunks, there are digests or samples; of those with deep layouts there are samples.
+void check_watching(const WriteExtents& rows, std::span<const std::uint64_t> chunks, std::span<const std::uint64_t> deep) {
     if (rows.samples.size() != chunks.size()) throw std::invalid_argument("samples are not of each device");
     if (!rows.digested.empty() && rows.digested.size() != chunks.size()) throw std::invalid_argument("digests are not of each device");
     for (std::size_t device = 0; device < chunks.size(); ++device) {
         const Digested* const digested = rows.digested.empty() ? nullptr : rows.digested[device];
         if (digested != nullptr && digested->runs() != chunks[device]) throw std::invalid_argument("digests are not those of the devices' lazy rows");
-        if (rows.samples[device].size() != (strided[device] + (digested == nullptr ? chunks[device] : 0)) * lines_per_chunk)
+        if (rows.samples[device].size() != (deep[device] + (digested == nullptr ? chunks[device] : 0)) * lines_per_chunk)
             throw std::invalid_argument("samples are not those of the devices' lazy rows");
     }
 }
@@ -109,7 +109,7 @@ void check_extents(const WriteExtents& rows, std::span<const std::uint64_t> file
         if (bytes % block_alignment_bytes != 0 || bytes > file_bytes_max)
             throw std::invalid_argument("a file's size must be a multiple of 4096");
     const WriteExtent* before = nullptr;
-    std::vector<std::uint64_t> chunks(rows.devices.size(), 0), strided(rows.devices.size(), 0);  // of lazy rows
+    std::vector<std::uint64_t> chunks(rows.devices.size(), 0), deep(rows.devices.size(), 0);  // of lazy rows
     for (std::size_t i = 0; i < rows.rows.size(); ++i) {
         const WriteExtent& row = rows.rows[i];
         require(row.file < file_bytes.size(), i, "file is no index into files");
@@ -118,7 +118,7 @@ void check_extents(const WriteExtents& rows, std::span<const std::uint64_t> file
         check_layout(row.layout, rows.layouts, row.length, i);
         check_device(row.device, rows.devices.size(), i);
         if (row.device != on_host && row.lazy)
-            (row.layout == contiguous ? chunks : strided)[static_cast<std::size_t>(row.device)] += chunk_count(row.length);
+            (row.layout == contiguous || rows.layouts[static_cast<std::size_t>(row.layout)].is_shallow() ? chunks : deep)[static_cast<std::size_t>(row.device)] += chunk_count(row.length);
         require(!row.gathered || (row.device != on_host && !row.lazy && row.layout == contiguous), i, "gathered, but on no device, lazy or strided");
         require(row.length == 0 || row.address != 0, i, "address is null");
         if (row.chunk != no_digest) require(is_inside(row.chunk, chunk_count(row.length), rows.chunks), i, "chunk is beyond chunks");
@@ -128,7 +128,7 @@ void check_extents(const WriteExtents& rows, std::span<const std::uint64_t> file
         }
         before = &row;
     }
-    check_watching(rows, chunks, strided);
+    check_watching(rows, chunks, deep);
 }
 
 void check_extents(const ReadExtents& rows, std::size_t file_count) {

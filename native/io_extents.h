@@ -61,11 +61,11 @@ struct WriteExtents {
     std::vector<Layout> layouts;  // gather
     std::uint64_t chunks = 0;     // length of the job's digests
     std::vector<std::shared_ptr<Device>> devices = {};
-    // For each device, its lazy rows' lines, in order: lines_per_chunk for every chunk; of strided ones alone, where there are
-    // digests. In host memory; valid from the first copy from that device until all is captured.
+    // For each device, its lazy rows' lines, in order: lines_per_chunk for every chunk; of rows without digests alone, where there are
+    // some. In host memory; valid from the first copy from that device until all is captured.
     std::vector<std::span<const Line>> samples = {};
-    // For each device, the digests of its contiguous lazy rows' chunks, in order, in the place of samples; null: it has none. Valid as
-    // long.
+    // For each device, the digests of its lazy rows' chunks, in order, in the place of samples, but of rows whose layout is not shallow; null:
+    // it has none. Valid as long.
     std::vector<const Digested*> digested = {};
     // Rows whose sources come while the job runs; null: all are there. No row is lazy then, nor on a device.
     std::shared_ptr<Feed> feed = nullptr;
@@ -76,7 +76,9 @@ struct WriteExtents {
 
     /// The digests that the row's device has made; null: none.
     const Digested* digests_of(const WriteExtent& row) const {
-        return row.device == on_host || !row.lazy || row.layout != contiguous || digested.empty() ? nullptr : digested[static_cast<std::size_t>(row.device)];
+        if (row.device == on_host || !row.lazy || digested.empty()) return nullptr;
+        const bool is_digested = row.layout == contiguous || layouts[static_cast<std::size_t>(row.layout)].is_shallow();
+        return is_digested ? digested[static_cast<std::size_t>(row.device)] : nullptr;
     }
 
     bool keeps_places() const { return first_encoded() == rows.size(); }

@@ -72,6 +72,9 @@ public:
     std::uint64_t run_bytes() const { return run_bytes_; }
     /// Whether it is that of a whole array.
     bool is_whole() const { return is_whole_; }
+    /// Whether a row of a kernel's table describes all of it (PackPart): there are few arrays of which none does.
+    bool is_shallow() const { return loops_.size() <= part_loops_max; }
+    static constexpr std::size_t part_loops_max = 5;
 
 private:
     struct Range;  // one call's view: [begin, end) and both sides' pointers

@@ -11,7 +11,6 @@
 namespace flowstone {
 namespace {
 
-constexpr std::size_t loops_max = PackPart::levels_max - 1;  // around a run, which is a level itself
 // A block makes one part at a time: of a window of 8 MiB each block of a launch has one.
 constexpr std::uint64_t part_bytes = std::uint64_t{256} << 10;
 // At the begin of a save parts are short, and other work waits for them: many blocks, of fewer threads.
@@ -32,20 +31,25 @@ struct Nest {
     std::uint64_t address;
 };
 
-void add_parts(const Nest& nest, std::uint64_t begin, std::uint64_t bytes, std::uint64_t target, std::vector<PackPart>& parts) {
+PackPart part_of(const Nest& nest, std::uint64_t begin, std::uint64_t bytes, std::uint64_t target) {
     std::uint64_t all = nest.run_bytes | nest.address | begin | bytes | target | 16;
     for (const Layout::Loop& loop : nest.loops) all |= magnitude(loop.memory_stride);
     const auto unit_log = static_cast<std::uint8_t>(std::countr_zero(all));
-    PackPart part{nest.address, target, 0, 0, unit_log, 0, 0, {}};
+    PackPart part{nest.address, target, begin >> unit_log, static_cast<std::uint32_t>(bytes >> unit_log), unit_log, 0, 0, {}};
     part.levels[part.level_count++] = {nest.run_bytes >> unit_log, std::int64_t{1} << unit_log};
     for (std::size_t d = nest.loops.size(); d-- > 0;) {
         if (part.levels[0].count == 1) part.level_count = 0;  // a run is one element
         part.levels[part.level_count++] = {nest.loops[d].count, nest.loops[d].memory_stride};
     }
+    return part;
+}
+
+void add_parts(const Nest& nest, std::uint64_t begin, std::uint64_t bytes, std::uint64_t target, std::vector<PackPart>& parts) {
+    PackPart part = part_of(nest, begin, bytes, target);
     for (std::uint64_t at = 0; at < bytes; at += part_bytes) {
         part.target = target + at;
-        part.first = (begin + at) >> unit_log;
-        part.units = static_cast<std::uint32_t>(std::min(part_bytes, bytes - at) >> unit_log);
+        part.first = (begin + at) >> part.unit_log;
+        part.units = static_cast<std::uint32_t>(std::min(part_bytes, bytes - at) >> part.unit_log);
         parts.push_back(part);
     }
 }
@@ -249,7 +253,7 @@ end:
 void add_parts(const Layout& layout, std::uint64_t address, std::uint64_t begin, std::uint64_t bytes, std::uint64_t target, std::vector<PackPart>& parts) {
     if (bytes == 0) return;
     const std::span<const Layout::Loop> loops = layout.loops();
-    const std::size_t outer = loops.size() - std::min(loops.size(), loops_max);
+    const std::size_t outer = loops.size() - std::min(loops.size(), Layout::part_loops_max);
     // What is around the levels of a part is turned here: a part for each time.
     const std::uint64_t nest_bytes = outer == 0 ? layout.packed_bytes() : loops[outer - 1].packed_stride;
     for (std::uint64_t at = begin; at < begin + bytes;) {
@@ -262,6 +266,10 @@ void add_parts(const Layout& layout, std::uint64_t address, std::uint64_t begin,
         add_parts(Nest{loops.subspan(outer), layout.run_bytes(), nest_address}, inside, length, target + (at - begin), parts);
         at += length;
     }
+}
+
+PackPart part_of(const Layout& layout, std::uint64_t address, std::uint64_t begin, std::uint64_t bytes) {
+    return part_of(Nest{layout.loops(), layout.run_bytes(), address}, begin, bytes, 0);
 }
 
 bool has_long_rows(const Layout& layout) {

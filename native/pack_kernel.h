@@ -18,7 +18,7 @@ namespace flowstone {
 /// A row of the kernel's table, as it reads it: `units` elements from number `first` on, in row-major order, to `target` bytes behind
 /// the output's begin. An element is what both sides, and every stride, are multiples of: 2^unit_log bytes, up to 16.
 struct PackPart {
-    static constexpr std::size_t levels_max = 6;
+    static constexpr std::size_t levels_max = Layout::part_loops_max + 1;  // a run is a level itself
 
     struct Level {
         std::uint64_t count;
@@ -41,6 +41,9 @@ extern const KernelText pack_text;
 /// Add the parts that make packed bytes [begin, begin + bytes) of `layout`, which begins at `address`; to `target` bytes behind the
 /// output's begin, which lies at a multiple of 16. Throws std::bad_alloc.
 void add_parts(const Layout& layout, std::uint64_t address, std::uint64_t begin, std::uint64_t bytes, std::uint64_t target, std::vector<PackPart>& parts);
+
+/// The part that makes packed bytes [begin, begin + bytes) of a shallow `layout`, however many; its target is none yet.
+PackPart part_of(const Layout& layout, std::uint64_t address, std::uint64_t begin, std::uint64_t bytes);
 
 /// Whether copies of rows bring memory of this layout as fast as the bus does, in few calls; they take nothing from other kernels.
 bool has_long_rows(const Layout& layout);

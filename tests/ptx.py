@@ -184,7 +184,7 @@ class _Thread:
             self._put(target, "pred", int(_COMPARED[kinds[0]](*values)))
         elif verb == "selp":
             self._put(target, kind, values[0] if self._held[given[3]] else values[1])
-        elif name in ("cvt.u64.u32", "cvt.u32.u64"):
+        elif name in ("cvt.u64.u32", "cvt.u32.u64", "cvt.u64.u16"):
             self._put(target, kinds[0], values[0])
         elif name in ("mad.wide.u32", "mad.lo.u32", "mad.lo.u64"):
             self._put(target, "u64" if kinds[0] == "wide" else kind, values[0] * values[1] + values[2])

@@ -292,6 +292,24 @@ def test_the_kernel_digests_what_torch_reads(odd: int) -> None:
             number += 1
 
 
+def test_the_kernel_digests_strided_memory_as_its_bytes_in_order() -> None:
+    for name, tensor in strided_kinds().items():
+        if not tensor.numel():
+            continue
+        packed = tensor.cpu().contiguous().flatten().view(torch.uint8).numpy()
+        strides = [one * tensor.itemsize for one in tensor.stride()]
+        layout = _native.GatherLayout(item_bytes=tensor.itemsize, shape=tensor.shape, strides_bytes=strides)
+        stream = CudaStream("cuda:0")
+        address, length = np.array([tensor.data_ptr()], np.uint64), np.array([len(packed)], np.uint64)
+        found = stream.digest(address, length, np.zeros(1, np.int64), (layout,))
+        stream.wait_current()
+        stream.native.synchronize()
+        assert found is not None, "the driver has refused the kernel"
+        assert found.digests().tolist() == [
+            _native.xxh3_64(packed[at : at + MIB]) for at in range(0, len(packed), MIB)
+        ], name
+
+
 def test_a_byte_that_changes_before_its_capture_is_found_or_came_too_late(store: Path) -> None:
     tensor = torch.zeros(64 * MIB, dtype=torch.uint8, device="cuda")
     side = torch.cuda.Stream()

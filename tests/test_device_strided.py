@@ -223,10 +223,14 @@ def test_a_step_waits_for_the_capture_of_strided_parameters_and_slots(store: Pat
         assert all(any(torch.equal(found.read(name), one) for one in expected) for name in weights)
 
 
-@pytest.mark.parametrize("watch", ["auto", "digests"])
-def test_a_change_that_escapes_is_found_by_samples(store: Path, far: Far, watch: Watch) -> None:
+def deep(far: Far) -> torch.Tensor:
+    """With more dimensions apart in memory than a row of the kernel's table describes."""
+    return far.tensor(numbers(2, 3, 2, 3, 2, 3, 2, 60)).permute(5, 2, 4, 0, 6, 3, 1, 7)[..., ::3]
+
+
+def test_a_change_that_escapes_is_found_by_samples(store: Path, far: Far) -> None:
     tensor = far.tensor(numbers(1200, 900)).t()
-    with opened(store, watch=watch, on_error="continue") as checkpointer:
+    with opened(store, on_error="continue") as checkpointer:
         far.native.hold(True)
         save = checkpointer.save(1, {"dense": far.tensor(numbers(400_000)), "x": tensor}, fence="manual")
         far.native.settle()
@@ -237,28 +241,49 @@ def test_a_change_that_escapes_is_found_by_samples(store: Path, far: Far, watch:
         assert error.names == ("x",)
 
 
-def test_digests_are_of_what_lies_in_one_run_and_samples_of_the_rest(store: Path, far: Far) -> None:
-    dense, turned = far.tensor(numbers(MIB)), far.tensor(numbers(1200, 900)).t()
-    with opened(store, watch="digests", on_error="continue", max_unsaved_steps=None) as checkpointer:
-        io = checkpointer.save(1, {"a": turned, "b": dense}, fence="manual").committed.result(60).manifest.io
-        assert (io.exact_bytes, io.sampled_bytes, io.sampled_because) == (4 * MIB, 1200 * 900 * 4, "strided")
-        far.native.hold(True)
-        save = checkpointer.save(2, {"a": turned, "b": dense}, fence="manual")
-        far.native.settle()
-        dense.view(torch.uint8).data[3 * MIB + 77] ^= 1
-        far.native.hold(False)
-        error = save.committed.exception(60)
-        assert isinstance(error, fs.StateChangedError)
-        assert error.names == ("b",)
+@pytest.mark.parametrize("watch", ["digests", "exact"])
+def test_one_byte_of_a_strided_tensor_that_changes_is_found_by_digests(store: Path, far: Far, watch: Watch) -> None:
+    state = {name: tensor for name, tensor in kinds(far).items() if tensor.numel() * tensor.itemsize >= 65_536}
+    del state["halves"]  # in the memory of "heads", which would be named in its place
+    size = sum(tensor.numel() * tensor.itemsize for tensor in state.values())
+    expected = {name: tensor.clone() for name, tensor in state.items()}
+    with opened(store, watch=watch, on_error="continue", max_unsaved_steps=None) as checkpointer:
+        found = checkpointer.save(1, state, fence="manual").committed.result(60)
+        io = found.manifest.io
+        assert (io.exact_bytes, io.sampled_bytes, io.sampled_because) == (size, 0, None)
+        assert all(torch.equal(found.read(name), tensor) for name, tensor in expected.items())
+        for step, (name, tensor) in enumerate(state.items(), 2):
+            far.native.hold(True)
+            save = checkpointer.save(step, state, fence="manual")
+            far.native.settle()
+            spot = tensor[tuple(size // 2 + size // 3 for size in tensor.shape)]
+            spot.data.view(1).view(torch.uint8)[-1] ^= 1
+            far.native.hold(False)
+            error = save.committed.exception(60)
+            assert isinstance(error, fs.StateChangedError), name
+            assert name in error.names
+            spot.data.view(1).view(torch.uint8)[-1] ^= 1
+        assert checkpointer.save(100, state, fence="manual").committed.exception(60) is None
 
 
-def test_where_each_byte_is_to_be_watched_strided_memory_is_not_captured_late(store: Path, far: Far) -> None:
-    dense, turned = far.tensor(numbers(MIB)), far.tensor(numbers(1200, 900)).t()
-    expected = turned.clone()
+def test_what_no_row_of_the_kernels_table_describes_is_sampled(store: Path, far: Far) -> None:
+    dense, turned, odd = far.tensor(numbers(MIB)), far.tensor(numbers(1200, 900)).t(), deep(far)
+    odd = odd.expand(30, *odd.shape)
+    state = {"a": odd, "b": dense, "c": turned}
+    with opened(store, watch="digests") as checkpointer:
+        io = checkpointer.save(1, state, fence="manual").committed.result(60).manifest.io
+    size = odd.numel() * 4
+    assert (io.exact_bytes, io.sampled_bytes, io.sampled_because) == (4 * MIB + 1200 * 900 * 4, size, "strided")
+
+
+def test_where_each_byte_is_to_be_watched_that_is_not_captured_late(store: Path, far: Far) -> None:
+    dense, odd = far.tensor(numbers(MIB)), deep(far)
+    state = {"a": odd.expand(30, *odd.shape), "b": dense}
+    expected = state["a"].clone()
     with opened(store, watch="exact", budget_bytes=64 * MIB) as checkpointer:
         far.native.hold(True)
-        save = checkpointer.save(1, {"a": turned, "b": dense}, fence="manual")
-        byte_writer(far, turned, 9)  # behind its copy, on the current stream
+        save = checkpointer.save(1, state, fence="manual")
+        byte_writer(far, state["a"], 9)  # behind its copy, on the current stream
         far.native.hold(False)
         found = save.committed.result(60)
     assert (found.manifest.io.exact_bytes, found.manifest.io.sampled_bytes) == (4 * MIB, 0)

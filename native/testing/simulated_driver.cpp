@@ -311,17 +311,21 @@ struct SimulatedCalls {
         }
         std::vector<std::uint64_t> values;
         for (std::size_t i = 0; i < entry.parameters.size(); ++i) std::memcpy(&values.emplace_back(0), parameters[i], entry.parameters[i]);
-        const bool digests = entry.name == "flowstone_digest", packs = entry.name == "flowstone_pack";
-        if ((entry.name != "flowstone_gather" && !digests && !packs) || values.size() != 3 || (digests && threads % 32 != 0)) return invalid_value;
+        using Kernel = int (Gpu::*)(std::uint64_t, std::uint64_t, std::uint32_t) const;
+        static const std::map<std::string, std::pair<Kernel, bool>> kernels{  // and whether its blocks are of warps
+            {"flowstone_gather", {&Gpu::gather, false}}, {"flowstone_pack", {&Gpu::pack, false}}, {"flowstone_digest", {&Gpu::digest, true}},
+            {"flowstone_digest_strided", {&Gpu::digest_strided, true}}};
+        const auto known = kernels.find(entry.name);
+        if (known == kernels.end() || values.size() != 3 || (known->second.second && threads % 32 != 0)) return invalid_value;
+        const bool packs = entry.name == "flowstone_pack";
         const auto rows = static_cast<std::uint32_t>(values[2]);
         const std::uint64_t copied_bytes = packs ? gpu.packed_bytes(values[0], rows) : 0;
         if (packs && !static_cast<Gpu::Stream*>(stream)->others) {
             const std::lock_guard lock(gpu.mutex_);
             gpu.packed_blocks_max_ = std::max<std::uint64_t>(gpu.packed_blocks_max_, blocks_x);
         }
-        return gpu.launch_module(*static_cast<Gpu::Stream*>(stream), [&gpu, values, digests, packs, rows] {
-            if (packs) return gpu.pack(values[0], values[1], rows);
-            return digests ? gpu.digest(values[0], values[1], rows) : gpu.gather(values[0], values[1], rows);
+        return gpu.launch_module(*static_cast<Gpu::Stream*>(stream), [&gpu, values, rows, kernel = known->second.first] {
+            return (gpu.*kernel)(values[0], values[1], rows);
         }, true, copied_bytes);
     }
     static Result error_name(Result error, const char** name) {

@@ -194,8 +194,10 @@ int SimulatedGpu::digest(std::uint64_t table, std::uint64_t out, std::uint32_t p
     });
 }
 
-/// What the kernel flowstone_pack does (native/pack_kernel.cpp). Its table is read as the text reads it, and each element on its own.
-int SimulatedGpu::pack(std::uint64_t table, std::uint64_t out, std::uint32_t parts) const {
+/// The rows of the tables of kernels for strided memory, read as their texts read them, and each element on its own. `act` gets a row's
+/// elements, in row-major order, how long one is, and where they go; it returns an error.
+template <class Act>
+int SimulatedGpu::each_part(std::uint64_t table, std::uint32_t parts, Act act) const {
     constexpr std::uint64_t row_bytes = 128, levels_begin = 32, level_bytes = 16;
     const auto number = [](const std::byte* from, auto value) {
         std::memcpy(&value, from, sizeof value);
@@ -203,14 +205,13 @@ int SimulatedGpu::pack(std::uint64_t table, std::uint64_t out, std::uint32_t par
     };
     const std::byte* row = parts == 0 ? nullptr : reach(table, parts * row_bytes);
     if (parts != 0 && (row == nullptr || table % 16 != 0)) return illegal_address;
+    std::vector<std::byte> elements;
     for (std::uint32_t part = 0; part < parts; ++part, row += row_bytes) {
-        const std::uint64_t source = number(row, std::uint64_t{}), first = number(row + 16, std::uint64_t{});
-        const std::uint64_t target = out + number(row + 8, std::uint64_t{}), units = number(row + 24, std::uint32_t{});
+        const std::uint64_t source = number(row, std::uint64_t{}), first = number(row + 16, std::uint64_t{}), units = number(row + 24, std::uint32_t{});
         const std::uint64_t unit = std::uint64_t{1} << number(row + 28, std::uint8_t{}), levels = number(row + 29, std::uint8_t{});
         if (units == 0) continue;
-        std::byte* const to = reach(target, units * unit);
-        if (to == nullptr) return illegal_address;
-        if (unit > 16 || levels == 0 || target % unit != 0) return misaligned_address;
+        if (unit > 16 || levels == 0) return misaligned_address;
+        elements.resize(units * unit);
         for (std::uint64_t i = 0; i < units; ++i) {
             std::uint64_t rest = first + i, from = source;
             for (std::uint64_t level = 0; level < levels; ++level) {
@@ -222,10 +223,33 @@ int SimulatedGpu::pack(std::uint64_t table, std::uint64_t out, std::uint32_t par
             const std::byte* const found = reach(from, unit);
             if (found == nullptr) return illegal_address;
             if (from % unit != 0) return misaligned_address;
-            std::memcpy(to + i * unit, found, unit);
+            std::memcpy(elements.data() + i * unit, found, unit);
         }
+        if (const int error = act(elements, unit, number(row + 8, std::uint64_t{}))) return error;
     }
     return success;
+}
+
+/// What the kernel flowstone_pack does (native/pack_kernel.cpp).
+int SimulatedGpu::pack(std::uint64_t table, std::uint64_t out, std::uint32_t parts) const {
+    return each_part(table, parts, [&](const std::vector<std::byte>& elements, std::uint64_t unit, std::uint64_t target) -> int {
+        std::byte* const to = reach(out + target, elements.size());
+        if (to == nullptr) return illegal_address;
+        if ((out + target) % unit != 0) return misaligned_address;
+        std::memcpy(to, elements.data(), elements.size());
+        return success;
+    });
+}
+
+/// What the kernel flowstone_digest_strided does (native/strided_digest.cpp); of shorter parts it makes something else.
+int SimulatedGpu::digest_strided(std::uint64_t table, std::uint64_t out, std::uint32_t parts) const {
+    return each_part(table, parts, [&](const std::vector<std::byte>& elements, std::uint64_t, std::uint64_t target) -> int {
+        std::byte* const to = reach(out + target, 8);
+        if (to == nullptr) return illegal_address;
+        const std::uint64_t digest = elements.size() > digested_by_host_max ? xxh3_64(elements.data(), elements.size()) : 0;
+        std::memcpy(to, &digest, sizeof digest);
+        return success;
+    });
 }
 
 /// What that kernel would write. Its table is there when it is launched.

@@ -136,7 +136,10 @@ private:
     int each_row(std::uint64_t table, std::uint32_t rows, Act act) const;
     int gather(std::uint64_t table, std::uint64_t out, std::uint32_t parts) const;
     int digest(std::uint64_t table, std::uint64_t out, std::uint32_t parts) const;
+    template <class Act>
+    int each_part(std::uint64_t table, std::uint32_t parts, Act act) const;
     int pack(std::uint64_t table, std::uint64_t out, std::uint32_t parts) const;
+    int digest_strided(std::uint64_t table, std::uint64_t out, std::uint32_t parts) const;
     std::uint64_t packed_bytes(std::uint64_t table, std::uint32_t parts) const;
     bool is_there(std::uint64_t begin, std::uint64_t bytes) const { return begin + bytes <= gone_.first || begin >= gone_.second; }
     int push_copy(Stream& stream, const DeviceCopy& copy);

@@ -274,6 +274,51 @@ TEST_CASE("strided runs are gathered among others as the stream before left them
     }
 }
 
+TEST_CASE("strided runs are digested among others where they lie, as their row-major bytes are, in memory that can be reserved") {
+    Bench bench;
+    std::mt19937_64 random(6);
+    std::vector<Strided> arrays;
+    std::vector<Layout> layouts;
+    while (layouts.size() < 60) {
+        Strided one = random_strided(random, 50 * kib);
+        if (one.layout().is_shallow()) layouts.push_back(one.layout()), arrays.push_back(std::move(one));
+    }
+    std::vector<DeviceRun> runs;
+    std::vector<std::uint64_t> expected;
+    for (std::size_t i = 0; i < arrays.size(); ++i) {
+        const std::uint64_t begin = random() % arrays[i].bytes(), length = std::min<std::uint64_t>(random() % 9000, arrays[i].bytes() - begin);
+        runs.push_back({bench.gpu.address() + arrays[i].origin, static_cast<std::uint32_t>(length), &layouts[i], begin});
+        expected.push_back(xxh3_64(arrays[i].packed(bench.gpu.inside()).data() + begin, length));
+        runs.push_back({bench.gpu.address() + i, 777});
+        expected.push_back(xxh3_64(bench.gpu.inside() + i, 777));
+    }
+    bench.device->reserve_launches({0, 0, runs.size(), runs.size(), 0, runs.size() / 2}, 1);
+    const std::uint64_t launches = bench.gpu.module_launches(), allocations = bench.gpu.host_allocations();
+    std::shared_ptr<const Digested> digested;
+    REQUIRE(bench.device->digest(bench.gpu.current(), runs, digested) == 0);
+    REQUIRE(digested);
+    bench.gpu.launch(bench.gpu.current(), [&] { std::memset(bench.gpu.inside(), 0, Bench::bytes); });
+    bench.gpu.synchronize(bench.gpu.current());
+    CHECK(bench.gpu.module_launches() == launches + 3);  // one of them gathers what is short
+    CHECK(bench.gpu.host_allocations() == allocations);
+    for (std::size_t i = 0; i < runs.size(); ++i) {
+        CAPTURE(i);
+        CHECK(digested->digest(i) == expected[i]);
+    }
+}
+
+TEST_CASE("a layout that no row of a table describes is not digested, and is told") {
+    Bench bench;
+    const Strided deep{2, {2, 3, 2, 3, 2, 3, 2}, {2, 24, 4, 72, 432, 8, 216}, 0}, turned{2, {30, 40}, {2, 60}, 0};
+    const Layout layout = deep.layout(), other = turned.layout();
+    CHECK_FALSE(layout.is_shallow());
+    CHECK(other.is_shallow());
+    std::shared_ptr<const Digested> digested;
+    const std::vector<DeviceRun> runs{{bench.gpu.address(), static_cast<std::uint32_t>(deep.bytes()), &layout, 0}};
+    CHECK(bench.device->digest(bench.gpu.current(), runs, digested) == cuda_invalid_value);
+    CHECK(digested == nullptr);
+}
+
 TEST_CASE("without pinned memory strided runs are gathered one by one") {
     Bench bench;
     bench.gpu.limit_pinned(0);
@@ -362,6 +407,29 @@ TEST_CASE("a change of strided memory before its copy is found where its samples
     REQUIRE(job->fault());
     CHECK(job->fault()->operation == "capture");
     CHECK(job->fault()->offset == begin * 4);
+}
+
+TEST_CASE("a change of any byte of strided memory before its copy is found by digests, and none is found where there is none") {
+    for (const std::int64_t place : {-1, 0, 5'000'001, 8'388'607}) {
+        CAPTURE(place);
+        Turned turned(true);
+        std::vector<DeviceRun> runs;
+        for (std::uint64_t at = 0; at < turned.from.bytes(); at += mib) runs.push_back({turned.rows.rows[0].address, static_cast<std::uint32_t>(mib), turned.rows.layouts.data(), at});
+        std::shared_ptr<const Digested> digested;
+        REQUIRE(turned.device->digest(turned.device->current(), runs, digested) == 0);
+        REQUIRE(digested);
+        turned.device->settle();
+        turned.rows.digested = {digested.get()};
+        turned.samples.clear();
+        turned.rows.samples = {turned.samples};
+        if (place >= 0) turned.device->inside()[turned.from.origin + static_cast<std::uint64_t>(place)] ^= std::byte{1};
+        Bed bed(setups().front(), turned.expected.size());
+        const auto job = bed.run(turned.rows);
+        CHECK(job->detector().digested_bytes() == turned.expected.size());
+        CHECK(job->detector().sampled_bytes() == 0);
+        CHECK(job->fault().has_value() == (place >= 0));
+        if (job->fault()) CHECK(job->fault()->operation == "capture");
+    }
 }
 
 TEST_CASE("a job with strided memory of a device that fails half way, or that is cancelled, ends, and gives every block back") {

@@ -199,6 +199,9 @@ class GatherLayout:
     """How a row's bytes lie in strided memory: row-major order of `shape`, strides in bytes."""
 
     def __init__(self, *, item_bytes: int, shape: Sequence[int], strides_bytes: Sequence[int]) -> None: ...
+    @property
+    def is_shallow(self) -> bool:
+        """Whether devices digest it where it lies: few dimensions are apart in memory, as in all but made-up arrays."""
 
 class ScatterLayout:
     """Which elements of a stored row-major extent go where in strided memory.
@@ -239,16 +242,22 @@ class Device:
     @property
     def packs(self) -> bool:
         """Whether strided memory is copied by a kernel, and not run by run: whether the driver has taken it."""
-    def digest(self, stream: int, address: NDArray[np.uint64], length: NDArray[np.uint64]) -> Digested | None:
+    def digest(
+        self, stream: int, address: NDArray[np.uint64], length: NDArray[np.uint64],
+        layout: NDArray[np.int64] | None = None, layouts: Sequence[GatherLayout] = (),
+    ) -> Digested | None:
         """Have `stream` digest the chunks of rows of the device's memory; the digests are there when those of a
-        `gather` would be. None if the device cannot: its driver has refused the kernel, or pinned memory. Raises
+        `gather` would be. None if the device cannot: its driver has refused the kernels, or pinned memory. Raises
         OSError, as `follow`.
+
+        layout  of each row: into `layouts`, which are shallow, or -1 for a row in one run; None: all are
         """
     def reserve_launches(
-        self, *, runs: int, strided: int, bytes: int, chunks: int, short_chunks: int, times: int
+        self, *, runs: int, strided: int, bytes: int, chunks: int, strided_chunks: int, short_chunks: int, times: int
     ) -> None:
         """Have host memory ready for a gather of so many runs (some of strided memory), and bytes, and at the same time
-        for digests of so many chunks, of which some have DIGESTED_BY_HOST_MAX bytes or less; all of that `times` over.
+        for digests of so many chunks, some of strided memory, some of DIGESTED_BY_HOST_MAX bytes or less; all of that
+        `times` over.
         If some are strided, for the tables of windows, too.
         """
     @property
@@ -270,10 +279,16 @@ DIGESTED_BY_HOST_MAX: int
 GATHER_PTX: str
 PACK_PTX: str
 DIGEST_PTX: str
+STRIDED_DIGEST_PTX: str
 """The kernels' texts."""
 
 def pack_table(layout: GatherLayout, *, address: int, begin: int, bytes: int, target: int) -> bytes:
     """The table of the kernel PACK_PTX for packed bytes of a layout at `address`, to `target` behind its output."""
+
+def digest_table(layout: GatherLayout, *, address: int, begin: int, bytes: int, target: int) -> bytes:
+    """The table's row of the kernel STRIDED_DIGEST_PTX for packed bytes of a shallow layout at `address`, whose digest
+    goes to `target` behind its output.
+    """
 
 LINE_BYTES: int
 """A sample of a lazy row."""

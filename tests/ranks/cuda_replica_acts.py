@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import torch
 from acts import outcome
-from device_replica_acts import LENGTHS, PLACES, opened
+from device_replica_acts import PLACES, opened, replicas
 
 from flowstone.config import Watch
 
 
 def one_byte_differs(rank: int, path: str, watch: Watch) -> dict[str, str]:
     """Of each tensor one byte is another one on rank 1, for one save; what is told of that save, and of the next."""
-    state = {
-        name: torch.arange(size, dtype=torch.int64).mul_(2654435761).to(torch.uint8).cuda()
-        for name, size in LENGTHS.items()
-    }
+    state = {name: tensor.cuda() for name, tensor in replicas(None).items()}  # which keeps strides
     told = {}
     with opened(path, watch) as saver:
         for step, (name, place) in enumerate(PLACES.items()):

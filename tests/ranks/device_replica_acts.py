@@ -11,16 +11,21 @@ from flowstone.config import Watch
 
 MIB = 1 << 20
 LENGTHS = {"large": 3 * MIB, "long": 2 * MIB, "ragged": MIB + 100, "small": 5000, "tiny": 3}
-PLACES = {"large": 2 * MIB + 345_678, "long": MIB + 12_345, "ragged": MIB + 77, "small": 4_001, "tiny": 2}
+PLACES: dict[str, int | tuple[int, int]] = {
+    "large": 2 * MIB + 345_678, "long": MIB + 12_345, "ragged": MIB + 77, "small": 4_001, "tiny": 2,
+    "turned": (700, 901),
+}
+
+
+def numbers(size: int) -> torch.Tensor:
+    return torch.arange(size, dtype=torch.int64).mul_(2654435761).to(torch.uint8)
 
 
 def replicas(far: Far | None) -> dict[str, torch.Tensor]:
-    """Alike on every rank; on the device, if there is one."""
-    made = {}
-    for name, size in LENGTHS.items():
-        tensor = torch.arange(size, dtype=torch.int64).mul_(2654435761).to(torch.uint8)
-        made[name] = tensor if far is None else far.tensor(tensor)
-    return made
+    """Alike on every rank; on the device, if there is one. One of them is strided."""
+    made = {name: numbers(size) for name, size in LENGTHS.items()} | {"turned": numbers(1500 * 1100).view(1100, 1500)}
+    made = made if far is None else {name: far.tensor(tensor) for name, tensor in made.items()}
+    return made | {"turned": made["turned"].t()}
 
 
 def opened(path: str, watch: Watch) -> fs.Checkpointer:

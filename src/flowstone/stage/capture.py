@@ -183,8 +183,8 @@ def _gathered(
         return reach, plan.lazy
     from flowstone.stage.gather import gather_for  # imported here: most processes have no GPU
 
-    # A device digests what is one run of its memory; where each byte is to be watched, its other memory does not wait.
-    lazy = plan.lazy & ((reach.device < 0) | (reach.layout < 0)) if watch == "exact" else plan.lazy
+    # Where each byte is to be watched, memory of a device that it cannot digest does not wait.
+    lazy = plan.lazy & ((reach.device < 0) | reach.are_digested()) if watch == "exact" else plan.lazy
     return gather_for(plan, reach, lazy, seeds, digests=watch in DIGESTED_ON_DEVICES), lazy
 
 

@@ -69,10 +69,15 @@ class SideStream(Protocol):
         raises  as `wait_current`
         """
 
-    def digest(self, address: NDArray[np.uint64], length: NDArray[np.uint64]) -> _native.Digested | None:
+    def digest(
+        self, address: NDArray[np.uint64], length: NDArray[np.uint64], layout: NDArray[np.int64] | None = None,
+        layouts: Sequence[_native.GatherLayout] = (),
+    ) -> _native.Digested | None:
         """Digests of the chunks of rows of the device's memory, as the current stream sees them, all by one kernel, and
-        there before the first copy after a `wait_current`. None if the device cannot make them.
+        one more for those that are strided, and there before the first copy after a `wait_current`. None if the device
+        cannot make them.
 
+        layout  as of `gather`, of shallow ones; None: all rows are in one run
         raises  as `wait_current`
         """
 
@@ -85,9 +90,10 @@ class Reach(msgspec.Struct, frozen=True, eq=False):
     layout    of each: how it is gathered from strided memory, into `layouts`; -1: it is one run
     device    of each: into `streams`; -1: the host
     hosted    copies of device memory on the host
-    samples   for each device, lines of its lazy pieces, in the order of the plan's rows; of strided ones alone, if
-              there are digests
-    digested  for each device, digests of its other lazy pieces' chunks, in that order, or None
+    samples   for each device, lines of its lazy pieces, in the order of the plan's rows; if there are digests, of those
+              alone that have none
+    digested  for each device, digests of its lazy pieces' chunks, in that order, or None; of those whose layout is
+              shallow
     whole     of each, whether its device puts it at `address`, in host memory; None: no device does so
     """
 
@@ -100,6 +106,12 @@ class Reach(msgspec.Struct, frozen=True, eq=False):
     samples: tuple[NDArray[np.uint8], ...] = ()
     digested: tuple[_native.Digested | None, ...] = ()
     whole: NDArray[np.bool_] | None = None
+
+    def are_digested(self) -> NDArray[np.bool_]:
+        """Of each, whether a device that digests can digest it."""
+        shallow = np.array([*(one.is_shallow for one in self.layouts), True])  # the last one for -1
+        found: NDArray[np.bool_] = shallow[self.layout]
+        return found
 
 
 def as_on_this_thread(devices: Iterable[str]) -> Callable[[], AbstractContextManager[object]]:

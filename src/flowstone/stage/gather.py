@@ -26,22 +26,23 @@ def gather_for(
     """Have each device gather what a save of `plan` needs: how the pieces are read then. Columns, one row for each.
 
     lazy     which are captured after `save` has returned
-    digests  of all lazy bytes in one run, where a device can make them, in the place of samples
+    digests  of all lazy bytes, where a device can make them, in the place of samples
 
     raises  StateError, StorageError  as `SideStream.wait_current`
     """
     source, layout, device = reach.address, reach.layout, reach.device
     small = (device >= 0) & ~lazy & (plan.length < PACKED_BELOW_BYTES)
     small &= np.cumsum(np.where(small, _rounded(plan.length), np.uint64(0))) <= GATHERED_BYTES_MAX
-    address, samples, digested = source.copy(), [], []
+    address, samples, digested, can_digest = source.copy(), [], [], reach.are_digested()
     order = plan.order - len(plan.segments)
     order = order[order >= 0]  # the others are headers
     for at, stream in enumerate(reach.streams):
         late = order[lazy[order] & (device[order] == at)]
-        runs = late[layout[late] < 0]
-        made = stream.digest(source[runs], plan.length[runs]) if digests and len(runs) else None
+        mine, made = late[can_digest[late]], None
+        if digests and len(mine):
+            made = stream.digest(source[mine], plan.length[mine], layout[mine], reach.layouts)
         digested.append(made)
-        sampled = late if made is None else late[layout[late] >= 0]
+        sampled = late if made is None else late[~can_digest[late]]
         whole = np.flatnonzero(small & (device == at))
         counts = _line_counts(plan.length[sampled])
         rows = np.concatenate([np.repeat(sampled, counts), whole])
@@ -85,12 +86,13 @@ def reserve(
     if is_strided.any() and native.packs:
         strided, _ = gathered_needs(length[is_strided])
     runs, size = gathered_needs(length)
-    runs_bytes = length[~is_strided].astype(np.int64)  # of small ones, too: replicas may be digested
-    rest = runs_bytes % CHUNK_BYTES
-    chunks = int((-(-runs_bytes // CHUNK_BYTES)).sum())
+    size_bytes = length.astype(np.int64)  # of small ones, too: replicas may be digested
+    rest = size_bytes % CHUNK_BYTES
+    counts = -(-size_bytes // CHUNK_BYTES)
     short = int(((rest > 0) & (rest <= _native.DIGESTED_BY_HOST_MAX)).sum())
     native.reserve_launches(
-        runs=runs, strided=strided, bytes=size, chunks=chunks * digests, short_chunks=short * digests, times=times
+        runs=runs, strided=strided, bytes=size, chunks=int(counts.sum()) * digests,
+        strided_chunks=int(counts[is_strided].sum()) * digests, short_chunks=short * digests, times=times,
     )
 
 

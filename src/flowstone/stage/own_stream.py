@@ -44,10 +44,13 @@ class OwnStream:
         except OSError as error:
             raise _refusal(error) from error
 
-    def digest(self, address: NDArray[np.uint64], length: NDArray[np.uint64]) -> _native.Digested | None:
+    def digest(
+        self, address: NDArray[np.uint64], length: NDArray[np.uint64], layout: NDArray[np.int64] | None = None,
+        layouts: Sequence[_native.GatherLayout] = (),
+    ) -> _native.Digested | None:
         self.check_current("save", SAVE_OUTSIDE)
         try:
-            return self.native.digest(self._current(), address, length)
+            return self.native.digest(self._current(), address, length, layout, layouts)
         except OSError as error:
             raise _refusal(error) from error
 

@@ -45,17 +45,34 @@ def whole_digests(chunks: NDArray[np.uint64], counts: NDArray[np.int64]) -> NDAr
     return np.where(found == 0, np.uint64(1), found)
 
 
-def digest_pieces(places: Places, rows: NDArray[np.int64], lengths: NDArray[np.uint64]) -> PieceDigests:
-    """Digest the pieces at `rows` of `places` that are one run of a device's memory. `lengths`: of those, in bytes.
+def layouts_of(places: Places, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], list[_native.GatherLayout]]:
+    """How the pieces at `rows` lie in memory: of each an index into the layouts; -1: it is one run."""
+    layout, layouts = np.full(len(rows), -1, np.int64), list[_native.GatherLayout]()
+    if not places.apart:
+        return layout, layouts
+    for at, row in enumerate(rows.tolist()):
+        if (memory := places.apart.get(row)) is not None:
+            layout[at] = len(layouts)
+            layouts.append(_native.GatherLayout(
+                item_bytes=memory.item_bytes, shape=memory.shape, strides_bytes=memory.strides_bytes
+            ))
+    return layout, layouts
 
-    Left out are those of devices that cannot, and empty ones.
+
+def digest_pieces(places: Places, rows: NDArray[np.int64], lengths: NDArray[np.uint64]) -> PieceDigests:
+    """Digest the pieces at `rows` of `places` that are in a device's memory. `lengths`: of those, in bytes.
+
+    Left out are those of devices that cannot, empty ones, and strided ones whose layout is not shallow.
     """
-    is_apart = np.isin(rows, [*places.apart])
+    layout, layouts = layouts_of(places, rows)
+    is_deep = np.isin(layout, [at for at, one in enumerate(layouts) if not one.is_shallow])
     streams, made, digested, chunks = [], [], [], []
     for number, name in enumerate(places.devices):
-        mine = (places.device[rows] == number) & (lengths > 0) & ~is_apart
+        mine = (places.device[rows] == number) & (lengths > 0) & ~is_deep
         stream = side_stream(name) if mine.any() else None
-        found = None if stream is None else stream.digest(places.address[rows[mine]], lengths[mine])
+        found = None if stream is None else stream.digest(
+            places.address[rows[mine]], lengths[mine], layout[mine], layouts
+        )
         if stream is None or found is None:
             continue
         stream.wait_current()

@@ -13,6 +13,8 @@ namespace {
 
 // A block makes one part at a time: of a window of 8 MiB each block of a launch has one.
 constexpr std::uint64_t part_bytes = std::uint64_t{256} << 10;
+// A table is pinned memory beside the budget, kept for later windows: no longer than this part of what it describes.
+constexpr std::uint64_t table_share = 8;
 // At the begin of a save parts are short, and other work waits for them: many blocks, of fewer threads.
 constexpr LaunchShape gather_shape{128, 1024};
 // A driver maps memory of a GPU in pages of so many bytes, or of a multiple.
@@ -30,6 +32,19 @@ struct Nest {
     std::uint64_t run_bytes;
     std::uint64_t address;
 };
+
+/// How many loops of a layout are around those of a part, and the packed bytes that one turn of these has.
+std::pair<std::size_t, std::uint64_t> outer_loops(const Layout& layout) {
+    const std::span<const Layout::Loop> loops = layout.loops();
+    const std::size_t outer = loops.size() - std::min(loops.size(), Layout::part_loops_max);
+    return {outer, outer == 0 ? layout.packed_bytes() : loops[outer - 1].packed_stride};
+}
+
+/// So many packed bytes, from anywhere on, are not more than `parts` parts, of which there are at least four: three for what is cut at both
+/// ends, and a turn that is longer than a part may be two that are hardly longer than half of one.
+std::uint64_t bytes_of_parts(const Layout& layout, std::uint64_t parts) {
+    return (parts - 3) * std::min(outer_loops(layout).second, part_bytes / 2);
+}
 
 PackPart part_of(const Nest& nest, std::uint64_t begin, std::uint64_t bytes, std::uint64_t target) {
     std::uint64_t all = nest.run_bytes | nest.address | begin | bytes | target | 16;
@@ -253,9 +268,8 @@ end:
 void add_parts(const Layout& layout, std::uint64_t address, std::uint64_t begin, std::uint64_t bytes, std::uint64_t target, std::vector<PackPart>& parts) {
     if (bytes == 0) return;
     const std::span<const Layout::Loop> loops = layout.loops();
-    const std::size_t outer = loops.size() - std::min(loops.size(), Layout::part_loops_max);
     // What is around the levels of a part is turned here: a part for each time.
-    const std::uint64_t nest_bytes = outer == 0 ? layout.packed_bytes() : loops[outer - 1].packed_stride;
+    const auto [outer, nest_bytes] = outer_loops(layout);
     for (std::uint64_t at = begin; at < begin + bytes;) {
         const std::uint64_t inside = at % nest_bytes, length = std::min(nest_bytes - inside, begin + bytes - at);
         std::uint64_t nest_address = address, rest = at - inside;
@@ -326,17 +340,41 @@ std::optional<PackKernel::Launched> PackKernel::copy(CudaDriver::Stream stream, 
     begin -= reinterpret_cast<std::uintptr_t>(begin) % 16;
     const std::optional<std::uint64_t> out = device_pointer(begin, static_cast<std::uint64_t>(end - begin));
     if (!out || *out % 16 != 0) return std::nullopt;
-    std::vector<PackPart> parts;
+    std::uint64_t bytes = 0;
     for (const DeviceCopy& copy : copies) {
         if (!is_there(copy)) return Launched{cuda_invalid_value, nullptr};
-        add_parts(*copy.layout, copy.device, copy.begin, copy.bytes, static_cast<std::uint64_t>(copy.host - begin), parts);
+        bytes += copy.bytes;
     }
-    const auto table = std::make_shared<LaunchLease>(shared_from_this(), memory_, parts.size() * sizeof(PackPart));
+    const std::uint64_t parts_max = std::max(table_bytes, std::bit_floor(bytes / table_share)) / sizeof(PackPart);
+    std::vector<PackPart> parts;
+    std::shared_ptr<const LaunchLease> table;
+    const auto launch = [&]() -> int {
+        if (table == nullptr) {
+            table = std::make_shared<LaunchLease>(shared_from_this(), memory_, parts.size() * sizeof(PackPart));
+            if (!(*table)->is_pinned()) return 0;
+        } else if (const int error = driver_.stream_synchronize(stream)) {  // the launch before reads the same table
+            return error;
+        }
+        std::memcpy((*table)->memory, parts.data(), parts.size() * sizeof(PackPart));
+        const int error = kernel_->launch(stream, (*table)->memory, reinterpret_cast<const std::byte*>(*out), static_cast<std::uint32_t>(parts.size()));
+        const int noted = memory_->note_use(**table, stream);
+        parts.clear();
+        return error != 0 ? error : noted;
+    };
+    for (const DeviceCopy& copy : copies) {
+        for (std::uint64_t at = 0; at < copy.bytes;) {
+            if (parts.size() + 4 > parts_max) {
+                if (const int error = launch()) return Launched{error, table};
+                if (!(*table)->is_pinned()) return std::nullopt;
+            }
+            const std::uint64_t length = std::min(copy.bytes - at, bytes_of_parts(*copy.layout, parts_max - parts.size()));
+            add_parts(*copy.layout, copy.device, copy.begin + at, length, static_cast<std::uint64_t>(copy.host - begin) + at, parts);
+            at += length;
+        }
+    }
+    if (const int error = launch()) return Launched{error, table};
     if (!(*table)->is_pinned()) return std::nullopt;
-    std::memcpy((*table)->memory, parts.data(), parts.size() * sizeof(PackPart));
-    const int error = kernel_->launch(stream, (*table)->memory, reinterpret_cast<const std::byte*>(*out), static_cast<std::uint32_t>(parts.size()));
-    const int noted = memory_->note_use(**table, stream);
-    return Launched{error != 0 ? error : noted, table};
+    return Launched{0, table};
 }
 
 }  // namespace flowstone

@@ -303,6 +303,17 @@ def test_small_strided_tensors_are_gathered_by_one_launch_and_copied_by_none(sto
         assert all(torch.equal(found.read(name), tensor) for name, tensor in state.items())
 
 
+def test_small_tensors_for_which_a_table_would_be_longer_than_they_are_go_through_the_arena(
+    store: Path, far: Far
+) -> None:
+    state = {"deep": deep(far), "turned": far.tensor(numbers(30, 40)).t()}
+    assert state["deep"].numel() * 4 < 64 << 10
+    with opened(store) as checkpointer:
+        found = checkpointer.save(1, state).committed.result(60)
+    assert far.native.packed_copies == 1
+    assert all(torch.equal(found.read(name), tensor) for name, tensor in state.items())
+
+
 def test_prepare_makes_all_memory_that_saves_need_and_a_full_device_saves_too(store: Path, far: Far) -> None:
     state = kinds(far)
     with opened(store, budget_bytes=16 * MIB, saves_in_flight=2) as checkpointer:

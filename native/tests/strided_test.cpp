@@ -242,6 +242,36 @@ TEST_CASE("what is read outside of the GPU's memory, or written outside of pinne
     CHECK(fail([](PackPart& part) { part.target += 2; }) == misaligned);
 }
 
+TEST_CASE("a table of a window is no longer than an eighth of it, whatever the layout: then the kernel is launched several times") {
+    Bench bench;
+    // Two dimensions more than a row of the table has levels for, of which each turn is 64 bytes: a row of 128.
+    const Strided deep{2, {80, 80, 2, 2, 2, 2, 2}, {5120, 64, 2, 4, 8, 16, 32}, 0};
+    const Strided spread{2, {40, 20, 3, 7, 3, 5, 2}, {26'000, 1300, 2, 6, 42, 126, 640}, 4};
+    for (const Strided& from : {deep, spread}) {
+        const Layout layout = from.layout();
+        REQUIRE_FALSE(layout.is_shallow());
+        for (const std::uint64_t begin : {std::uint64_t{0}, std::uint64_t{34}}) {
+            CAPTURE(begin);
+            const std::uint64_t length = from.bytes() - begin, launches = bench.gpu.module_launches(), before = bench.gpu.host_bytes();
+            std::memset(bench.memory.get(), 0xEE, 2 * mib);
+            REQUIRE(bench.run({bench.copy(from, layout, begin, length, 64)}) == 0);
+            CHECK(bench.gpu.module_launches() > launches + 1);
+            CHECK(bench.gpu.host_bytes() - before <= std::max<std::uint64_t>(64 * kib, length / 8));
+            CHECK(std::memcmp(bench.memory.get() + 64, from.packed(bench.gpu.inside()).data() + begin, length) == 0);
+        }
+    }
+    // As short, but many: no row goes on with another.
+    const Strided turned{2, {90, 110}, {2, 180}, 0};
+    const Layout layout = turned.layout();
+    std::vector<DeviceCopy> copies;
+    for (std::uint64_t i = 0; i < 4000; ++i) copies.push_back(bench.copy(turned, layout, i * 4, 4, i * 8));
+    const std::uint64_t before = bench.gpu.host_bytes();
+    REQUIRE(bench.run(copies) == 0);
+    CHECK(bench.gpu.host_bytes() == before);
+    const std::vector<std::byte> expected = turned.packed(bench.gpu.inside());
+    for (std::uint64_t i = 0; i < 4000; ++i) REQUIRE(std::memcmp(bench.memory.get() + i * 8, expected.data() + i * 4, 4) == 0);
+}
+
 TEST_CASE("strided runs are gathered among others as the stream before left them, and memory for them can be reserved") {
     Bench bench;
     std::mt19937_64 random(5);

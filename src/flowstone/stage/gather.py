@@ -31,9 +31,10 @@ def gather_for(
     raises  StateError, StorageError  as `SideStream.wait_current`
     """
     source, layout, device = reach.address, reach.layout, reach.device
-    small = (device >= 0) & ~lazy & (plan.length < PACKED_BELOW_BYTES)
+    can_digest = reach.are_digested()
+    small = (device >= 0) & ~lazy & (plan.length < PACKED_BELOW_BYTES) & can_digest  # for others a table would be long
     small &= np.cumsum(np.where(small, _rounded(plan.length), np.uint64(0))) <= GATHERED_BYTES_MAX
-    address, samples, digested, can_digest = source.copy(), [], [], reach.are_digested()
+    address, samples, digested = source.copy(), [], []
     order = plan.order - len(plan.segments)
     order = order[order >= 0]  # the others are headers
     for at, stream in enumerate(reach.streams):

@@ -115,8 +115,9 @@ class Save:
     """One save.
 
     Waiting for one of its futures by `result` or `exception` ends the overlap budget of the capture, of this save and
-    of earlier ones. Inside of a callback of either future, and in `on_event`, a wait raises BusyError: saves are
-    finished one after the other, on the very thread that would wait.
+    of earlier ones; for `committed` or `durable` also the pace of copies for other nodes. In a callback of either
+    future, and in `on_event`, a wait raises BusyError: saves are finished one after the other, on the very thread that
+    would wait.
 
     captured   done once the state may change
     committed  done once the checkpoint is durable; its result is the Checkpoint, its exception the save's failure. Of

@@ -67,7 +67,7 @@ class Handover:
 
     def _enlist(self, run: SaveRun, finish: Callable[[], None]) -> None:
         # All captures under way: the writer's thread takes saves in order, so one waits for those before it.
-        run.save.captured.expedite = run.save.committed.expedite = self._captures.expedite
+        run.save.captured.expedite, run.save.committed.expedite = self._captures.expedite, self._in_flight.expedite
         try:
             if run.outlasts_save:
                 self._captures.add(run)

@@ -26,7 +26,8 @@ class InFlight:
         max_unsaved_steps: int | None,
     ) -> None:
         """`expedite` ends the overlap budget of captures that a thread waits for."""
-        self._store, self._expedite = store, expedite
+        self._store, self._expedite_captures = store, expedite
+        self._expedite_store: Callable[[], None] = getattr(store, "expedite", _nothing)  # see meeting.py, Meets
         self._on_error, self._max_unsaved_steps = on_error, max_unsaved_steps
         self._saves: deque[Save] = deque()
         self._first_unsaved: int | None = None
@@ -63,16 +64,21 @@ class InFlight:
                 next=f"move {directory} away, or save a later step",
             )
 
+    def expedite(self) -> None:
+        """A thread waits for the saves so far. Any thread."""
+        self._expedite_captures()
+        self._expedite_store()
+
     def await_all(self) -> None:
         """Wait until all saves have ended, committed or failed."""
-        self._expedite()
+        self.expedite()
         for save in tuple(self._saves):
             save.committed.latch.wait()
 
     def settle(self, leave: int = 0) -> None:
         """Wait until at most `leave` saves are left; raise the first failure that was not reported yet."""
         while self._saves and (len(self._saves) > leave or self._saves[0].committed.done()):
-            self._expedite()
+            self.expedite()
             self._saves[0].committed.latch.wait()
             failure = self._settle_one(self._saves[0])
             self._saves.popleft()  # if interrupted before this line, the next call settles it again
@@ -104,3 +110,6 @@ class InFlight:
         )
         told.__cause__ = failure
         return told
+
+
+def _nothing() -> None: ...

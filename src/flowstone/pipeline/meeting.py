@@ -18,8 +18,14 @@ class Meets(Store, Protocol):
     def introduce(self) -> bytes:
         """What this rank tells the others."""
 
-    def meet(self, said: Sequence[bytes], own: bytes) -> None:
-        """Take what all ranks have told, in their order, for the nodes of the job."""
+    def meet(self, said: Sequence[bytes], own: bytes, *, deadline_s: float) -> None:
+        """Take what all ranks have told, in their order, for the nodes of the job.
+
+        deadline_s  that ranks wait for the slowest of them
+        """
+
+    def expedite(self) -> None:
+        """A thread waits for all saves so far. Any thread; also in a forked child."""
 
     def absent(self) -> str:
         """Why newer checkpoints, of which some nodes know, cannot be loaded; "" if there are none."""
@@ -51,7 +57,7 @@ class Meeting:
                     continue  # the store looks for other nodes by itself
                 told = group.agreement.agree(f"who holds {location}", own, _all).common
                 assert isinstance(own, bytes), "an error was raised"
-                store.meet(msgspec.msgpack.decode(told, type=list[bytes]), own)
+                store.meet(msgspec.msgpack.decode(told, type=list[bytes]), own, deadline_s=group.deadline_s)
         except BaseException:
             group.abandon()
             raise

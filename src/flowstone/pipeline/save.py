@@ -101,7 +101,7 @@ class Saves:
             shared.store, self.captures.expedite, on_error=options.on_error,
             max_unsaved_steps=options.max_unsaved_steps,
         )
-        on_start = partial(end.before_threads_end, self.captures.expedite)
+        on_start = partial(end.before_threads_end, self.in_flight.expedite)
         self.sole_writer = SoleWriter(shared, store_writer, self._threads, self.in_flight, self._owner, on_start)
         store_writer.empty = partial(self._threads.remove, self._owner)
         self.fencing = Fencing(self.captures, shared.turn, shared.emit)
@@ -299,7 +299,7 @@ class Saves:
         with run.spans.phase("copied"):
             waiting = unplanned(run.save.step, described, run.looked.sampled[1], fence=fence)
         run.blocked_s = run.spans.whole("blocked").seconds
-        run.save.captured.expedite, run.save.committed.expedite = self.captures.snapshot, self.captures.expedite
+        run.save.captured.expedite, run.save.committed.expedite = self.captures.snapshot, self.in_flight.expedite
 
         def begin_later(cached: CachedPlan) -> None:
             tell(cached)

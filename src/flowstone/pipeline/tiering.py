@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from threading import Lock
 from typing import TYPE_CHECKING
@@ -50,6 +51,7 @@ class Tiering:
         self._promises: dict[int, ExpeditingFuture[Checkpoint]] = {}
         self._lock = Lock()
         self._turn: Turn | None = None
+        self._expedite: Callable[[], None] = lambda: None  # set by `attach`
         self.writer: TieredWriter | None = None
 
     def budget_of_saves(self, budget_bytes: int | None) -> int | None:
@@ -80,7 +82,12 @@ class Tiering:
         """Flushes give way to these saves, which promise what the tiers do. Returns the loads."""
         assert self.writer is not None, "it is opened first"
         in_flight = saves.in_flight
-        self.writer.is_saving = lambda: any(not save.committed.done() for save in tuple(in_flight))
+        # Copies for other nodes are spread over the time until the next save: no flush gives way to them for so long.
+        spreads = hasattr(self.stores[0], "expedite")
+        self.writer.is_saving = lambda: any(
+            not (save.captured if spreads else save.committed).done() for save in tuple(in_flight)
+        )
+        self._expedite = in_flight.expedite
         saves.new_save = self.new_save
         writer = self.writer
 
@@ -97,6 +104,7 @@ class Tiering:
         promise: ExpeditingFuture[Checkpoint] = ExpeditingFuture()
         assert self._turn is not None, "the writer is opened before the first save"
         promise.check = partial(self._turn.check_thread, "result")
+        promise.expedite = self._expedite
         save = Save(step, later=promise)
         with self._lock:
             self._promises[step] = promise

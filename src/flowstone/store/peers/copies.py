@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from flowstone.config import PEER_PART_BYTES, PEER_PARTS_UNDER_WAY
+from flowstone.config import PEER_PART_BYTES, PEER_PARTS_UNDER_WAY, POLL_S
 from flowstone.errors import CancelledError, FlowstoneError, PeerError, StorageError
 from flowstone.format.digest import digest
 from flowstone.store.contents import MemoryFile
@@ -21,21 +21,51 @@ from flowstone.store.peers.parity import Share, contributions, parity_name, part
 from flowstone.store.peers.wire import Ask
 
 
-class Pace:
-    """Bytes per second, over all copies of one save. One thread at a time; None: as fast as the network."""
+class Limits(msgspec.Struct, frozen=True):
+    """What bounds the copies of one save.
 
-    def __init__(self, bytes_per_s: float | None) -> None:
-        self._bytes_per_s = bytes_per_s
-        self._due = time.monotonic()
+    bytes_per_s   that this node sends; None: no limit
+    spread_s      over how long they are spread, as long as that is not slower than the network; 0: not at all
+    is_expedited    whether a thread waits for them: then they are spread no more
+    is_cancelled  whether the save was cancelled
+    """
+
+    bytes_per_s: float | None
+    spread_s: float
+    is_expedited: Callable[[], bool]
+    is_cancelled: Callable[[], bool]
+
+
+class Pace:
+    """When parts are sent to one node. One thread at a time.
+
+    share        of the limit that counts for this node
+    total_bytes  that it gets
+    """
+
+    def __init__(self, limits: Limits, share: float, total_bytes: int) -> None:
+        self._limits, self._total_bytes = limits, max(1, total_bytes)
+        self._bytes_per_s = None if limits.bytes_per_s is None else limits.bytes_per_s * share
+        self._begin = self._due = time.monotonic()
+        self._sent_bytes = 0
 
     def wait(self, length: int) -> None:
-        """Until so many bytes may be sent."""
-        if self._bytes_per_s is None:
-            return
-        pause = self._due - time.monotonic()
-        if pause > 0:
-            time.sleep(pause)
-        self._due = max(self._due, time.monotonic()) + length / self._bytes_per_s
+        """Until so many bytes may be sent. Raises CancelledError."""
+        while True:
+            if self._limits.is_cancelled():
+                raise CancelledError("the save was cancelled", next="save again")
+            pause = self._next() - time.monotonic()
+            if pause <= 0:
+                break
+            time.sleep(min(pause, POLL_S))
+        self._sent_bytes += length
+        if self._bytes_per_s is not None:
+            self._due = max(self._due, time.monotonic()) + length / self._bytes_per_s
+
+    def _next(self) -> float:
+        if self._limits.is_expedited():
+            return self._due
+        return max(self._due, self._begin + self._limits.spread_s * self._sent_bytes / self._total_bytes)
 
 
 class Sending(msgspec.Struct, frozen=True, eq=False):
@@ -85,31 +115,28 @@ def shares_of(
     return sendings
 
 
-def send(
-    sendings: Sequence[tuple[Link, Sequence[Sending]]], bytes_per_s: float | None, is_cancelled: Callable[[], bool]
-) -> None:
+def send(sendings: Sequence[tuple[Link, Sequence[Sending]]], limits: Limits) -> None:
     """Send to several nodes at once. All is there, and verified, when this returns.
-
-    bytes_per_s  that this node sends; None: no limit
 
     raises  StorageError, FullError, PeerError: the first failure; CancelledError
     """
     if not sendings:
         return
-    each = None if bytes_per_s is None else bytes_per_s / len(sendings)
+    share = 1 / len(sendings)
     with ThreadPoolExecutor(len(sendings), thread_name_prefix="flowstone-copy") as executor:
-        under_way = [executor.submit(_send, link, what, Pace(each), is_cancelled) for link, what in sendings]
+        under_way = [executor.submit(_send, link, what, limits, share) for link, what in sendings]
     for one in under_way:
         one.result()
 
 
-def _send(link: Link, sendings: Sequence[Sending], pace: Pace, is_cancelled: Callable[[], bool]) -> None:
+def _send(link: Link, sendings: Sequence[Sending], limits: Limits, share: float) -> None:
     path = ""
+    pace = Pace(limits, share, sum(length for sending in sendings for _, _, length in sending.ranges))
     try:
         for sending in sendings:
             path = sending.asked.path
             number = link.ask(sending.asked, sending.payload).number
-            _send_ranges(link, number, sending, pace, is_cancelled)
+            _send_ranges(link, number, sending, pace)
     except FlowstoneError:
         raise
     except OSError as error:
@@ -121,16 +148,12 @@ def _send(link: Link, sendings: Sequence[Sending], pace: Pace, is_cancelled: Cal
         link.close()
 
 
-def _send_ranges(
-    link: Link, number: int, sending: Sending, pace: Pace, is_cancelled: Callable[[], bool]
-) -> None:
+def _send_ranges(link: Link, number: int, sending: Sending, pace: Pace) -> None:
     under_way = target = 0
     for file, begin, length in sending.ranges:
         mapping = file.mapped(writable=False)
         for offset in range(begin, begin + length, PEER_PART_BYTES):
             part_bytes = min(PEER_PART_BYTES, begin + length - offset)
-            if is_cancelled():
-                raise CancelledError("the save was cancelled", next="save again")
             pace.wait(part_bytes)
             assert mapping is not None, "it has bytes"
             said = digest(view_of(mapping.address + offset, part_bytes))

@@ -17,21 +17,34 @@ from threading import Lock
 import msgspec
 
 from flowstone import _native
-from flowstone.config import AGENT_LINGER_S, GENERATIONS, PEER_SECRET_BYTES, REPLICAS, EngineOptions, whole_number
+from flowstone.config import (
+    AGENT_LINGER_S,
+    DEADLINE_S,
+    GENERATIONS,
+    PEER_SECRET_BYTES,
+    PEER_SPREAD,
+    PEER_SPREAD_MAX,
+    REPLICAS,
+    EngineOptions,
+    whole_number,
+)
 from flowstone.errors import ArgumentError, FlowstoneError, PeerError
 from flowstone.store.agent_wire import Request
+from flowstone.store.base import UNPACED, FilePlan, Pace
 from flowstone.store.contents import MemoryFile
 from flowstone.store.forks import forget_in_children
 from flowstone.store.jobs import JobReading
+from flowstone.store.memory import MemoryWriting
 from flowstone.store.node_memory import NodeMemory
 from flowstone.store.os_errors import MORE_THREADS, translated
 from flowstone.store.peers import erasure
-from flowstone.store.peers.copies import copies_of, send, shares_of
+from flowstone.store.peers.copies import Limits, copies_of, send, shares_of
 from flowstone.store.peers.interfaces import address_of
 from flowstone.store.peers.node import Link, Place
 from flowstone.store.peers.parity import shares
 from flowstone.store.peers.placement import keepers
 from flowstone.store.peers.reading import Located, PeerReading
+from flowstone.store.peers.spreading import Spreading
 from flowstone.store.peers.tree import DRAFT, PeersTree
 from flowstone.store.peers.wire import Ask
 
@@ -64,6 +77,8 @@ class PeerMemory(NodeMemory):
     state_bytes  of one checkpoint, that the ranks of this node save, if it is known: what does not fit, with what is
                  kept for other nodes, is refused here
     bytes_per_s  that a rank sends to make copies; None: no limit
+    spread       over what share of the time between two saves copies are spread, once that is known, and until a thread
+                 waits for them; 0: copies are made as fast as the network takes them
 
     Other options are those of NodeMemory. Needs memory for `replicas` x `generations` of what a node's ranks save, or
     (1 + m / k) x `generations`; with parity on fewer nodes than k + m more, as they are fewer to share it.
@@ -76,8 +91,8 @@ class PeerMemory(NodeMemory):
         self, name: str, *, secret: str | bytes | None = None, replicas: int | None = None,
         parity: tuple[int, int] | None = None, interface: str | None = None,
         port: int = 0, addresses: Sequence[str] = (), bytes_per_s: float | None = None,
-        state_bytes: int | None = None, generations: int = GENERATIONS, linger_s: float = AGENT_LINGER_S,
-        options: EngineOptions | None = None,
+        spread: float = PEER_SPREAD, state_bytes: int | None = None, generations: int = GENERATIONS,
+        linger_s: float = AGENT_LINGER_S, options: EngineOptions | None = None,
     ) -> None:
         super().__init__(name, generations=generations, linger_s=linger_s, options=options)
         self.replicas = whole_number("replicas", REPLICAS if replicas is None else replicas)
@@ -89,6 +104,12 @@ class PeerMemory(NodeMemory):
             self._check_room(own - (-own * rows // columns) if rows else own * self.replicas)
         if bytes_per_s is not None and not bytes_per_s > 0:
             raise ArgumentError(f"bytes_per_s {bytes_per_s!r:.60} is not above 0", next="leave it out for no limit")
+        if not 0 <= spread <= PEER_SPREAD_MAX:
+            raise ArgumentError(
+                f"spread {spread!r:.60} is no share of the time between two saves", expected=f"0 to {PEER_SPREAD_MAX}",
+                next="leave it out",
+            )
+        self._spreading = Spreading(spread)
         self._bytes_per_s, self._addresses = bytes_per_s, [_place(address) for address in addresses]
         self._secret = _secret(secret)
         serve = Request("serve", target=address_of(interface), number=port, text=self._secret.hex())
@@ -113,8 +134,11 @@ class PeerMemory(NodeMemory):
             _Introduction(place, self.run, self.replicas, self.parity, secrets.token_hex(8))
         )
 
-    def meet(self, said: Sequence[bytes], own: bytes) -> None:
-        """Take what all ranks have told for the nodes of the job. Raises ArgumentError where they differ."""
+    def meet(self, said: Sequence[bytes], own: bytes, *, deadline_s: float = DEADLINE_S) -> None:
+        """Take what all ranks have told for the nodes of the job. Raises ArgumentError where they differ.
+
+        deadline_s  that ranks wait for the slowest: one whose copies are expedited may wait for one whose are spread
+        """
         introductions = [msgspec.msgpack.decode(one, type=_Introduction) for one in said]
         mine = msgspec.msgpack.decode(own, type=_Introduction)
         for rank, one in enumerate(introductions):
@@ -126,6 +150,7 @@ class PeerMemory(NodeMemory):
         before = introductions[: list(said).index(own)]
         self._number_on_node = sum(1 for one in before if one.place.node == mine.place.node)
         self._peers.meet(mine.place, tuple({one.place.node: one.place for one in introductions}.values()))
+        self._spreading = self._spreading.bounded(deadline_s / 4)
         self._has_met = True
 
     def _find(self) -> None:
@@ -164,6 +189,19 @@ class PeerMemory(NodeMemory):
 
     # Bulk bytes
 
+    def write(
+        self, files: Sequence[FilePlan], rows: _native.WriteExtents, arena: _native.Arena, pace: Pace = UNPACED, *,
+        reserved: bool = True,
+    ) -> MemoryWriting:
+        draft = files[0].path.partition("/")[0] if files else ""
+        if draft.startswith(DRAFT):
+            self._spreading.began(draft)
+        return super().write(files, rows, arena, pace, reserved=reserved)
+
+    def expedite(self) -> None:
+        """A thread waits for the saves so far: their copies are made as fast as the network takes them. Any thread."""
+        self._spreading.expedite()
+
     def secure(self, files: Sequence[tuple[str, MemoryFile]], job: _native.WriteJob) -> FlowstoneError | None:
         """Make the copies of what was written, or its parity. The reason why there are none."""
         if not files:
@@ -177,7 +215,10 @@ class PeerMemory(NodeMemory):
             to = dict.fromkeys(keepers(own, nodes, replicas)[1:], copies_of(files))
         try:
             sendings = [(self._peers.link_of(node).link, what) for node, what in to.items()]
-            send(sendings, self._bytes_per_s, lambda: job.cancelled)
+            due = self._spreading.due(draft)
+            send(sendings, Limits(
+                self._bytes_per_s, self._spreading.left_s(due), lambda: due.is_expedited, lambda: job.cancelled
+            ))
         except FlowstoneError as error:
             return error
         return None

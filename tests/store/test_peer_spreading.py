@@ -1,0 +1,209 @@
+"""Copies for other nodes are spread over the time between two saves, and no more once a thread waits for them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from peer_nodes import Nodes, several_nodes
+
+import flowstone as fs
+from flowstone.errors import ArgumentError, CancelledError
+from flowstone.pipeline.futures import Save
+from flowstone.store.peers.copies import Limits, Pace
+from flowstone.store.peers.spreading import Spreading
+from flowstone.store.peers.store import PeerMemory
+from flowstone.tiers.writer import TieredWriter
+
+MB = 8  # of a save; parts have 4 MiB
+
+# By a clock of its own
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_the_first_save_is_not_spread_and_later_ones_take_a_share_of_the_shortest_interval_known() -> None:
+    clock = Clock()
+    spreading = Spreading(0.5, 60.0, clock)
+
+    def left_s(draft: str, *, after_s: float, capture_s: float = 1.0) -> float:
+        clock.now += after_s
+        spreading.began(draft)
+        spreading.began(draft)  # its second file
+        clock.now += capture_s
+        left = spreading.left_s(spreading.due(draft))
+        clock.now -= capture_s
+        return left
+
+    assert left_s("a", after_s=5.0) == 0.0, "no interval is known"
+    assert left_s("b", after_s=20.0) == 9.0
+    assert left_s("c", after_s=100.0) == 9.0, "a pause tells nothing"
+    assert left_s("d", after_s=10.0) == 4.0
+    assert left_s("e", after_s=10.0, capture_s=7.0) == 0.0, "overdue"
+    for draft in "fgh":
+        assert left_s(draft, after_s=1000.0) == 4.0
+    assert left_s("i", after_s=1000.0) == 59.0, "the last four count, and there is a limit"
+    assert spreading.left_s(spreading.due("never began")) == 0.0
+
+
+def test_what_is_waited_for_is_spread_no_more_and_what_begins_later_is() -> None:
+    clock = Clock()
+    spreading = Spreading(0.5, 60.0, clock)
+    for draft in "ab":
+        clock.now += 10.0
+        spreading.began(draft)
+    due = spreading.due("b")
+    assert spreading.left_s(due) == 5.0
+    spreading.expedite()
+    assert due.is_expedited
+    assert spreading.left_s(due) == 0.0
+    clock.now += 10.0
+    spreading.began("c")
+    assert spreading.left_s(spreading.due("c")) == 5.0
+    assert spreading.bounded(2.0).left_s(spreading.due("c")) == 5.0, "the same clock"
+    bounded = spreading.bounded(2.0)
+    for draft in "cd":
+        bounded.began(draft)
+        clock.now += 10.0
+    bounded.began("e")
+    assert bounded.left_s(bounded.due("e")) == 2.0
+
+
+def test_a_pace_spreads_parts_evenly_catches_up_and_ends_its_waits_when_told() -> None:
+    told = {"expedited": False, "cancelled": False}
+    limits = Limits(None, 0.4, lambda: told["expedited"], lambda: told["cancelled"])
+    began = time.monotonic()
+    pace = Pace(limits, 1.0, 4)
+    seen = []
+    for _ in range(4):
+        pace.wait(1)
+        seen.append(time.monotonic() - began)
+    assert all(at >= 0.1 * number for number, at in enumerate(seen))
+    slow = Pace(Limits(None, 1000.0, lambda: told["expedited"], lambda: told["cancelled"]), 1.0, 2)
+    slow.wait(1)
+    told["expedited"] = True
+    slow.wait(1)
+    told |= {"expedited": False, "cancelled": True}
+    with pytest.raises(CancelledError):
+        slow.wait(1)
+    assert time.monotonic() - began < 60.0
+
+
+# With agents
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Nodes]:
+    with several_nodes(2) as both:
+        yield both
+
+
+@contextmanager
+def closed_at_the_end(stores: Sequence[PeerMemory]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for store in stores:
+            store.close()
+
+
+def _state(step: int) -> dict[str, Any]:
+    return {"w": np.full(MB << 17, step), "step": step}
+
+
+def _timed(save: Save) -> list[float]:
+    """Will have the time at which it was committed."""
+    ended: list[float] = []
+    save.committed.add_done_callback(lambda _: ended.append(time.monotonic()))
+    return ended
+
+
+def _pause_until(when: float) -> None:
+    time.sleep(max(0.0, when - time.monotonic()))
+
+
+def _is_whole(stores: list[PeerMemory], step: int) -> bool:
+    """Each of its files on both nodes, each segment bit for bit."""
+    places = stores[0].copies(step)
+    read = fs.open(stores[1], step=step)
+    return all(len(set(at)) == 2 for at in places.values()) and bool(
+        (read.read("w", framework="numpy") == step).all() and read.verify().sound
+    )
+
+
+def test_copies_are_spread_over_the_interval_whole_before_the_next_save_and_at_full_rate_when_that_comes_early(
+    nodes: Nodes,
+) -> None:
+    stores, interval = nodes.stores("spread"), 2.4
+    with closed_at_the_end(stores[1:]), fs.Checkpointer(stores[0]) as checkpointer:
+        began, ended = [time.monotonic()], []
+        ended.append(_timed(checkpointer.save(1, _state(1))))
+        for step in (2, 3):
+            _pause_until(began[-1] + interval)
+            assert ended[-1], f"step {step - 1} was not committed before the next save"
+            assert _is_whole(stores, step - 1)
+            began.append(time.monotonic())
+            ended.append(_timed(checkpointer.save(step, _state(step))))
+        _pause_until(began[-1] + interval)
+        took = [end[0] - begin for begin, end in zip(began, ended, strict=True)]
+        assert took[0] < 0.2 * interval, "no interval was known"
+        # The last of three parts goes at two thirds of half the interval.
+        assert all(0.3 * interval < one < 0.8 * interval for one in took[1:]), took
+        overdue = checkpointer.save(4, _state(4))
+        began.append(time.monotonic())
+        late = checkpointer.save(5, _state(5))  # there is memory for one draft
+        assert overdue.committed.done()
+        assert time.monotonic() - began[-1] < 0.2 * interval
+        late.committed.result()
+        assert time.monotonic() - began[-1] < 0.4 * interval, "a thread has waited for it"
+        assert _is_whole(stores, 5)
+
+
+def test_nothing_is_spread_where_that_is_not_wanted_and_given_rates_hold(nodes: Nodes) -> None:
+    for options, least, most in ({"spread": 0.0}, 0.0, 0.3), ({"bytes_per_s": 16e6}, 0.2, 30.0):
+        stores = nodes.stores(f"not-spread-{len(options)}-{least}", **options)
+        with closed_at_the_end(stores[1:]), fs.Checkpointer(stores[0]) as checkpointer:
+            checkpointer.save(1, _state(1)).committed.result()
+            _pause_until(time.monotonic() + 1.0)
+            began = time.monotonic()
+            save = checkpointer.save(2, _state(2))
+            if least:
+                save.committed.result()  # who waits gets no more than the rate that was given
+            ended = _timed(save)
+            _pause_until(began + 1.0)
+            checkpointer.wait()
+            assert least < ended[0] - began < most
+
+
+def test_a_flush_does_not_give_way_to_copies_that_are_spread_and_who_waits_for_it_expedites_them(
+    nodes: Nodes, tmp_path: Path
+) -> None:
+    stores = nodes.stores("spread-and-flushed")
+    with closed_at_the_end(stores[1:]), fs.Checkpointer([stores[0], tmp_path]) as checkpointer:
+        checkpointer.save(1, _state(1)).durable.result()
+        _pause_until(time.monotonic() + 5.0)
+        began = time.monotonic()
+        save = checkpointer.save(2, _state(2))
+        save.captured.result()
+        assert isinstance(checkpointer._store_writer, TieredWriter)
+        assert not checkpointer._store_writer.is_saving()
+        assert not save.committed.done()
+        save.durable.result()
+        assert time.monotonic() - began < 1.5, "2.5 s would be the half of the interval"
+
+
+@pytest.mark.parametrize("spread", [-0.1, 0.95, float("nan")])
+def test_a_share_that_leaves_no_time_is_refused(spread: float) -> None:
+    with pytest.raises(ArgumentError, match=r"0 to 0\.9"):
+        PeerMemory("refused", secret="x" * 32, spread=spread)

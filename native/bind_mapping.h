@@ -21,6 +21,8 @@ inline void bind_mapping(nb::module_& module) {
         }, nb::kw_only(), "fd"_a, "bytes"_a, "writable"_a)
         .def_prop_ro("address", [](const PyMapping& mapping) { return mapping.held->address(); })
         .def_prop_ro("bytes", [](const PyMapping& mapping) { return mapping.held->bytes(); });
+    module.def("reserve_memory", &reserve_memory, "fd"_a, "begin"_a, "end"_a, nb::call_guard<nb::gil_scoped_release>());
+    module.def("has_huge_pages_by_advice", &has_huge_pages_by_advice);
 }
 
 }  // namespace flowstone

@@ -1,14 +1,41 @@
 #include "mapping.h"
 
+#include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 #include <cerrno>
 #include <stdexcept>
+#include <string>
 #include <system_error>
 
 #include "bounds.h"
+#include "proc_file.h"
 
 namespace flowstone {
+namespace {
+
+constexpr const char* of_all_sizes = "/sys/kernel/mm/transparent_hugepage/shmem_enabled";
+constexpr const char* of_two_mib = "/sys/kernel/mm/transparent_hugepage/hugepages-2048kB/shmem_enabled";  // since Linux 6.11
+
+bool chooses(const std::string& text, const char* choice) { return text.find(choice) != std::string::npos; }
+
+/// What is refused here is left to the thread that touches the pages first.
+void touch_huge(int fd, std::uint64_t begin, std::uint64_t end) {
+    struct stat found{};
+    if (::fstat(fd, &found) != 0) return;
+    if (static_cast<std::uint64_t>(found.st_size) < end && ::ftruncate(fd, static_cast<off_t>(end)) != 0) return;
+    void* const memory = ::mmap(nullptr, end - begin, PROT_READ | PROT_WRITE, MAP_SHARED, fd, static_cast<off_t>(begin));
+    if (memory == MAP_FAILED) return;
+    // One call for each huge page: other threads of this process cannot map anything while one runs.
+    bool goes_on = ::madvise(memory, end - begin, MADV_HUGEPAGE) == 0;
+    for (std::uint64_t at = 0; goes_on && at < end - begin; at += huge_page_bytes)
+        goes_on = ::madvise(static_cast<std::byte*>(memory) + at, 1, MADV_POPULATE_WRITE) == 0;
+    ::munmap(memory, end - begin);
+}
+
+}  // namespace
 
 Mapping::Mapping(int fd, std::uint64_t bytes, bool writable) : bytes_(bytes) {
     if (bytes == 0 || bytes > file_bytes_max) throw std::invalid_argument("bytes: a mapping has some, and no more than a file");
@@ -21,5 +48,22 @@ Mapping::Mapping(int fd, std::uint64_t bytes, bool writable) : bytes_(bytes) {
 }
 
 Mapping::~Mapping() { ::munmap(memory_, bytes_); }
+
+bool has_huge_pages_by_advice() {
+    const std::string own = read_whole(of_two_mib);
+    if (own.empty() || chooses(own, "[inherit]")) return chooses(read_whole(of_all_sizes), "[advise]");
+    return chooses(own, "[advise]");
+}
+
+void reserve_memory(int fd, std::uint64_t begin, std::uint64_t end) {
+    if (begin >= end) return;
+    if (begin % block_alignment_bytes != 0 || end > file_bytes_max) throw std::invalid_argument("begin and end: of pages of a file");
+    // fallocate passes no advice on. It comes behind in any case: it refuses what memory does not suffice for.
+    if (end - begin >= huge_page_bytes && has_huge_pages_by_advice()) touch_huge(fd, begin, end);
+    int result = 0;
+    do result = ::fallocate(fd, 0, static_cast<off_t>(begin), static_cast<off_t>(end - begin));
+    while (result != 0 && errno == EINTR);
+    if (result != 0) throw std::system_error(errno, std::generic_category(), "fallocate");
+}
 
 }  // namespace flowstone

@@ -26,4 +26,11 @@ private:
     std::uint64_t bytes_;
 };
 
+/// Whether the system gives huge pages to files in memory where a mapping that asks for them is touched, and nowhere else.
+bool has_huge_pages_by_advice();
+
+/// Have the system give a file in memory all pages of [begin, end), in huge pages if it allows that; it has at least that size then. What
+/// the file has stays. Blocks. Throws std::system_error (ENOMEM, ENOSPC: not enough memory).
+void reserve_memory(int fd, std::uint64_t begin, std::uint64_t end);
+
 }  // namespace flowstone

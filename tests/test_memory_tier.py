@@ -312,7 +312,7 @@ def test_a_later_save_asks_the_agent_three_times_and_makes_nothing_new_before_it
     optimizer.step()
     state = {"model": model, "optimizer": optimizer, "step": 0}
     asked: list[tuple[str, str]] = []
-    ask, mapped, reserve = AgentClient.ask, MemoryFile.mapped, _native.reserve_file
+    ask, mapped, reserve = AgentClient.ask, MemoryFile.mapped, _native.reserve_memory
 
     def noting_ask(client: AgentClient, request: Request, *arguments: object, **named: object) -> object:
         asked.append((threading.current_thread().name, request.verb))
@@ -333,7 +333,7 @@ def test_a_later_save_asks_the_agent_three_times_and_makes_nothing_new_before_it
         with (
             mock.patch.object(AgentClient, "ask", noting_ask),
             mock.patch.object(MemoryFile, "mapped", noting("a mapping", mapped)),
-            mock.patch.object(_native, "reserve_file", noting("new memory", reserve)),
+            mock.patch.object(_native, "reserve_memory", noting("new memory", reserve)),
         ):
             for step in range(5, 8):
                 asked.clear()

@@ -658,6 +658,14 @@ class Engine:
     def close(self) -> None:
         """Wait for running jobs, stop the threads."""
 
+def reserve_memory(fd: int, begin: int, end: int) -> None:
+    """Have the system give a file in memory all pages of [begin, end), in huge pages if it allows that; it has at least
+    that size then. What the file has stays. Raises OSError (ENOMEM, ENOSPC when memory is not there).
+    """
+
+def has_huge_pages_by_advice() -> bool:
+    """Whether files in memory get huge pages where a mapping that asks for them is touched, and nowhere else."""
+
 def reserve_file(fd: int, size_bytes: int) -> None:
     """Give the file its size, with blocks reserved where the file system can (fallocate), else sparse.
 

@@ -137,10 +137,10 @@ def test_memory_that_is_not_there_is_an_error_that_says_so(monkeypatch: pytest.M
     store = MemoryStore()
     store.make_directory()
 
-    def refuse(fd: int, size_bytes: int) -> None:
+    def refuse(fd: int, begin: int, end: int) -> None:
         raise OSError(errno.ENOSPC, "no space")
 
-    monkeypatch.setattr("flowstone.store.memory._native.reserve_file", refuse)
+    monkeypatch.setattr("flowstone.store.memory._native.reserve_memory", refuse)
     with pytest.raises(fs.FullError, match="no space to write"):
         store.put("file", b"content")
     assert store.names() == ()

@@ -194,7 +194,7 @@ class StoreInMemory:
         def allocate() -> None:
             for file in fresh:
                 with self._acting("allocate", file.path, file.size_bytes):
-                    _native.reserve_file(file.fd, file.size_bytes)
+                    _native.reserve_memory(file.fd, 0, file.size_bytes)
                     file.touched_bytes = file.size_bytes
 
         if reserved:
@@ -220,7 +220,7 @@ class StoreInMemory:
                 for begin in range(0, file.size_bytes, _SPARE_PART_BYTES):
                     if self._is_closed:
                         return
-                    os.posix_fallocate(file.fd, begin, min(_SPARE_PART_BYTES, file.size_bytes - begin))
+                    _native.reserve_memory(file.fd, begin, min(begin + _SPARE_PART_BYTES, file.size_bytes))
 
     def secure(
         self, files: Sequence[tuple[str, MemoryFile]], job: _native.WriteJob
@@ -404,7 +404,7 @@ class OwnTree:
             next(self._contents.numbers), new_memory("flowstone"), size_bytes, path=f"{self._location}/{path}"
         )
         if size_bytes:
-            _native.reserve_file(file.fd, size_bytes)
+            _native.reserve_memory(file.fd, 0, size_bytes)
         file.touched_bytes = size_bytes
         self._contents.add(path, file)
         return file

@@ -1,12 +1,16 @@
 """One node of several is lost, with its trainer, agent and memory: how long its part takes to come back from others.
 
-    PYTHONPATH=src python -m bench.peers [--nodes 4] [--bytes 250e6] [--mbit-per-s 1000] [--runs 3]
+    PYTHONPATH=src python -m bench.peers [--nodes 4] [--bytes 250e6] [--mbit-per-s 1000] [--runs 3] [--beside 40]
 
 Each node has a network of its own (a namespace of the kernel, so this needs root), a memory agent, and one trainer with
 its shard of a tensor. Links are shaped in both directions. All save into fs.PeerMemory; then the last node's agent and
 all that it holds are killed, and the job starts again. Told are, for copies and for parity: the save, from its start to
 its commit; the lost node's load; the bytes that came over its link meanwhile, and their rate as a share of what the
 link was shaped to. What is loaded is compared, bit for bit.
+
+With --beside none is lost: all train for so many seconds each, without saves, with copies in one burst (spread=0), and
+with copies that are spread, and save every --interval-s seconds. A step is an all-reduce of --step-bytes over the same
+links, and a pause as long as that takes with nothing beside it. Told are the steps' times.
 """
 
 from __future__ import annotations
@@ -56,17 +60,66 @@ os._exit(0)
 """
 
 
+_TRAINER = """
+import json, os, sys, time
+from datetime import timedelta
+import torch, torch.distributed as dist
+import flowstone as fs
+how = json.loads(sys.argv[1])
+rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), None, False)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=300))
+gradients = torch.ones(how["step_bytes"] // 4)
+alone = []
+for _ in range(10):
+    begin = time.perf_counter()
+    dist.all_reduce(gradients)
+    gradients /= size
+    alone.append(time.perf_counter() - begin)
+pause = torch.tensor([sorted(alone)[5]], dtype=torch.float64)
+dist.broadcast(pause, 0)
+count = how["elements"]
+saved, took, commits = {"w": fs.Shard(torch.ones(count), (size * count,), (rank * count,))}, [], []
+memory = fs.PeerMemory("bench", secret="a secret of this benchmark alone", spread=how["spread"])
+with fs.Checkpointer(memory) as checkpointer:
+    began, due, step = time.perf_counter(), torch.zeros(2, dtype=torch.float64), 0
+    while True:
+        due[0], due[1] = time.perf_counter() - began, step
+        dist.broadcast(due, 0)
+        if due[0] > how["seconds"]:
+            break
+        if how["saves"] and due[0] >= how["interval_s"] * step:
+            step += 1
+            save, asked = checkpointer.save(step, saved), time.perf_counter()
+            save.committed.add_done_callback(lambda _, asked=asked: commits.append(time.perf_counter() - asked))
+        begin = time.perf_counter()
+        dist.all_reduce(gradients)
+        gradients /= size
+        time.sleep(float(pause))
+        if step > 1 or not how["saves"]:
+            took.append(time.perf_counter() - begin)
+print(json.dumps({"took": took, "commits": commits[1:]}), flush=True)
+os._exit(0)
+"""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=int, default=4)
     parser.add_argument("--bytes", type=float, default=250e6, help="that each node saves")
     parser.add_argument("--mbit-per-s", type=float, default=1000.0)
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--beside", type=float, default=0.0, help="train for so many seconds in each way, lose none")
+    parser.add_argument("--interval-s", type=float, default=8.0, help="between two saves of that training")
+    parser.add_argument("--step-bytes", type=float, default=4e6, help="that a step of it all-reduces")
     options = parser.parse_args()
     if why := refusal():
         sys.exit(why)
     print(f"{len(os.sched_getaffinity(0))} cores; {options.nodes} nodes, {options.bytes / 1e6:.0f} MB each, "
           f"links of {options.mbit_per_s:g} Mbit/s")
+    if options.beside:
+        _train_beside(options)
+        return
     for how in ({"replicas": 2}, {"parity": [options.nodes - 1, 1]}):
         told = [_lose_one(options, how) for _ in range(options.runs)]
         link = options.mbit_per_s * 1e6 / 8
@@ -80,6 +133,31 @@ def main() -> None:
         ), flush=True)
 
 
+def _train_beside(options: argparse.Namespace) -> None:
+    """Print how long steps take in each way."""
+    for name, saves, spread in (("no saves", False, 0.5), ("in one burst", True, 0.0), ("spread", True, 0.5)):
+        how = {
+            "elements": int(options.bytes) // 4, "step_bytes": int(options.step_bytes), "seconds": options.beside,
+            "interval_s": options.interval_s, "saves": saves, "spread": spread,
+        }
+        with (
+            TemporaryDirectory(prefix="flowstone-bench-") as above,
+            several_networks(options.nodes, options.mbit_per_s) as on, ExitStack() as stack,
+        ):
+            directories = [Path(above) / f"node-{node}" for node in range(options.nodes)]
+            for directory in directories:
+                stack.callback(_stop, directory)
+            told = _run(on, directories, _TRAINER, json.dumps(how))[0]
+        took, commits = sorted(told["took"]), told["commits"]
+        shown = ", ".join(f"{one:.2f}" for one in commits) or "none"
+        parts = {
+            "mean": sum(took) / len(took), "median": median(took), "95%": took[len(took) * 95 // 100],
+            "longest": took[-1],
+        }
+        print(f"{name}: {len(took)} steps, ms: " + ", ".join(f"{part} {1e3 * one:.1f}" for part, one in parts.items())
+              + f"; committed after, s: {shown}", flush=True)
+
+
 def _lose_one(options: argparse.Namespace, how: Mapping[str, Any]) -> dict[str, float]:
     """What the lost node's process tells of its load, and how long the save took."""
     with (
@@ -89,16 +167,15 @@ def _lose_one(options: argparse.Namespace, how: Mapping[str, Any]) -> dict[str, 
         directories = [Path(above) / f"node-{node}" for node in range(options.nodes)]
         for directory in directories:
             stack.callback(_stop, directory)
-        saved = _run(on, directories, "save", how, int(options.bytes) // 8)
+        saved = _run(on, directories, _WORKER, "save", json.dumps(how), str(int(options.bytes) // 8))
         _lose(directories[-1])
-        told = _run(on, directories, "load", how, int(options.bytes) // 8)
+        told = _run(on, directories, _WORKER, "load", json.dumps(how), str(int(options.bytes) // 8))
         assert all(one["same"] for one in told), told
         return {**told[-1], "saved_s": max(one["seconds"] for one in saved)}
 
 
-def _run(
-    on: Networks, directories: Sequence[Path], act: str, how: Mapping[str, Any], elements: int
-) -> list[dict[str, float]]:
+def _run(on: Networks, directories: Sequence[Path], program: str, *words: str) -> list[dict[str, Any]]:
+    """What a program prints on each node."""
     import torch.distributed as dist
 
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
@@ -109,7 +186,7 @@ def _run(
             "MASTER_PORT": str(store.port), "GLOO_SOCKET_IFNAME": INTERFACE, "FLOWSTONE_AGENT_DIR": str(directory),
             "OMP_NUM_THREADS": "1",
         }
-        command = ["ip", "netns", "exec", name, sys.executable, "-c", _WORKER, act, json.dumps(how), str(elements)]
+        command = ["ip", "netns", "exec", name, sys.executable, "-c", program, *words]
         processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
     said = [process.communicate(timeout=550)[0] for process in processes]
     assert all(process.returncode == 0 for process in processes), said

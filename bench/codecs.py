@@ -9,13 +9,16 @@ level 1) and ZipNN. Rates are of the process' time on processors, the best of th
 and comes out when decoding.
 
     python -m bench.codecs near DIRECTORY [--steps 60] [--rates 0.5 0.2] [--rounds 3] [--rivals ENVIRONMENTS]
+                                [--distances 1 10 50] [--lr 6e-5]
 
 `saves` measures from `save` to `committed`, and a cold load, in a process of its own that a control group (version 1,
 blkio) holds to a rate; by turns without and with `compress`. It needs root; without such a group it says so.
 
 `near` does so with that training's state, saved after each step: raw, by planes, and by what has changed since the last
 save that was stored by itself (`kept_bytes`). With `--rivals` also by Orbax, with its zstd and without, and by the
-difference to the step before and zstd; their packages are installed there (bench/pins).
+difference to the step before and zstd; their packages are installed there (bench/pins). With `--distances` each save's
+base is so many steps before it; `--lr` is the learning rate of these steps, and of a tenth as many before them: to
+measure as late in a training, without all steps up to there.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -221,57 +224,93 @@ def _paired(found: dict[str, list[tuple[float, ...]]], mode: str, column: int, *
     return statistics.median(1 / one for one in ratios) if over else statistics.median(ratios)
 
 
-def near_saves(directory: Path, compress: Compress, kept_bytes: int, states: str, rate: float) -> tuple[float, ...]:
-    """Medians of all saves but the first two, each a step after the one before: seconds, bytes written, processor
-    seconds.
+def near_saves(
+    directory: Path, compress: Compress, kept_bytes: int, states: str, rate: float, runs: int
+) -> tuple[float, ...]:
+    """Medians of saves: seconds, bytes written, processor seconds. In each run a new Checkpointer saves all states, and
+    the last ones are measured, from the third on; the second, if it is the last one.
     """
     found = []
     options = fs.EngineOptions(compress=compress, kept_bytes=kept_bytes)
     into: dict[str, torch.Tensor] = {}
-    with folder_in(directory) as folder, held_to(rate, directory):
-        with fs.Checkpointer(folder, engine=options, keep=fs.Keep(last=2)) as checkpointer:
-            for step, state in enumerate(torch.load(states)):
-                begin, cpu = time.perf_counter(), time.process_time()
-                saved = checkpointer.save(step, state).committed.result()
-                spent = time.perf_counter() - begin, time.process_time() - cpu
-                settle(folder, kept=2)
-                written = sum(row.bytes for row in saved.manifest.segments if row.home is None)
-                found.append((spent[0], written, spent[1]))
-                into = {name: torch.ones_like(tensor) for name, tensor in state.items()}  # touched: zeros would not be
-        with fs.Checkpointer(folder) as checkpointer:
-            checkpointer.load(into)
-        assert all(torch.equal(into[name], tensor) for name, tensor in state.items())
-    return tuple(statistics.median(column) for column in zip(*found[2:], strict=True))
+    saved_states = torch.load(states)
+    for _ in range(runs):
+        with folder_in(directory) as folder, held_to(rate, directory):
+            with fs.Checkpointer(folder, engine=options, keep=fs.Keep(last=2)) as checkpointer:
+                checkpointer.prepare(saved_states[0])
+                for step, state in enumerate(saved_states):
+                    begin, cpu = time.perf_counter(), time.process_time()
+                    saved = checkpointer.save(step, state).committed.result()
+                    spent = time.perf_counter() - begin, time.process_time() - cpu
+                    settle(folder, kept=2)
+                    written = sum(row.bytes for row in saved.manifest.segments if row.home is None)
+                    if step >= min(2, len(saved_states) - 1):
+                        found.append((spent[0], written, spent[1]))
+                    # Touched: zeros would not be.
+                    into = {name: torch.ones_like(tensor) for name, tensor in state.items()}
+            with fs.Checkpointer(folder) as checkpointer:
+                checkpointer.load(into)
+            assert all(torch.equal(into[name], tensor) for name, tensor in state.items())
+    return tuple(statistics.median(column) for column in zip(*found, strict=True))
+
+
+def successions(options: argparse.Namespace) -> Iterator[tuple[str, list[dict[str, torch.Tensor]], int]]:
+    """States that a Checkpointer saves one after the other, and how many of them do so; and what they are.
+
+    With a distance only two: a chunk that is not worth its base would get another one, nearer to a third state.
+    """
+    run = after(options.steps)
+    if options.lr:
+        for group in run.optimizer.param_groups:
+            group["lr"] = group["initial_lr"] = options.lr
+        run.scheduler = torch.optim.lr_scheduler.LambdaLR(run.optimizer, lambda _: 1.0)
+        for _ in range(options.steps // 10):
+            run.learn()
+    wanted = {0, *options.distances} if options.distances else range(options.saves)
+    states = dict[int, dict[str, torch.Tensor]]()
+    for step in range(max(wanted) + 1):
+        if step in wanted:
+            states[step] = {name: tensor.clone() for name, tensor in mixed(run).items()}
+        run.learn()
+    if not options.distances:
+        yield "as they come", list(states.values()), 1
+    for distance in options.distances:
+        yield str(distance), [states[0], states[distance]], options.saves // 2
 
 
 def near(options: argparse.Namespace) -> None:
     modes: dict[str, tuple[Compress, int]] = {
         "raw": ("off", 0), "planes": ("max", 0), "xor and planes": ("max", 1 << 40),
     }
-    run, states = after(options.steps), list[dict[str, torch.Tensor]]()
-    for _ in range(options.saves):
-        run.learn()
-        states.append({name: tensor.clone() for name, tensor in mixed(run).items()})
-    total = sum(tensor.nbytes for tensor in states[0].values())
-    print("| device GB/s | how | durable GB/s | of raw | written of the state | CPU s per GB |")
-    print("|---|---|---|---|---|---|", flush=True)
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
-        torch.save(states, f"{memory}/states")
-        for rate in options.rates:
-            found: dict[str, list[tuple[float, ...]]] = {}
-            for _ in range(options.rounds):
-                for mode, (compress, kept) in modes.items():
-                    with multiprocessing.get_context("spawn").Pool(1) as pool:
-                        work = options.directory, compress, kept, f"{memory}/states", rate * 1e9
-                        found.setdefault(mode, []).append(pool.apply(near_saves, work))
-                for kind in KINDS if options.rivals else ():
-                    found.setdefault(kind, []).append(_rival(kind, options, f"{memory}/states", rate * 1e9))
-            middle = {mode: list(map(statistics.median, zip(*rows, strict=True))) for mode, rows in found.items()}
-            for mode, (saving, written, used) in middle.items():
-                print(
-                    f"| {rate or 'full'} | {mode} | {total / saving / 1e9:.3f} | {middle['raw'][0] / saving:.2f} | "
-                    f"{written / total:.3f} | {used / total * 1e9:.2f} |", flush=True,
-                )
+    print("| device GB/s | base, steps before | how | durable GB/s | of raw | written of the state | CPU s per GB |")
+    print("|---|---|---|---|---|---|---|", flush=True)
+    for distance, states, runs in successions(options):
+        total = sum(tensor.nbytes for tensor in states[0].values())
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
+            torch.save(states, f"{memory}/states")
+            for rate in options.rates:
+                found = _rounds(options, modes, f"{memory}/states", rate * 1e9, runs)
+                for mode, (saving, written, used) in found.items():
+                    print(
+                        f"| {rate or 'full'} | {distance} | {mode} | {total / saving / 1e9:.3f} | "
+                        f"{found['raw'][0] / saving:.2f} | {written / total:.3f} | {used / total * 1e9:.2f} |",
+                        flush=True,
+                    )
+
+
+def _rounds(
+    options: argparse.Namespace, modes: Mapping[str, tuple[Compress, int]], states: str, rate: float, runs: int
+) -> dict[str, list[float]]:
+    """By mode, and rival: the medians of what `near_saves` tells."""
+    found: dict[str, list[tuple[float, ...]]] = {}
+    for _ in range(options.rounds):
+        for mode, (compress, kept) in modes.items():
+            with multiprocessing.get_context("spawn").Pool(1) as pool:
+                work = options.directory, compress, kept, states, rate, runs
+                found.setdefault(mode, []).append(pool.apply(near_saves, work))
+        for kind in KINDS if options.rivals else ():
+            found.setdefault(kind, []).append(_rival(kind, options, states, rate))
+    return {mode: list(map(statistics.median, zip(*rows, strict=True))) for mode, rows in found.items()}
 
 
 def _rival(kind: str, options: argparse.Namespace, states: str, rate: float) -> tuple[float, ...]:
@@ -302,12 +341,17 @@ def main() -> None:
     third.add_argument("directory", type=Path)
     third.add_argument("--steps", type=int, default=60)
     third.add_argument("--rates", type=float, nargs="*", default=[0.5, 0.2])
-    third.add_argument("--saves", type=int, default=6, help="of a process; the first two are not measured")
+    third.add_argument("--saves", type=int, default=6, help="of a process; the first two are not measured, "
+                       "with a distance every other one")
+    third.add_argument("--distances", type=int, nargs="*", default=[], help="steps between a save and its base")
+    third.add_argument("--lr", type=float, help="the learning rate from there on")
     third.add_argument("--rivals", type=Path, help="where environments with their packages are made; none: no rivals")
     third.set_defaults(run=near)
     for verb in (one, other, third):
         verb.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
+    if options.run is near and options.distances and options.rivals:
+        parser.error("rivals have the step before as base: measure them without --distances")
     options.run(options)
 
 

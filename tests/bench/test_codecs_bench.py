@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
+from argparse import Namespace
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
+from bench import codec_states
 from bench.codec_states import CHUNK, change, mixed_of
 from bench.codec_turns import turns
-from bench.codecs import codecs, one_process
+from bench.codecs import codecs, near_saves, one_process, successions
+from flowstone_demo.sizes import Sizes
+
+SIZES = Sizes(width=128, depth=2, heads=2, length=16, batch=2, corpus_bytes=1 << 16, steps=100, threads=1)
 
 
 def test_a_changed_state_differs_in_each_chunk_and_is_still_of_mixed_precision() -> None:
@@ -51,3 +58,26 @@ def test_ways_that_take_turns_are_all_measured(tmp_path: Path) -> None:
     assert all(share < 0.9 for share in written["derived:0"])
     assert others > -1
     assert not list(tmp_path.iterdir())
+
+
+def test_a_near_base_is_as_many_steps_before_as_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codec_states, "SIZES", SIZES)
+    options = Namespace(steps=3, saves=4, distances=[1, 5], lr=1e-4)
+    sizes = {}
+    for distance, states, runs in successions(options):
+        assert (len(states), runs) == (2, 2)
+        assert not all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+        torch.save(states, tmp_path / "states")
+        seconds, written, used = near_saves(tmp_path, "max", 1 << 30, str(tmp_path / "states"), 0.0, runs)
+        assert seconds > 0
+        assert used > 0
+        sizes[distance] = written
+    assert sizes["1"] < sizes["5"]
+
+
+def test_states_without_a_distance_are_a_step_after_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codec_states, "SIZES", SIZES)
+    ((_, states, runs),) = successions(Namespace(steps=2, saves=3, distances=[], lr=None))
+    assert (len(states), runs) == (3, 1)
+    for one, other in itertools.pairwise(states):
+        assert any(not torch.equal(one[name], other[name]) for name in one)

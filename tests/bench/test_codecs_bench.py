@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import itertools
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from bench import codec_states
+import flowstone as fs
+from bench import codec_states, fio
 from bench.codec_states import CHUNK, change, mixed_of
-from bench.codec_turns import turns
+from bench.codec_turns import options_of, turns
 from bench.codecs import codecs, near_saves, one_process, successions
+from bench.fio import MIB
+from bench.records import FioSample
 from flowstone_demo.sizes import Sizes
 
 SIZES = Sizes(width=128, depth=2, heads=2, length=16, batch=2, corpus_bytes=1 << 16, steps=100, threads=1)
@@ -57,6 +61,33 @@ def test_ways_that_take_turns_are_all_measured(tmp_path: Path) -> None:
     assert all(share > 0.99 for share in written["off:1"]), "raw writes the working weights as well, each time"
     assert all(share < 0.9 for share in written["derived:0"])
     assert others > -1
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_way_names_the_options_of_an_engine() -> None:
+    assert options_of("off") == options_of("off:0") == fs.EngineOptions()
+    assert options_of("auto:2") == fs.EngineOptions(compress="auto", workers=2)
+    expected = fs.EngineOptions(compress="max", queue_depth=32, request_bytes=4 * MIB)
+    assert options_of("max:0:32:4") == expected
+
+
+@pytest.mark.skipif(not fio.is_installed(), reason="fio is not installed")
+def test_fio_takes_its_turn_with_the_settings_that_were_the_fastest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fio, "CANDIDATES", (fio.Setting(fio.PLAIN, MIB, 2), fio.Setting(fio.PLAIN, MIB, 8)))
+    asked, write = list[fio.Setting](), fio.write
+    best = fio.Setting(fio.PLAIN, MIB, 8)
+
+    def noted(directory: Path, total: int, setting: fio.Setting) -> FioSample:
+        asked.append(setting)
+        return replace(write(directory, total, setting), seconds=1.0 if setting == best else 2.0)
+
+    monkeypatch.setattr(fio, "write", noted)
+    found, _ = turns(tmp_path, ["off:1", "fio"], total=4 * MIB, saves=3, training=False)
+    assert [row[0] for row in found["fio"]] == [1.0] * 3, "seconds for as many bytes as the state has"
+    assert [row[3] for row in found["fio"]] == [4 * MIB] * 3
+    assert asked == [*fio.CANDIDATES * fio.PASSES, *[best] * 3]
     assert not list(tmp_path.iterdir())
 
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from threading import Event
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -16,8 +17,9 @@ from numpy.typing import NDArray
 import flowstone as fs
 from flowstone.commit import journals
 from flowstone.pipeline import every_step
+from flowstone.stage.far_values import FarValues, Gathered
 from flowstone.stage.fingerprints import Window, window_of
-from flowstone.stage.journal_frames import FrameMaker
+from flowstone.stage.journal_frames import FrameMaker, Source, StepContent
 from flowstone.store.local import LocalStore
 from flowstone.table.pieces import Memory, Places
 
@@ -56,8 +58,14 @@ class OnDevice:
         return [bytes(tensor.detach().reshape(-1).numpy().data) for tensor in (*self.model.parameters(), *slots)]
 
     def learn(self) -> None:
+        self._settle()
         self._give(torch.randn(600, 700), torch.randn(600))
         self.optimizer.step()
+
+    def _settle(self) -> None:
+        """What a GPU does next comes behind the kernels of a save, and so does what the processor plays of it."""
+        if self.far is not None:
+            self.far.native.settle()
 
     def go(self, root: Path, change: Change | None = None) -> list[fs.Event]:
         """Train, and save each step. `change`: called before each."""
@@ -194,6 +202,108 @@ def test_gradients_are_read_with_the_streams_that_were_current_at_save(
     OnDevice(far).go(tmp_path)
     assert made == [1] * len(made)
     assert len(made) > 10
+
+
+class Normed(OnDevice):
+    """With a BatchNorm, whose statistics each forward pass changes, and a buffer that nothing changes."""
+
+    def __init__(self, far: Far | None, seed: int = 0) -> None:
+        super().__init__(far, seed)
+        self.norm = torch.nn.BatchNorm1d(600, affine=False)
+        self.norm.register_buffer("table", torch.arange(300.0))
+        self.norm.register_buffer("turned", torch.arange(300.0).view(20, 15))
+        if far is not None:
+            far.take(self.norm)
+        self.norm.turned = self.norm.turned.t() if far is not None else self.norm.turned.t().contiguous()
+        self.model.append(self.norm)
+
+    @property
+    def bits(self) -> list[bytes]:
+        return [*super().bits, *(bytes(one.contiguous().view(-1).numpy().data) for one in self.norm.buffers())]
+
+    def learn(self) -> None:
+        self._settle()
+        self.norm(torch.randn(8, 600))
+        super().learn()
+
+
+def logged(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The names of what each frame has of tensors that no optimizer explains."""
+    names, own = list[list[str]](), FrameMaker.make
+
+    def make(maker: FrameMaker, number: int, content: StepContent, fingerprint: str) -> list[memoryview]:
+        values = content.values | content.far_values()
+        names.append(sorted(values))
+        return own(maker, number, msgspec.structs.replace(content, values=values, far_values=dict), fingerprint)
+
+    monkeypatch.setattr(FrameMaker, "make", make)
+    return names
+
+
+@pytest.mark.parametrize("where", ["device", "host"])
+def test_buffers_that_change_are_logged_with_each_step(
+    tmp_path: Path, far: Far, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    names = logged(monkeypatch)
+    training, again = (Normed(far if where == "device" else None, seed) for seed in (0, 1))
+    events = training.go(tmp_path)
+    assert not any(isinstance(one, fs.NotJournaled) for one in events)
+    changing = [f"model.2.{name}" for name in ("num_batches_tracked", "running_mean", "running_var")]
+    assert names == [changing] * (STEPS - 1)
+    replay = loaded(tmp_path, again)
+    assert (replay.base, replay.exactness, replay.differs_from) == (1, "exact", None)
+    assert again.bits == training.bits
+
+
+@pytest.mark.parametrize(("saved", "into"), [("device", "host"), ("host", "device")])
+def test_logged_buffers_come_to_wherever_the_state_is(tmp_path: Path, far: Far, saved: str, into: str) -> None:
+    training, again = (Normed(far if where == "device" else None, seed) for seed, where in enumerate((saved, into)))
+    training.go(tmp_path)
+    assert loaded(tmp_path, again).differs_from is None
+    assert again.bits == training.bits
+
+
+def test_a_step_does_not_wait_for_buffers_of_the_device_and_later_steps_are_in_no_earlier_frame(
+    tmp_path: Path, far: Far, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_read, own = Event(), FarValues.changed
+
+    def changed(values: FarValues, now: Gathered) -> dict[str, Source]:
+        assert may_read.wait(60)
+        return own(values, now)
+
+    monkeypatch.setattr(FarValues, "changed", changed)
+    training = Normed(far)
+    with fs.Checkpointer(tmp_path, every_step=True) as checkpointer:
+        may_read.set()
+        for step in (1, 2):
+            training.learn()
+            checkpointer.save(step, training.state).committed.result(60)
+        training.learn()
+        expected = training.bits
+        may_read.clear()
+        save = checkpointer.save(3, training.state)
+        far.native.settle()
+        training.learn()
+        assert not save.committed.done()
+        may_read.set()
+        save.committed.result(60)
+    again = Normed(far, seed=1)
+    with fs.Checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.load(again.state).step == 3
+    assert again.bits == expected
+
+
+def test_buffers_of_a_device_that_are_too_many_for_a_frame_are_saved_whole(tmp_path: Path, far: Far) -> None:
+    training, again = Normed(far), Normed(far, seed=1)
+    for one in training, again:
+        one.norm.register_buffer("large", far.tensor(torch.ones(5 * MIB // 4)))
+    events = training.go(tmp_path)
+    told = {one.reason for one in events if isinstance(one, fs.NotJournaled)}
+    assert "'model.2.large' and others are on a device, no optimizer explains them, and they are too large" in told
+    with fs.Checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.load(again.state).replay is None
+    assert again.bits == training.bits
 
 
 def test_a_replay_on_the_host_compares_what_a_device_has_digested(tmp_path: Path, far: Far) -> None:

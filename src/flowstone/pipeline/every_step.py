@@ -322,8 +322,8 @@ class EveryStep:
             [places.owners[at] for at in proven.tolist()], by_chunks=known.exactness == "proven",
         )
         return StepContent(
-            step, acts, repeats, values, known.changed_sections(replicated),
-            known.changed_sections(per_rank), window, known.still, as_on_this_thread(places.devices),
+            step, acts, repeats, values, known.changed_sections(replicated), known.changed_sections(per_rank), window,
+            known.still, known.changed_far_values(described), as_on_this_thread(places.devices),
         ), ""
 
     def _other_sources(self, state: Mapping[str, object]) -> str:

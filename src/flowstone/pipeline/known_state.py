@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -31,6 +32,8 @@ from flowstone.table.pieces import Layout
 if TYPE_CHECKING:
     import torch
 
+    from flowstone.stage.far_values import FarValues
+
 
 class Known(msgspec.Struct):
     """One state.
@@ -39,7 +42,8 @@ class Known(msgspec.Struct):
     proven    positions of the pieces that the optimizers' steps explain, and of those that are frozen
     still     of the latter, by position among the proven ones, the names
     exactness  of replays that go on from here: see format.journal.Opening
-    others    positions of the pieces that they do not explain, and may change
+    others    positions of the pieces that they do not explain, and may change, in host memory
+    far       those on devices; None: there are none
     digests   of these, and of sections, as they were last written
     options   of each optimizer, as they were last written
     sources   of compressed gradients, by section
@@ -53,6 +57,7 @@ class Known(msgspec.Struct):
     digests: dict[str, int]
     options: dict[int, tuple[msgspec.Raw, ...]]
     sources: dict[str, CompressedGradients]
+    far: FarValues | None = None
 
     @property
     def unlogged(self) -> tuple[str, ...]:
@@ -60,7 +65,7 @@ class Known(msgspec.Struct):
         return tuple(section for section, source in self.sources.items() if not source.exact)
 
     def changed_values(self, described: Described) -> tuple[dict[str, Source], str]:
-        """Copies of what no optimizer explains, and has changed; and why that cannot be logged."""
+        """Copies of what no optimizer explains, and has changed, in host memory; and why that cannot be logged."""
         places, pieces, total = described.places, described.pieces, 0
         found: dict[str, Source] = {}
         lengths = pieces.lengths()
@@ -77,6 +82,14 @@ class Known(msgspec.Struct):
             copy = Source.of_bytes(bytes(view))
             found[piece.name] = msgspec.structs.replace(copy, dtype=piece.dtype.name, shape=piece.box.shape)
         return found, ""
+
+    def changed_far_values(self, described: Described) -> Callable[[], dict[str, Source]]:
+        """The same of devices, which gather it now: the call that is returned waits for that. One thread at a time."""
+        if self.far is None:
+            return dict
+        from flowstone.stage.far_values import gather_values  # imported here: most processes have no GPU
+
+        return partial(self.far.changed, gather_values(described.pieces, described.places, self.far.at))
 
     def changed_sections(self, texts: Mapping[str, bytes]) -> dict[str, bytes]:
         """The sections whose objects have changed."""
@@ -110,22 +123,34 @@ def known_of(
     lazy = np.array(layout.lazy, np.bool_)
     others = np.flatnonzero(~explained & logged & ~lazy)
     names = [layout.pieces.names[at] for at in others.tolist()]
-    if apart[others].any() or len({*names}) < len(names):  # these are not compared from step to step
-        name = next((names[at] for at, odd in enumerate(apart[others].tolist()) if odd), "a tensor in parts")
-        return None, f"'{name}' is on a device, or not in one run of memory, and no optimizer explains it"
+    is_far = places.device >= 0 if places.devices else np.zeros(len(places.address), np.bool_)
+    odd = (apart & ~is_far)[others]
+    if odd.any() or len({*names}) < len(names):  # these are not compared from step to step
+        name = next((names[at] for at, is_odd in enumerate(odd.tolist()) if is_odd), "a tensor in parts")
+        return None, f"'{name}' is not in one run of memory, and no optimizer explains it"
+    lengths = layout.pieces.lengths()
+    far = others[is_far[others]]
+    if int(lengths[far].sum()) > JOURNAL_VALUE_BYTES_MAX:
+        name = layout.pieces.names[far[np.argmax(lengths[far])]]
+        return None, f"'{name}' and others are on a device, no optimizer explains them, and they are too large"
+    others = others[~is_far[others]]
     exactness, covered = "exact", ~apart
     if places.devices:
         from flowstone.stage.fingerprints import can_digest  # imported here: most processes have no GPU
 
-        is_far = places.device >= 0
         is_run = ~np.isin(np.arange(len(places.address)), [*places.apart])
-        exactness = "proven" if is_run[is_far].all() and can_digest(places) else "tolerance"
+        stepped = is_far & (explained | (lazy & logged))  # others are logged
+        exactness = "proven" if is_run[stepped].all() and can_digest(places) else "tolerance"
         covered = covered | (is_far & (exactness == "proven"))
     proven = np.flatnonzero((explained | (lazy & logged)) & covered)
     still = {at: layout.pieces.names[piece] for at, piece in enumerate(proven.tolist()) if not explained[piece]}
     still = {at: name for at, name in still.items() if name in frozen}
     known = Known(layout, proven, still, exactness, others, {}, {}, sources)
-    for at, length in zip(others.tolist(), layout.pieces.lengths()[others].tolist(), strict=True):
+    if len(far):
+        from flowstone.stage.far_values import FarValues, gather_values  # imported here: as above
+
+        known.far = FarValues(far, gather_values(layout.pieces, places, far))
+    for at, length in zip(others.tolist(), lengths[others].tolist(), strict=True):
         known.digests[layout.pieces.names[at]] = xxh3_64(bytes_at(int(places.address[at]), length))
     for texts in (encode_sections(described.objects), encode_sections(described.per_rank)):
         known.changed_sections(texts)

@@ -30,6 +30,7 @@ from flowstone.format.digest import digest
 from flowstone.format.journal import CompressedRow, Opening, OptimizerRow, StepRow, TensorRow, decode_document
 from flowstone.pipeline.compare import stored_of
 from flowstone.pipeline.load_outcome import Replay
+from flowstone.stage.bounce import fill_with
 from flowstone.stage.fingerprints import window_of
 from flowstone.stage.journal_frames import bytes_at
 from flowstone.stage.replayer import Borrowed, Replayer
@@ -206,13 +207,13 @@ class Progress:
         if not waiting:
             return
         described = describe(state, rank=rank)
-        lengths, plain = described.pieces.lengths().tolist(), described.places.host_runs
+        lengths, places = described.pieces.lengths().tolist(), described.places
         for at, name in enumerate(described.pieces.names):
             if name not in waiting:
                 continue
             content = self.values[name][1]
-            if len(content) == lengths[at] and plain[at]:
-                bytes_at(int(described.places.address[at]), len(content))[:] = content
+            if len(content) == lengths[at]:
+                fill_with(places.memory(at, described.pieces[at]), content)
                 del self.values[name]
                 waiting.remove(name)
 
@@ -433,7 +434,7 @@ def _fill(restoration: Restoration, live: Described, done: Progress, checkpoint:
     pieces, places, lengths = restoration.pieces, restoration.places, restoration.pieces.lengths().tolist()
     here, live_lengths = {*live.places.address.tolist()}, live.pieces.lengths().tolist()
     made: dict[str, list[int]] = {}
-    plain, live_plain = places.host_runs, live.places.host_runs
+    live_plain = live.places.host_runs
     for at, name in enumerate(live.pieces.names):
         if name in done.proven and live_plain[at]:
             made.setdefault(name, []).append(at)
@@ -449,8 +450,8 @@ def _fill(restoration: Restoration, live: Described, done: Progress, checkpoint:
                     content = bytes(bytes_at(int(live.places.address[row]), live_lengths[row]))
         else:  # memory of our own for what has not changed since the checkpoint
             content = checkpoint.read(piece.name, piece.box, framework="numpy").tobytes()
-        if content is None or len(content) != lengths[at] or not plain[at]:
+        if content is None or len(content) != lengths[at]:
             raise DamagedError(
                 f"'{piece.name}' in the journal does not fit the state", next="load the checkpoint by its step"
             )
-        bytes_at(address, len(content))[:] = content
+        fill_with(places.memory(at, piece), content)

@@ -240,6 +240,18 @@ def fill_with_zeros(memory: Memory) -> None:
         host_array(memory)[...] = 0
 
 
+def fill_with(memory: Memory, content: bytes) -> None:
+    """Set host or device memory to these bytes, in row-major order. The caller keeps the owner alive."""
+    if not content:
+        return
+    if memory.device != "cpu":
+        carrier = on_device(memory)
+        carrier.copy_(torch.frombuffer(bytearray(content), dtype=carrier.dtype).view(carrier.shape))
+    else:
+        array = host_array(memory)
+        array[...] = np.frombuffer(content, array.dtype).reshape(array.shape)
+
+
 _CARRIERS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 
 

@@ -61,6 +61,7 @@ class StepContent(msgspec.Struct, frozen=True, eq=False):
     """What a step's frame is made of; see format.journal.StepRow.
 
     still    of the pieces in the window, by position, the names of those that no step changes
+    far_values  further ones, of devices: read on the thread that makes the frame, which waits for them
     streams  a context in which a thread has the devices' streams behind whose work gradients are there
     """
 
@@ -72,6 +73,7 @@ class StepContent(msgspec.Struct, frozen=True, eq=False):
     per_rank: dict[str, bytes]
     window: Window | None
     still: Mapping[int, str] = {}
+    far_values: Callable[[], dict[str, Source]] = dict
     streams: Callable[[], AbstractContextManager[object]] = nullcontext
 
     @property
@@ -115,7 +117,7 @@ class FrameMaker:
             )
             for act, repeats in zip(content.acts, content.repeats_options, strict=True)
         )
-        values = {name: added(source) for name, source in content.values.items()}
+        values = {name: added(source) for name, source in (content.values | content.far_values()).items()}
         replicated, per_rank = blobs(content.replicated), blobs(content.per_rank)
         views = [bytes_at(one.address, one.length_bytes) for one in sources]
         phases = [one.address % BLOCK_BYTES for one in sources]

@@ -1,16 +1,17 @@
 """What a durable checkpoint of every step costs a training, and how fast its journal replays.
 
-    python -m bench.every_step [--directory DIR] [--rounds 4] [--steps 25]
+    python -m bench.every_step [--directory DIR] [--rounds 4] [--steps 25] [--lags 1 4]
 
-The demo's GPT (25.4 million parameters, fp32, fused AdamW, both cores) trains in one process; blocks of steps without
-and with `every_step` take turns, so that both meet the same machine. A step's time includes its call of `save`. Then a
-fresh training loads, which replays the last block.
+The demo's GPT (25.4 million parameters, fp32, fused AdamW, both cores) trains in one process; blocks of steps with
+`every_step`, of each `lag_steps` by turns, each between two blocks without (bench/paired.py), so that all meet the same
+machine. A step's time includes its call of `save`. Then a fresh training loads, which replays the last block.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import statistics
 import sys
@@ -23,7 +24,7 @@ from pathlib import Path
 import torch
 
 import flowstone as fs
-from bench.paired import percentile
+from bench.paired import Block, summary
 from flowstone.events import Event
 from flowstone_demo.sizes import FULL
 from flowstone_demo.train import Training
@@ -41,21 +42,26 @@ def plain(training: Training, steps: int) -> list[float]:
 
 
 def journal_cpu_s() -> float:
-    """Seconds of a processor that the journal's thread has taken."""
-    own = [one.native_id for one in threading.enumerate() if one.name.startswith("flowstone-journal")]
+    """Seconds of a processor that the journal's threads have taken."""
+    names = ("flowstone-journal", "flowstone-fingerprint")
+    own = [one.native_id for one in threading.enumerate() if one.name.startswith(names)]
     return sum(int(Path(f"/proc/self/task/{number}/schedstat").read_text().split()[0]) for number in own) / 1e9
 
 
-def journaled(training: Training, root: Path, steps: int) -> tuple[list[float], list[Event], int, list[float]]:
-    """Seconds of each step, all of them durable; what was told; how many steps, at most, were not durable yet when a
-    `save` had returned; seconds of a processor, of each call of `save`, and last the mean of the journal's thread.
+def journaled(
+    training: Training, root: Path, steps: int, lag_steps: int
+) -> tuple[list[float], list[Event], int, list[float]]:
+    """Seconds of each step, all of them durable in the end; what was told; how many steps, at most, were not durable
+    yet when a `save` had returned; seconds of a processor, of each `save`, and last the mean of the journal's threads.
 
     The whole checkpoint that the journal begins with, and the step that copies gradients as the loop is not known yet,
     come before.
     """
     events: list[Event] = []
     found, behind, cpu, before = [], 0, list[float](), 0.0
-    with fs.Checkpointer(root, every_step=True, recovery_s=600, on_event=events.append) as checkpointer:
+    with fs.Checkpointer(
+        root, every_step=True, recovery_s=600, lag_steps=lag_steps, on_event=events.append
+    ) as checkpointer:
         saves = []
         for step in range(1, steps + 4):
             begin = time.perf_counter()
@@ -84,38 +90,63 @@ def replayed(training: Training, root: Path) -> tuple[fs.Replay, bool]:
     return report.replay, all(torch.equal(one, other) for one, other in zip(mine, theirs, strict=True))
 
 
+class Measured:
+    """What blocks of one `lag_steps` have come to."""
+
+    def __init__(self) -> None:
+        self.blocks: list[Block] = []
+        self.events: list[Event] = []
+        self.behind = 0
+        self.cpu: list[float] = []
+
+    def row(self) -> dict[str, object]:
+        written = [event for event in self.events if isinstance(event, fs.Journaled)]
+        return summary(self.blocks) | {
+            "with_ms": round(1e3 * statistics.median(step for one in self.blocks for step in one.within), 1),
+            "steps_not_durable_max": self.behind,
+            "bytes_per_step": int(statistics.median(one.bytes for one in written)),
+            "synced": {"mean": round(statistics.mean(one.synced for one in written), 2),
+                       "max": max(one.synced for one in written)},
+            "cpu_ms_per_step": {
+                "save": round(1e3 * statistics.median(self.cpu[:-1]), 1), "journal": round(1e3 * self.cpu[-1], 1),
+            },
+            "durable_after_ms": round(1e3 * statistics.median(one.seconds for one in written), 1),
+        }
+
+
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--directory", type=Path, default=None, help="of the device to measure")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--steps", type=int, default=25, help="of a block; the last one has twice as many")
+    parser.add_argument("--lags", type=int, nargs="+", default=[1], help="lag_steps, of which blocks take turns")
     chosen = parser.parse_args(arguments)
     work = Path(tempfile.mkdtemp(prefix="every-step-", dir=chosen.directory))
     training = Training(FULL, seed=1)
-    without: list[float] = []
-    within: list[float] = []
-    behind, events = 0, list[Event]()
+    found = {lag_steps: Measured() for lag_steps in chosen.lags}
+    turns = [lag for number in range(chosen.rounds) for lag in (chosen.lags if number % 2 else chosen.lags[::-1])]
     try:
         plain(training, 3)
-        for number in range(chosen.rounds):
-            last = number == chosen.rounds - 1
-            without += plain(training, chosen.steps)
-            times, told, most, cpu = journaled(training, work / str(number), chosen.steps * (2 if last else 1))
-            within, events, behind = within + times, events + told, max(behind, most)
-            if not last:
-                shutil.rmtree(work / str(number))
-        replay, is_same = replayed(training, work / str(chosen.rounds - 1))
+        without = plain(training, chosen.steps)
+        for number, lag_steps in enumerate(turns):
+            last, one = number == len(turns) - 1, found[lag_steps]
+            steps = chosen.steps * (2 if last else 1)
+            times, told, most, cpu = journaled(training, work / str(number), steps, lag_steps)
+            replay, is_same = replayed(training, work / str(number)) if last else (None, False)
+            shutil.rmtree(work / str(number))
+            os.sync()  # what is removed is on the device before plain steps are counted again
+            plain(training, 1)
+            behind = plain(training, chosen.steps)
+            one.blocks.append(Block(times, [*without, *behind]))
+            one.events, one.behind, without = one.events + told, max(one.behind, most), behind
+            one.cpu = [*one.cpu[:-1], *cpu]
     finally:
         shutil.rmtree(work, ignore_errors=True)
-    written = [event for event in events if isinstance(event, fs.Journaled)]
-    median, median_with = statistics.median(without), statistics.median(within)
+    assert replay is not None
+    median = statistics.median(step for one in found.values() for block in one.blocks for step in block.without)
     print(json.dumps({
         "machine": machine.describe(work.parent),
-        "step_ms": {"without": round(1e3 * median, 1), "with": round(1e3 * median_with, 1)},
-        "p50": round(median_with / median, 4), "p95": round(percentile(within, 0.95) / percentile(without, 0.95), 4),
-        "steps_not_durable_max": behind, "bytes_per_step": int(statistics.median(one.bytes for one in written)),
-        "cpu_ms_per_step": {"save": round(1e3 * statistics.median(cpu[:-1]), 1), "journal": round(1e3 * cpu[-1], 1)},
-        "durable_after_ms": round(1e3 * statistics.median(one.seconds for one in written), 1),
+        "lag_steps": {str(lag_steps): one.row() for lag_steps, one in found.items()},
         "replay": {
             "steps": replay.steps, "seconds": round(replay.seconds, 2), "exactness": replay.exactness,
             "same_bits": is_same, "share_of_training": round(replay.seconds / (replay.steps * median), 3),

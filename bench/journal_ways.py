@@ -24,8 +24,7 @@ from numpy.typing import NDArray
 from flowstone import _native
 from flowstone.config import BLOCK_BYTES
 from flowstone.pipeline.every_step import EveryStep
-from flowstone.pipeline.journaling import Journaling, Step
-from flowstone.runtime.uninterrupted import Latch
+from flowstone.pipeline.journaling import Journaling
 from flowstone.stage.journal_frames import StepContent
 from flowstone.stage.optimizer_steps import Gradient
 from flowstone.store.system import System
@@ -33,25 +32,25 @@ from flowstone.store.system import System
 Part = tuple[int, int]
 """Memory of this process: its address, and its length in bytes."""
 
-_write, _content, _write_at = Journaling._write, EveryStep._content, System.write_at
+_write, _content, _write_at = Journaling._write_waiting, EveryStep._content, System.write_at
 
 
-def _idle_write(self: Journaling, *arguments: Any) -> None:
+def _idle_write(self: Journaling) -> None:
     """The journal's thread runs only where a processor would idle."""
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    _write(self, *arguments)
+    _write(self)
 
 
-def _nice_write(self: Journaling, *arguments: Any) -> None:
+def _nice_write(self: Journaling) -> None:
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
-    _write(self, *arguments)
+    _write(self)
 
 
-def _other_processor_write(self: Journaling, *arguments: Any) -> None:
+def _other_processor_write(self: Journaling) -> None:
     """The journal's thread runs on the processors that the training's main thread was not on last."""
     main = Path(f"/proc/self/task/{threading.main_thread().native_id}/stat").read_text().rpartition(")")[2].split()[36]
     os.sched_setaffinity(0, os.sched_getaffinity(threading.main_thread().native_id or 0) - {int(main)})
-    _write(self, *arguments)
+    _write(self)
 
 
 @cache
@@ -142,15 +141,18 @@ def _no_digests(address: NDArray[np.uint64], _: NDArray[np.uint64]) -> NDArray[n
     return np.zeros(len(address), np.uint64)
 
 
-def _only_ended(_: Journaling, __: object, step: Step, pending: Latch, fingerprinted: Latch) -> None:
+def _only_ended(self: Journaling) -> None:
     """The journal's thread does nothing; what is left are the hooks around the step, and `save`."""
-    fingerprinted.open()
+    one = self._waiting.popleft()
+    one.fingerprinted.open()
+    step = one.step
     if step.save is not None:
         step.save.captured.tell()
     for act in step.content.acts if isinstance(step.content, StepContent) else ():
         act.copies()
-    pending.open()
+    one.over.open()
     step.end(None)
+    one.let_go()
 
 
 def _not_written(*_: object, confirm: Callable[[], None] = lambda: None, **__: object) -> None:
@@ -166,7 +168,7 @@ _WRITE = {
     "flowstone.store.appending.LocalAppending.append": _not_written,
     "flowstone.store.appending.LocalAppending.sync": _nothing,
 }
-_THREAD = "flowstone.pipeline.journaling.Journaling._write"
+_THREAD = "flowstone.pipeline.journaling.Journaling._write_waiting"
 PARTS: Mapping[str, Mapping[str, Any]] = {
     "whole": {}, "no fingerprint": _FINGERPRINT, "no digests": _DIGESTS, "no write": _WRITE,
     "no sync": {"flowstone.store.appending.LocalAppending.sync": _nothing},

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
-from flowstone.config import STEP_MAX, EngineOptions, Keep, KeepRule, whole_number
+from flowstone.config import LAG_STEPS, LAG_STEPS_MAX, STEP_MAX, EngineOptions, Keep, KeepRule, whole_number
 from flowstone.errors import ArgumentError, ClosedError, StorageError
 from flowstone.rules import Cast, Init
 from flowstone.store.base import Store, lacks
@@ -365,6 +365,26 @@ def to_options(given: Mapping[str, object]) -> tuple[Keep | KeepRule | None, int
         _count("saves_in_flight", given["saves_in_flight"], least=1),
         deadline,
     )
+
+
+def to_lag_steps(given: object, every_step: object) -> int:
+    """How many steps may not be durable yet when `save` returns. Raises ArgumentError."""
+    if not every_step and given != LAG_STEPS:
+        raise ArgumentError(
+            f"lag_steps {shown(given)} without every_step: other saves are durable once `committed` is done",
+            next="give every_step=True as well, or leave lag_steps out",
+        )
+    if isinstance(given, float):
+        raise ArgumentError(
+            f"lag_steps {shown(given)} is not a whole number", found=type_name(given), next="give a number of steps"
+        )
+    number = whole_number("lag_steps", given)
+    if not 1 <= number <= LAG_STEPS_MAX:
+        raise ArgumentError(
+            f"lag_steps {number} is not within 1..{LAG_STEPS_MAX}",
+            next="give 1 for the step that was just saved alone, or some more where the store is slow to sync",
+        )
+    return number
 
 
 def _is_replica(value: object) -> bool:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from flowstone import arguments as calls
 from flowstone.checkpoint import Checkpoint
 from flowstone.commit.writer import StoreWriter
-from flowstone.config import DEADLINE_S, RECOVERY_S, EngineOptions, Keep, KeepRule
+from flowstone.config import DEADLINE_S, LAG_STEPS, RECOVERY_S, EngineOptions, Keep, KeepRule
 from flowstone.errors import FlowstoneError
 from flowstone.events import OnEvent
 from flowstone.log import log
@@ -51,6 +51,8 @@ class Checkpointer(TierVerbs):
     deadline_s         in a job of several ranks, how long they wait for the slowest of them
     every_step         each save is durable before the next returns, by a journal; a Replica: a process follows it, too
     recovery_s         with every_step: a checkpoint is saved once a load would take longer than that
+    lag_steps          with every_step: when `save` returns, so many steps at most are not durable yet, this one among
+                       them. With more than 1, one sync makes all durable that wait, as a slow store needs
     rules              which tensors are saved with less precision than they have (Quantize); without a rule none is
     alone              this process saves and loads by itself, as in `if rank == 0: ckpt.save(...)`: whole tensors only
     on_event           is called with every event (see events.py), on the thread where it happens
@@ -73,7 +75,7 @@ class Checkpointer(TierVerbs):
         max_unsaved_steps: int | None = None,
         engine: EngineOptions | None = None,
         saves_in_flight: int = 2, deadline_s: float = DEADLINE_S,
-        every_step: bool | Replica = False, recovery_s: float = RECOVERY_S,
+        every_step: bool | Replica = False, recovery_s: float = RECOVERY_S, lag_steps: int = LAG_STEPS,
         rules: Quantize | Sequence[Quantize] = (),
         alone: bool = False, on_event: OnEvent | None = None,
     ) -> None:
@@ -82,7 +84,7 @@ class Checkpointer(TierVerbs):
             "engine": engine, "saves_in_flight": saves_in_flight, "deadline_s": deadline_s, "alone": alone,
             "on_event": on_event, "every_step": every_step, "recovery_s": recovery_s,
         })
-        lossy = calls.to_quantize(rules, every_step)
+        lossy, lag_steps = calls.to_quantize(rules, every_step), calls.to_lag_steps(lag_steps, every_step)
         engine, tiers = engine or EngineOptions(), None
         if calls.is_list(path):
             from flowstone.pipeline.tiering import Tiering  # imported here: others do not need it
@@ -90,7 +92,7 @@ class Checkpointer(TierVerbs):
             path, budget_bytes = tiers.stores[0], tiers.budget_of_saves(budget_bytes)
         self._store: Store = calls.store_at(calls.to_store(path), engine)
         saves_in_flight = min(saves_in_flight, self._store.capabilities.drafts_max or saves_in_flight)
-        options = SaveOptions(budget_bytes, saves_in_flight, on_error, max_unsaved_steps, lossy)
+        options = SaveOptions(budget_bytes, saves_in_flight, on_error, max_unsaved_steps, lossy, lag_steps)
         self.made_at, self._pid, self._turn = caller(), os.getpid(), Turn()
         emit = Teller(on_event, self._store.location)
         self._store_writer = tiers.open_writer(emit, self._turn) if tiers else StoreWriter(

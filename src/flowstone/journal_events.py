@@ -10,12 +10,14 @@ class Journaled:
     """This step is durable: the journal has what replays it (`every_step`).
 
     uncompressed  why gradients were logged as they are, though training exchanges them compressed; "" if none were
+    synced        how many steps, this one among them, became durable by one sync; up to `lag_steps`
     """
 
     step: int
     bytes: int
     seconds: float  # since `save` was called
     uncompressed: str = ""
+    synced: int = 1
 
 
 @dataclass(frozen=True, slots=True)

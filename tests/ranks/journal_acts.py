@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import signal
+import time
 from pathlib import Path
 from typing import Protocol
 
@@ -18,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import flowstone as fs
 from flowstone.events import Event
 from flowstone.format.digest import digest
+from flowstone.store.appending import LocalAppending
 
 
 class Training:
@@ -78,11 +80,26 @@ def undisturbed(rank: int, how: str, steps: int) -> list[str]:
     return each_step(Training(how, rank), steps)
 
 
-def train(rank: int, path: str, how: str, steps: int, recovery_s: float = 60.0) -> dict[str, object]:
-    """Go on from what there is, and note how far it came."""
+def slow_syncs(seconds: float) -> None:
+    """Of this process' journals, as on a store that is slow at them."""
+    sync = LocalAppending.sync
+
+    def slow(appending: LocalAppending) -> None:
+        time.sleep(seconds)
+        sync(appending)
+
+    LocalAppending.sync = slow  # type: ignore[method-assign]
+
+
+def train(
+    rank: int, path: str, how: str, steps: int, recovery_s: float = 60.0, lag_steps: int = 1, sync_s: float = 0.0
+) -> dict[str, object]:
+    """Go on from what there is, and note how far it came. `sync_s`: how long syncs of journals take at least."""
     training, events = Training(how, rank), list[Event]()
+    slow_syncs(sync_s)
     with fs.Checkpointer(
-        path, every_step=True, recovery_s=recovery_s, keep=2, deadline_s=10.0, on_event=events.append
+        path, every_step=True, recovery_s=recovery_s, lag_steps=lag_steps, keep=2, deadline_s=10.0,
+        on_event=events.append,
     ) as checkpointer:
         done = 0
         if checkpointer.latest() is not None:
@@ -100,20 +117,25 @@ def train(rank: int, path: str, how: str, steps: int, recovery_s: float = 60.0) 
         "whole": [one.step for one in events if isinstance(one, fs.Committed)],
         "journaled": [one.step for one in events if isinstance(one, fs.Journaled)],
         "bytes": sum(one.bytes for one in events if isinstance(one, fs.Journaled)),
+        "synced": max((one.synced for one in events if isinstance(one, fs.Journaled)), default=0),
         "not_journaled": [(one.step, one.reason) for one in events if isinstance(one, fs.NotJournaled)],
     }
 
 
-def upset(rank: int, path: str, what: str) -> dict[str, object]:
-    """Eight steps; with the fourth something is wrong on rank 1 alone. What each save came to, and what was told."""
-    training, events, outcomes = Training("ddp", rank), list[Event](), list[str]()
+def upset(rank: int, path: str, what: str, lag_steps: int = 1, sync_s: float = 0.0) -> dict[str, object]:
+    """Eight steps; with the fourth something is wrong on rank 1 alone. What each save came to, and what was told.
+
+    lag_steps  if more than 1, no step is waited for before the end, and all are 14
+    """
+    slow_syncs(sync_s)
+    training, events = Training("ddp", rank), list[Event]()
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     saves = []
     with fs.Checkpointer(
-        path, every_step=True, on_error="continue", deadline_s=10.0, on_event=events.append
+        path, every_step=True, lag_steps=lag_steps, on_error="continue", deadline_s=10.0, on_event=events.append
     ) as checkpointer:
-        for step in range(1, 9):
+        for step in range(1, 9 if lag_steps == 1 else 15):
             training.learn()
             is_upset = rank == 1 and step == 4
             if is_upset and what == "changes":
@@ -124,14 +146,22 @@ def upset(rank: int, path: str, what: str) -> dict[str, object]:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (8192, limits[1]))
             number = step + 1 if is_upset and what == "steps" else step
             saves.append(checkpointer.save(number, training.state(step)))
-            if step > 1:
-                outcomes.append(type(saves[-1].committed.exception()).__name__)
+            if step == 1 or lag_steps == 1:
+                saves[-1].committed.exception()
+            if is_upset and what == "full":
+                saves[-1].committed.exception()
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        outcomes = [type(one.committed.exception()).__name__ for one in saves[1:]]
     return {
         "bits": training.bits(), "outcomes": outcomes,
         "not_journaled": [(one.step, one.reason) for one in events if isinstance(one, fs.NotJournaled)],
         "whole": [one.step for one in events if isinstance(one, fs.Committed)],
     }
+
+
+def differ(rank: int, path: str) -> dict[str, object]:
+    """Six steps by ranks that were given different lags."""
+    return train(rank, path, "ddp", 6, 60.0, 1 if rank else 4)
 
 
 def load(rank: int, path: str, how: str, step: int | None = None, fallback: bool = False) -> dict[str, object]:

@@ -49,8 +49,9 @@ def test_every_step_is_durable_and_loads_bit_for_bit(
     assert told(run(2, "journal_acts", "load", path, how), "bits") == [one[8] for one in at]
 
 
-def test_killed_at_any_instant_the_ranks_lose_at_most_the_step_in_progress(
-    tmp_path: Path, undisturbed: tuple[str, list[list[str]]]
+@pytest.mark.parametrize(("lag_steps", "sync_s"), [(1, 0.0), (3, 0.03)])
+def test_killed_at_any_instant_the_ranks_lose_no_more_steps_than_was_said_and_the_one_in_progress(
+    tmp_path: Path, undisturbed: tuple[str, list[list[str]]], lag_steps: int, sync_s: float
 ) -> None:
     how, at = undisturbed
     path, chance = str(tmp_path / "run"), random.Random(len(how))
@@ -61,7 +62,7 @@ def test_killed_at_any_instant_the_ranks_lose_at_most_the_step_in_progress(
 
     for kill in range(3):
         before = max(noted("begun"))
-        ranks = Ranks(2, "journal_acts", "train", path, how, STEPS, 60.0 if kill else 1e-9)
+        ranks = Ranks(2, "journal_acts", "train", path, how, STEPS, 60.0 if kill else 1e-9, lag_steps, sync_s)
         wanted, deadline = min(before + chance.randint(1, 3), STEPS), time.monotonic() + 60
         while max(noted("begun")) < wanted and time.monotonic() < deadline:
             time.sleep(0.002)
@@ -72,10 +73,10 @@ def test_killed_at_any_instant_the_ranks_lose_at_most_the_step_in_progress(
         ranks.kill(1 - first, signal.SIGKILL)
         ranks.end()
         if before:
-            assert min(noted("loaded")) >= before - 1, f"step {before} was begun, so step {before - 1} was durable"
+            assert min(noted("loaded")) >= before - lag_steps, f"step {before} was begun, so this one was durable"
     begun = max(noted("begun"))
     last = run(2, "journal_acts", "train", path, how, STEPS)
-    assert min(told(last, "done")) >= begun - 1
+    assert min(told(last, "done")) >= begun - lag_steps
     assert told(last, "bits") == [one[-1] for one in at]
     assert told(run(2, "journal_acts", "load", path, how), "bits") == [one[-1] for one in at]
 
@@ -113,6 +114,50 @@ def test_a_step_that_one_rank_cannot_log_is_given_up_by_all_and_the_next_one_is_
     loaded = run(2, "journal_acts", "load", str(tmp_path / "run"), "ddp")
     assert told(loaded, "step") == [8, 8]
     assert told(loaded, "bits") == told(results, "bits")
+
+
+def test_ranks_that_may_lag_sync_for_several_steps_at_once_and_save_the_same_steps_whole(
+    tmp_path: Path, undisturbed: tuple[str, list[list[str]]]
+) -> None:
+    how, at = undisturbed
+    path = str(tmp_path / "run")
+    first = run(2, "journal_acts", "train", path, how, 9, 60.0, 4, 0.05)
+    assert told(first, "journaled") == [list(range(2, 10))] * 2
+    assert min(told(first, "synced")) > 1
+    assert told(first, "bits") == [one[8] for one in at]
+    assert told(run(2, "journal_acts", "load", path, how, 6), "bits") == [one[5] for one in at]
+    again = run(2, "journal_acts", "train", path, how, STEPS, 1e-9, 4, 0.05)
+    whole = told(again, "whole")
+    assert whole[0] == whole[1]
+    assert whole[0]
+    assert not any(told(again, "not_journaled"))
+    assert told(run(2, "journal_acts", "load", path, how), "bits") == [one[-1] for one in at]
+
+
+@pytest.mark.parametrize("what", ["changes", "full"])
+def test_a_step_that_one_of_lagging_ranks_cannot_log_takes_those_behind_it_along_and_a_whole_one_follows(
+    tmp_path: Path, what: str
+) -> None:
+    results = run(2, "journal_acts", "upset", str(tmp_path / "run"), what, 3, 0.03)
+    outcomes = told(results, "outcomes")
+    lost = [[step for step, of in enumerate(one, 2) if of != "NoneType"] for one in outcomes]
+    assert lost[0] == lost[1]
+    assert lost[0][0] == 4
+    assert lost[0] == list(range(4, 4 + len(lost[0])))
+    assert len(lost[0]) <= 3
+    assert told(results, "whole") == [[1, lost[0][-1] + 1]] * 2
+    loaded = run(2, "journal_acts", "load", str(tmp_path / "run"), "ddp")
+    assert told(loaded, "step") == [14, 14]
+    assert told(loaded, "bits") == told(results, "bits")
+
+
+def test_ranks_with_different_lags_are_told_so_and_every_other_step_is_whole(tmp_path: Path) -> None:
+    results = run(2, "journal_acts", "differ", str(tmp_path / "run"))
+    for told_whys in told(results, "not_journaled"):
+        assert told_whys
+        assert all("rank 1 has lag_steps=1, and rank 0 4" in why for _, why in told_whys)
+    assert told(results, "whole")[0] == told(results, "whole")[1]
+    assert told(results, "whole")[0][:2] == [1, 3]
 
 
 def test_another_number_of_ranks_loads_the_checkpoint_and_says_what_is_missing(tmp_path: Path) -> None:

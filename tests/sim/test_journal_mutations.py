@@ -40,6 +40,9 @@ MUTANTS = {
     "rewound_journals_are_not_synced": Mutant(
         journals, "cut", (("    sync(store)\n", ""),), "rewind", last=1000
     ),
+    "of_frames_that_one_sync_is_for_the_last_alone_is_looked_at": Mutant(
+        journals, "frames", (("journal.opening.torn_max", "1"),), "lags"
+    ),
     "ranks_count_a_step_that_one_lacks": Mutant(
         journals, "_common_steps", (("range(journal.opening.ranks)", "range(1)"),), ""
     ),

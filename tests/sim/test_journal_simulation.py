@@ -1,15 +1,17 @@
 """Stop, or fail, at every change of jobs that save every step: what was reported durable loads, bit for bit.
 
-Each step is waited for, so that the changes' numbers do not depend on chance. Where a scenario is long, an ordinary run
-has some of its changes, and `make soak` all.
+After a change that fails the same job goes on to its end: that costs it one step, or one group of them, and one whole
+save. Each step, or each group, is waited for, so that the changes' numbers do not depend on chance. Where a scenario is
+long, an ordinary run has some of its changes, and `make soak` all.
 """
 
 from __future__ import annotations
 
 import errno
 import shutil
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,7 +21,7 @@ from forge import tensor_bytes
 from sim_disk import Disk, PowerLoss, Unsynced
 from sim_world import STORE, engine
 
-from flowstone import Checkpointer, FlowstoneError
+from flowstone import Checkpointer, Event, FlowstoneError, NotJournaled, Save
 from flowstone.store.local import LocalStore
 from flowstone.store.system import System
 
@@ -68,11 +70,19 @@ def reference() -> dict[int, bytes]:
 
 @dataclass
 class Promised:
-    """`durable`: the newest step that was reported durable, and not given up since; `begun`: the newest one begun."""
+    """`durable`: the newest step that was reported durable, and not given up since; `begun`: the newest one begun.
+
+    lowest     a rewind that was begun may have gone so far
+    goes_on    after a failure; `failed`: steps that did
+    unplanned  whole saves because the journal did not lead on
+    """
 
     durable: int = 0
     begun: int = 0
-    lowest: int = 0  # a rewind that was begun may have gone so far
+    lowest: int = 0
+    goes_on: bool = False
+    failed: list[int] = field(default_factory=list)
+    unplanned: int = 0
 
 
 @dataclass(frozen=True)
@@ -84,24 +94,61 @@ class Scenario:
     before: tuple[int, ...] = ()
     options: dict[str, object] = field(default_factory=dict)
     every: int = 1
+    lose_max: int = 1  # steps that one failure may cost
 
 
-def _go_on(checkpointer: Checkpointer, promised: Promised, *, to: int) -> Training:
+@contextmanager
+def _gathered(checkpointer: Checkpointer) -> Iterator[None]:
+    """The journal's thread begins with what is saved inside once all of it waits."""
+    thread = checkpointer._saves._journaling._thread  # type: ignore[union-attr]
+    may_begin = threading.Event()
+    if thread is not None:
+        thread.submit(may_begin.wait)
+    try:
+        yield
+    finally:
+        may_begin.set()
+
+
+def _go_on(checkpointer: Checkpointer, promised: Promised, *, to: int, group: int = 1) -> Training:
+    """Load, and train. `group`: so many steps are saved before the first of them is waited for."""
     training, done = Training(), 0
     if checkpointer.latest() is not None:
         done = checkpointer.load(training.state()).step
-    for step in range(done + 1, to + 1):
-        training.learn(step)
-        promised.begun = max(promised.begun, step)
-        save = checkpointer.save(step, training.state())
-        save.committed.result()
-        promised.durable = step
-        checkpointer.wait()
+    firsts = (*range(done + 1, min(done + 2, to + 1)), *range(done + 2, to + 1, group))
+    for first in firsts:
+        steps = range(first, 1 + (min(first + group - 1, to) if first > done + 1 else first))  # that begins the journal
+        saves: list[Save] = []
+        failures: list[FlowstoneError] = []
+        with _gathered(checkpointer) if len(steps) > 1 else nullcontext():
+            for step in steps:
+                training.learn(step)
+                promised.begun = max(promised.begun, step)
+                with _told(failures, promised, step):
+                    saves.append(checkpointer.save(step, training.state()))
+        for save in saves:
+            with _told(failures, promised, save.step):
+                save.committed.result()
+                promised.durable = save.step
+        with _told(failures, promised, steps[-1]):
+            checkpointer.wait()
+        if failures and not promised.goes_on:
+            raise failures[0]
     return training
 
 
-def _trains(to: int) -> Callable[[Checkpointer, Promised], None]:
-    return lambda checkpointer, promised: _go_on(checkpointer, promised, to=to) and None
+@contextmanager
+def _told(failures: list[FlowstoneError], promised: Promised, step: int) -> Iterator[None]:
+    """A step may fail here, and training goes on."""
+    try:
+        yield
+    except FlowstoneError as error:
+        failures.append(error)
+        promised.failed.append(step)
+
+
+def _trains(to: int, group: int = 1) -> Callable[[Checkpointer, Promised], None]:
+    return lambda checkpointer, promised: _go_on(checkpointer, promised, to=to, group=group) and None
 
 
 def _rewinds(checkpointer: Checkpointer, promised: Promised) -> None:
@@ -114,6 +161,7 @@ def _rewinds(checkpointer: Checkpointer, promised: Promised) -> None:
 SCENARIOS = (
     Scenario("first", _trains(4)),
     Scenario("goes_on", _trains(5), (3,)),
+    Scenario("lags", _trains(8, 3), (3,), {"lag_steps": 3, "budget_bytes": 64 << 20}, lose_max=3),
     Scenario("whole_ones_between", _trains(6), (3,), {"recovery_s": 1e-9, "keep": 1}, every=4),
     Scenario("rewind", _rewinds, (5,)),
 )
@@ -126,8 +174,13 @@ def _checkpointer(sandbox: Path, system: System, number: int = 0, **options: obj
 
 
 def _play(scenario: Scenario, disk: Disk, number: int) -> Promised:
-    promised = Promised(durable=max(scenario.before, default=0), begun=max(scenario.before, default=0))
-    checkpointer = _checkpointer(disk.sandbox, disk, number, **scenario.options)
+    before = max(scenario.before, default=0)
+    promised = Promised(before, before, goes_on=disk.fail_at is not None)
+
+    def told(event: Event) -> None:
+        promised.unplanned += isinstance(event, NotJournaled)
+
+    checkpointer = _checkpointer(disk.sandbox, disk, number, on_event=told, **scenario.options)
     with suppress(FlowstoneError, PowerLoss):
         scenario.act(checkpointer, promised)
     with suppress(FlowstoneError, PowerLoss):
@@ -157,6 +210,14 @@ def _check(sandbox: Path, promised: Promised, reference: dict[int, bytes], numbe
     assert not left, f"not swept: {left}"
 
 
+def _check_end(promised: Promised, scenario: Scenario, at: int) -> None:
+    """Of a job that went on after one failure: how much that has cost it."""
+    lost = {*promised.failed}
+    assert len(lost) <= scenario.lose_max, f"error at change {at}: steps {sorted(lost)} have failed"
+    assert promised.durable >= promised.begun - scenario.lose_max, f"error at change {at}: {promised}"
+    assert promised.unplanned <= 1, f"error at change {at}: {promised.unplanned} whole saves follow"
+
+
 def _cases(base: Path, scratch: Path, scenario: Scenario, changes: slice) -> Iterator[tuple[int, Path]]:
     """These of the scenario's changes, and for each a copy of the base to play it in."""
     shutil.copytree(base, scratch / "count")
@@ -183,6 +244,8 @@ def campaign(scenario: Scenario, mode: str, scratch: Path, reference: dict[int, 
         else:
             disk.stop_at = at
         promised = _play(scenario, disk, at)
+        if mode == "error" and scenario.act is not _rewinds:
+            _check_end(promised, scenario, at)
         for seed in _SEEDS[mode](at):
             after = sandbox
             if mode == "power":

@@ -1,5 +1,6 @@
-"""Two ranks that save every step, on a disk that fails or ends at a change: both load the same step, bit for bit, and
-not one before the last that either of them was told is durable.
+"""Two ranks that save every step, on a disk that fails or ends at a change, or before which one of them stops until the
+other has given it up: both load the same step, bit for bit, and not one before the last that either of them was told
+is durable.
 
 Some of the changes in an ordinary run, all of them in `make soak`.
 """
@@ -11,7 +12,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import wait as wait_futures
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from unittest import mock
@@ -21,7 +22,7 @@ import torch
 from forge import tensor_bytes
 from sim_disk import Disk, PowerLoss
 from sim_group import simulated_time
-from sim_turns import RankDisk, RankStore, Turns
+from sim_turns import Freeze, RankDisk, RankStore, Turns
 from sim_world import STORE, WatchedStore, engine
 
 import flowstone as fs
@@ -29,7 +30,8 @@ from flowstone import FlowstoneError, _native
 from flowstone.ranks import Job as RankJob
 from flowstone.ranks import group as rank_group
 
-STEPS, RANKS = 7, 2
+STEPS, RANKS = 8, 2
+MODES = ("power", "kill", "error", "freeze")
 _SEEDING = threading.Lock()
 
 
@@ -81,11 +83,24 @@ class Promised:
     begun: int = 0
 
 
+@contextmanager
+def gathered(checkpointer: fs.Checkpointer) -> Iterator[None]:
+    """The journal's thread begins with what is saved inside once all of it waits."""
+    thread = checkpointer._saves._journaling._thread
+    may_begin = threading.Event()
+    if thread is not None:
+        thread.submit(may_begin.wait)
+    try:
+        yield
+    finally:
+        may_begin.set()
+
+
 class Ranks:
     """A job of two ranks on one disk."""
 
-    def __init__(self, disk: Disk, number: int, **options: object) -> None:
-        self.turns, values = Turns(RANKS, disk, number=number), dict[str, bytes]()
+    def __init__(self, disk: Disk, number: int, freeze: Freeze | None, **options: object) -> None:
+        self.turns, values = Turns(RANKS, disk, number=number, freeze=freeze), dict[str, bytes]()
         self.stores: list[WatchedStore] = []
         self.checkpointers: list[fs.Checkpointer] = []
         for rank in range(RANKS):
@@ -93,8 +108,9 @@ class Ranks:
             job = RankJob(rank, RANKS, seen)
             with mock.patch.object(rank_group, "this_job", lambda job=job: job):
                 self.stores.append(WatchedStore(disk.sandbox / STORE, engine(number), RankDisk(disk, self.turns, rank)))
+                options = {"budget_bytes": 4 << 20, **options}
                 self.checkpointers.append(
-                    fs.Checkpointer(self.stores[-1], every_step=True, budget_bytes=4 << 20, deadline_s=60.0, **options)  # type: ignore[arg-type]
+                    fs.Checkpointer(self.stores[-1], every_step=True, deadline_s=60.0, **options)  # type: ignore[arg-type]
                 )
 
     def each(self, act: Callable[[int, fs.Checkpointer], object]) -> list[object]:
@@ -117,23 +133,30 @@ class Ranks:
             thread.join()
         return outcomes
 
-    def go_on(self, rank: int, checkpointer: fs.Checkpointer, promised: Promised, to: int) -> int:
-        """Load what there is, and train. Each step is waited for, so that the changes' numbers do not depend on chance.
+    def go_on(self, rank: int, checkpointer: fs.Checkpointer, promised: Promised, to: int, group: int = 1) -> int:
+        """Load what there is, and train. Each step is waited for, so that the changes' numbers do not depend on chance;
+        or the first, which begins a journal, and then each `group` of them.
 
         returns  the step that was loaded
         """
         training, done = Training(rank), 0
         if checkpointer.latest() is not None:
             done = checkpointer.load(training.state()).step
-        for step in range(done + 1, to + 1):
-            training.learn(step)
-            promised.begun = max(promised.begun, step)
-            save = checkpointer.save(step, training.state())
-            while not save.committed.done():
-                self.turns.check(rank)  # a rank without power completes no future
-                wait_futures([save.committed], timeout=0.01)
-            save.committed.result()
-            promised.durable = max(promised.durable, step)
+        step = done
+        while step < to:
+            saves, stop = list[fs.Save](), min(step + group, to) if step > done else step + 1
+            with gathered(checkpointer) if stop > step + 1 else nullcontext():
+                while step < stop:
+                    step += 1
+                    training.learn(step)
+                    promised.begun = max(promised.begun, step)
+                    saves.append(checkpointer.save(step, training.state()))
+            for save in saves:
+                while not save.committed.done():
+                    self.turns.check(rank)  # a rank without power completes no future
+                    wait_futures([save.committed], timeout=0.01)
+                save.committed.result()
+                promised.durable = max(promised.durable, save.step)
             threads = checkpointer._saves._saves._threads
             threads.writer.submit(int).result()
             threads.await_removals()
@@ -153,9 +176,9 @@ class Ranks:
 
 
 @contextmanager
-def ranks(disk: Disk, number: int, **options: object) -> Iterator[Ranks]:
+def ranks(disk: Disk, number: int, freeze: Freeze | None = None, **options: object) -> Iterator[Ranks]:
     with simulated_time(lambda: job.turns):
-        job = Ranks(disk, number, **options)
+        job = Ranks(disk, number, freeze, **options)
         try:
             yield job
         finally:
@@ -164,9 +187,10 @@ def ranks(disk: Disk, number: int, **options: object) -> Iterator[Ranks]:
 
 @dataclass(frozen=True)
 class Scenario:
-    """Ranks that have saved `before` steps go on to step 5.
+    """Ranks that have saved `before` steps go on to step `to`.
 
     back     the step to which they rewind first; 0: they do not
+    group    so many steps are saved before the first of them is waited for
     options  of their Checkpointers
     every    an ordinary run has one of so many changes
     """
@@ -175,27 +199,31 @@ class Scenario:
     before: int
     every: int
     back: int = 0
+    to: int = 5
+    group: int = 1
     options: Mapping[str, object] = field(default_factory=dict)
 
 
 SCENARIOS = (
     Scenario("goes_on", 3, 5),
+    Scenario("lags", 3, 5, to=7, group=3, options={"lag_steps": 3, "budget_bytes": 64 << 20}),
     Scenario("whole_ones_between", 3, 24, options={"recovery_s": 1e-9, "keep": 1}),
     Scenario("rewind", 5, 24, back=3),
 )
 
 
 def play(
-    disk: Disk, number: int, promised: Promised, to: int, *, back: int = 0, options: Mapping[str, object] | None = None
+    disk: Disk, number: int, promised: Promised, to: int, *, back: int = 0, group: int = 1,
+    freeze: Freeze | None = None, options: Mapping[str, object] | None = None,
 ) -> None:
     """A job that may end early."""
 
     def act(rank: int, one: fs.Checkpointer) -> int:
         if back:
             one.rewind(back)
-        return job.go_on(rank, one, promised, to)
+        return job.go_on(rank, one, promised, to, group)
 
-    with ranks(disk, number, **options or {}) as job:
+    with ranks(disk, number, freeze, **options or {}) as job:
         for outcome in job.each(act):
             if isinstance(outcome, BaseException) and not isinstance(outcome, (FlowstoneError, PowerLoss)):
                 raise outcome
@@ -234,20 +262,20 @@ def campaign(
     play(Disk(base), 0, Promised(), scenario.before)
     shutil.copytree(base, scratch / "count")
     disk = Disk(scratch / "count")
-    play(disk, 0, promised := Promised(), 5, back=scenario.back, options=scenario.options)
-    assert promised.durable == 5
+    how = {"back": scenario.back, "group": scenario.group, "options": scenario.options}
+    play(disk, 0, promised := Promised(), scenario.to, **how)  # type: ignore[arg-type]
+    assert promised.durable == scenario.to
     assert sum("journal-" in change.path for change in disk.changes) > 20
-    seeds = {"power": lambda at: (at % 3, 3 + at), "kill": lambda at: (at,), "error": lambda at: (at,)}[mode]
-    for at in range({"power": 0, "kill": 1, "error": 2}[mode] % every, len(disk.changes), every):
+    for at in range(MODES.index(mode) % every, len(disk.changes), every):
         sandbox = scratch / f"play{at}"
         shutil.copytree(base, sandbox)
         promised, hurt = Promised(scenario.back or scenario.before, scenario.before), Disk(sandbox)
         if mode == "error":
             hurt.fail_at, hurt.errno = at, (errno.EIO, errno.ENOSPC)[at % 2]
-        else:
+        elif mode != "freeze":
             hurt.stop_at, hurt.spares_others = at, mode == "kill"
-        play(hurt, at, promised, 5, back=scenario.back, options=scenario.options)
-        for seed in seeds(at):
+        play(hurt, at, promised, scenario.to, freeze=Freeze(at) if mode == "freeze" else None, **how)  # type: ignore[arg-type]
+        for seed in (at % 3, 3 + at) if mode == "power" else (at,):
             after = sandbox
             if mode == "power":
                 after = scratch / f"after{at}-{seed}"
@@ -262,7 +290,7 @@ def campaign(
         shutil.rmtree(sandbox)
 
 
-@pytest.mark.parametrize("mode", ["power", "kill", "error"])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=[one.name for one in SCENARIOS])
 def test_both_ranks_load_the_newest_step_that_both_have_after_a_crash(
     scenario: Scenario, mode: str, scratch: Path, reference: dict[int, int]
@@ -288,7 +316,7 @@ def test_replicas_that_rewind_into_a_journal_go_on_from_there(scratch: Path, ref
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("mode", ["power", "kill", "error"])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=[one.name for one in SCENARIOS])
 def test_both_ranks_load_the_newest_step_that_both_have_after_a_crash_at_any_change(
     scenario: Scenario, mode: str, scratch: Path, reference: dict[int, int]

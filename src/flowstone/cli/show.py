@@ -72,6 +72,7 @@ def show(
         )
     for one in following:
         frames = f"{one.frames:,} frame(s) of {one.ranks} rank(s), {size_text(one.bytes)}"
+        frames += f", each durable {one.lag_steps} steps later at most" if one.lag_steps > 1 else ""
         steps = f"replays steps {one.first} to {one.last}" if one.first is not None else "replays no step yet"
         console.print(f"{marked(one.name)} {steps}: {frames}")
     _print_makeup(console, checkpoint)

@@ -142,7 +142,8 @@ def opening_of(store: Names, journal: Journal, rank: int) -> Opening:
 
 def _common(opening: Opening) -> tuple[object, ...]:
     """What is the same in the files of all ranks."""
-    return opening.id, opening.number, opening.after, opening.checkpoint, opening.parent, opening.ranks
+    begins = opening.after, opening.checkpoint, opening.parent
+    return opening.id, opening.number, *begins, opening.ranks, opening.torn_max
 
 
 def _frame_at(store: Names, path: str, offset: int) -> Frame | None:
@@ -152,7 +153,8 @@ def _frame_at(store: Names, path: str, offset: int) -> Frame | None:
 def frames(store: Names, journal: Journal, rank: int) -> list[FramePlace]:
     """A rank's steps, up to the first frame that is not whole. Of all but the last, payloads are not read here.
 
-    A frame is written only once the one before it is durable, so a crash tears the last one alone.
+    A frame is written only once the one before it is durable, so a crash tears the last one alone; or once the one
+    that is `torn_max` before it is, so it may have torn any of so many.
     """
     path = inside(journal.directory, journal_file(rank))
     if not store.exists(path):
@@ -165,8 +167,9 @@ def frames(store: Names, journal: Journal, rank: int) -> list[FramePlace]:
     while (after := _frame_after(store, path, size, place)) is not None:
         place = after
         found.append(place)
-    if found and not _is_whole(store, path, found[-1]):
-        found.pop()
+    for at in range(max(len(found) - journal.opening.torn_max, 0), len(found)):
+        if not _is_whole(store, path, found[at]):
+            return found[:at]
     return found
 
 
@@ -211,6 +214,7 @@ class JournalMakeup(msgspec.Struct, frozen=True):
     first, last  steps that the files of all its ranks have; None: none yet
     frames       of steps, of all ranks
     bytes        of these and of the openings; a file may have more, reserved for what comes
+    lag_steps    that it was written with
     """
 
     name: str
@@ -219,6 +223,7 @@ class JournalMakeup(msgspec.Struct, frozen=True):
     last: int | None
     frames: int
     bytes: int
+    lag_steps: int
 
 
 def following(store: Names, manifest: Manifest) -> tuple[JournalMakeup, ...]:
@@ -244,7 +249,8 @@ def _makeup(store: Names, journal: Journal) -> JournalMakeup:
             bytes_ += sum(one.frame.frame_bytes for one in places) + (0 if opening is None else opening.frame_bytes)
     steps = _common_steps(store, journal)
     first, last = (steps[0], steps[-1]) if steps else (None, None)
-    return JournalMakeup(journal.directory, journal.opening.ranks, first, last, frames_, bytes_)
+    lag_steps = journal.opening.torn_max
+    return JournalMakeup(journal.directory, journal.opening.ranks, first, last, frames_, bytes_, lag_steps)
 
 
 def newest_chain(store: Names) -> Chain | None:

@@ -15,7 +15,7 @@ from typing import TypeVar
 import msgspec
 
 from flowstone import _native
-from flowstone.config import BLOCK_BYTES, NDIM_MAX, PACKED_BELOW_BYTES, STEP_MAX
+from flowstone.config import BLOCK_BYTES, LAG_STEPS_MAX, NDIM_MAX, PACKED_BELOW_BYTES, STEP_MAX
 from flowstone.errors import DamagedError, UnsupportedFormatError
 from flowstone.table.dtype import DTYPES
 
@@ -63,6 +63,7 @@ class Opening(msgspec.Struct, frozen=True, kw_only=True):
     windows     into how many windows they are divided; one is fingerprinted with each step
     sources     of compressed gradients; in journals of version 2 and later, as `owners`
     owners      for each optimizer, of each parameter the rank whose file has the gradients; (): this one has all
+    lag_steps   the last so many frames may be torn; not there: the last one
     """
 
     id: str
@@ -83,6 +84,12 @@ class Opening(msgspec.Struct, frozen=True, kw_only=True):
     windows: int
     sources: tuple[SourceRow, ...] = ()
     owners: tuple[tuple[int, ...], ...] = ()
+    lag_steps: int | msgspec.UnsetType = msgspec.UNSET
+
+    @property
+    def torn_max(self) -> int:
+        """How many frames at the end a crash may have torn: those that one sync made durable."""
+        return 1 if self.lag_steps is msgspec.UNSET else self.lag_steps
 
     @property
     def by_chunks(self) -> bool:
@@ -303,6 +310,8 @@ def _fault_of_opening(row: Opening, frame: Frame) -> str:
     if row.id != frame.journal or row.after != frame.step or frame.number != 0:
         return "its prefix says otherwise"
     if not 0 <= row.rank < row.ranks or row.number < 0 or not 1 <= row.windows <= 1 << 20 or row.threads < 1:
+        return "it has a number out of range"
+    if not 1 <= row.torn_max <= LAG_STEPS_MAX:
         return "it has a number out of range"
     if row.checkpoint is None and row.parent is None:
         return "it begins nowhere"

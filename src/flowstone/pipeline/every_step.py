@@ -29,7 +29,8 @@ from flowstone.journal_events import NotJournaled
 from flowstone.pipeline.futures import Save, end_with
 from flowstone.pipeline.in_flight import InFlight
 from flowstone.pipeline.journal_ranks import JournalRanks, WholeSaves
-from flowstone.pipeline.journaling import Journaling, Kept, Lineage, Step
+from flowstone.pipeline.journal_records import Kept, Lineage, Step
+from flowstone.pipeline.journaling import Journaling
 from flowstone.pipeline.known_state import Known, kept_of, known_of
 from flowstone.pipeline.load_outcome import LoadReport
 from flowstone.pipeline.pacing import Captures
@@ -62,9 +63,10 @@ class EveryStep:
         self._store, self._group, self._emit = shared.store, shared.group, shared.emit
         self._turn, self._outcome, self._frozen = shared.turn, shared.outcome, shared.frozen
         self._saves, self._recovery_s, self._options = saves, recovery_s, shared.options
+        self._lag_steps = options.lag_steps
         self._ranks = JournalRanks(shared) if shared.group.size > 1 else None
         self._wholes = WholeSaves()
-        self._journaling = Journaling(shared, self._ranks)
+        self._journaling = Journaling(shared, self._ranks, options.lag_steps, saves.captures)
         if self._ranks is not None:  # other ranks' frames may still be on their way into the journals to be removed
             saves.before_journals_go(self._journaling.await_durable)
         saves.before_files_go(self._journaling.await_durable)  # the sync of a frame would wait for what is freed
@@ -93,7 +95,6 @@ class EveryStep:
         began = monotonic()
         if self._ranks is not None:
             self._ranks.comes_to(step)
-            self._journaling.await_durable()
             return self._save_together(step, state, fence, spans, began)
         self._settle_before(step)
         with self._saves.fencing.state_lock, self._whole_after_errors():
@@ -134,7 +135,8 @@ class EveryStep:
         if not self._is_open:  # a journal begins now: not at a step that fails to get into the one before
             self._journaling.await_durable()
         is_rooted = self._root is None or self._root.committed.done()
-        self._records.settle(leave=1 if is_rooted else 1 << 30)  # until then no step is durable, and none waits for it
+        leave = self._lag_steps if is_rooted else 1 << 30  # until then no step is durable, and none waits for it
+        self._records.settle(leave, below=self._journaling.oldest if self._ranks is not None else None)
         self._note_whole()
         self._check_new(step)
 
@@ -142,7 +144,7 @@ class EveryStep:
         self, step: int, state: Mapping[str, object], fence: FenceMode, spans: Spans, began: float
     ) -> Save:
         """Save as all ranks do. What this rank does not come to do, the others are told of."""
-        ended = self._journaling.take_ended()
+        ended = self._journaling.take_ended(of_all=not self._is_open)
         if ended is not None:
             self._wholes.note(failed=ended.failed)
         if ended is not None and ended.failed:
@@ -246,6 +248,7 @@ class EveryStep:
         """Save `state` whole; the steps after it go into a journal of its own."""
         led_to = self._lineage
         save = self._saves.save(step, state, fence, spans)
+        self._journaling.note_whole()
         self._lost = ""
         self._whole, self._is_open, self._replay_s, self._replay_bytes = save, False, 0.0, 0
         self._root = save if led_to is None else self._root
@@ -265,7 +268,7 @@ class EveryStep:
         root  the whole save that its journals begin with; None: a checkpoint that was loaded
         """
         if error is not None:
-            save.committed.reported = isinstance(error, ReplayError)  # an event tells of it; training goes on
+            save.committed.reported |= isinstance(error, ReplayError)  # an event tells of it; training goes on
             save.committed.set_exception(without_frames(error))
         elif root is None:
             assert self._loaded is not None, "a lineage begins with a save or a load"
@@ -327,13 +330,8 @@ class EveryStep:
         ), ""
 
     def _other_sources(self, state: Mapping[str, object]) -> str:
-        known = self._known
-        assert known is not None, "a lineage is known with its state"
-        if not known.sources and not sources_of(state):
-            return ""
-        same = {section: id(one) for section, one in sources_of(state).items()}
-        changed = same != {section: id(one) for section, one in known.sources.items()}
-        return "what decompresses gradients has changed" if changed else ""
+        assert self._known is not None, "a lineage is known with its state"
+        return self._known.other_sources(state)
 
     def _know(self, state: Mapping[str, object], lineage: Lineage) -> None:
         """Note the state as it is: it is that of a checkpoint, or of a step that was replayed."""
@@ -372,7 +370,7 @@ class EveryStep:
     def _loading(self) -> Iterator[None]:
         """While inside, a load changes the state, and may replay steps: none of that is noted."""
         self._journaling.forget()
-        self._journaling.take_ended()
+        self._journaling.take_ended(of_all=True)
         self._lineage = self._known = self._root = None
         self._wholes.begin(1)
         self._recorder.mute(on=True)
@@ -443,7 +441,7 @@ class EveryStep:
                 raise
             failure = error  # the other ranks do not wait for this one
         self._saves.rewind(step)
-        self._journaling.take_ended()
+        self._journaling.take_ended(of_all=True)
         self._wholes.begin(1)
         self._is_open = False
         self._lineage = self._known = None

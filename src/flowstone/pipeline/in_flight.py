@@ -75,9 +75,14 @@ class InFlight:
         for save in tuple(self._saves):
             save.committed.latch.wait()
 
-    def settle(self, leave: int = 0) -> None:
-        """Wait until at most `leave` saves are left; raise the first failure that was not reported yet."""
+    def settle(self, leave: int = 0, *, below: int | None = None) -> None:
+        """Wait until at most `leave` saves are left; raise the first failure that was not reported yet.
+
+        below  look at no save of that step or a later one, though it may have ended; None: at all
+        """
         while self._saves and (len(self._saves) > leave or self._saves[0].committed.done()):
+            if below is not None and self._saves[0].step >= below:
+                return
             self.expedite()
             self._saves[0].committed.latch.wait()
             failure = self._settle_one(self._saves[0])

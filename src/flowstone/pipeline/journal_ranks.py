@@ -80,10 +80,11 @@ class Said(msgspec.Struct, frozen=True):
 
 
 class _Begins(msgspec.Struct, frozen=True):
-    """What a rank says where a journal begins. `after`: the step that it goes on from."""
+    """What a rank says where a journal begins. `after`: the step that it goes on from; `lag_steps`: as it was told."""
 
     refusal: str
     after: int = 0
+    lag_steps: int = 1
     keys: bytes = b""
     lengths: bytes = b""
     proven: int = 0
@@ -182,7 +183,7 @@ def _begins(mine: tuple[Opening, Stepped] | str) -> _Begins:
         return _Begins(mine)
     opening, stepped = mine
     return _Begins(
-        "", opening.after, stepped.keys.astype("<u8").tobytes(),
+        "", opening.after, opening.torn_max, stepped.keys.astype("<u8").tobytes(),
         stepped.lengths.astype("<u8").tobytes(), stepped.proven,
     )
 
@@ -190,6 +191,9 @@ def _begins(mine: tuple[Opening, Stepped] | str) -> _Begins:
 def _begin(said: Sequence[_Begins], mine: object, number: Callable[[], int]) -> Decision:
     """On rank 0: name the journal, and share out what the ranks log."""
     refusal = _first([one.refusal for one in said])
+    others = [rank for rank, one in enumerate(said) if one.lag_steps != said[0].lag_steps]
+    if not refusal and others:
+        refusal = f"rank {others[0]} has lag_steps={said[others[0]].lag_steps}, and rank 0 {said[0].lag_steps}"
     others = [rank for rank, one in enumerate(said) if one.after != said[0].after]
     if not refusal and others:
         refusal = f"rank {others[0]} goes on from step {said[others[0]].after}, and rank 0 from step {said[0].after}"

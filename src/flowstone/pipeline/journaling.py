@@ -1,14 +1,17 @@
 """A journal being written, and the thread that makes steps durable (docs/ORDERING.md, Journal).
 
-On the caller's thread    `Journaling.add`: waits until the step before is durable, then returns
+On the caller's thread    `Journaling.add`: waits until the step `lag_steps` before is durable, then returns
 On `flowstone-journal`    fingerprint, digests, the write and its sync, the agreement of several ranks; `committed` is
-                          completed there
+                          completed there. With `lag_steps` above 1, one sync makes all steps durable that wait
+On `flowstone-fingerprint`  the fingerprints, with `lag_steps` above 1: the next step waits for them, and the other
+                          thread may wait for the store
 """
 
 from __future__ import annotations
 
 import errno
 import secrets
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
@@ -26,87 +29,17 @@ from flowstone.commit.manifests import inside
 from flowstone.config import JOURNAL_AHEAD_BYTES, JOURNAL_WINDOWS
 from flowstone.errors import ReplayError, StateChangedError, StorageError
 from flowstone.events import SaveFailed
-from flowstone.format.journal import OPENING, Opening, OptimizerRow, SourceRow, encode_head
+from flowstone.format.journal import OPENING, Opening, encode_head
 from flowstone.journal_events import Journaled, NotJournaled
-from flowstone.pipeline.futures import Save
-from flowstone.pipeline.journal_ranks import Joint, JournalRanks, Said, Stepped
+from flowstone.pipeline.journal_ranks import JournalRanks, Said, Stepped
+from flowstone.pipeline.journal_records import Ended, File, Kept, Lineage, Step, UnderWay, own_part
+from flowstone.pipeline.pacing import Captures
 from flowstone.pipeline.shared import Shared
 from flowstone.runtime.threads import start
 from flowstone.runtime.uninterrupted import Latch
 from flowstone.stage.fingerprints import fingerprint_of
 from flowstone.stage.journal_frames import FrameMaker, StepContent
-from flowstone.state.stepped import Environment
 from flowstone.store.base import Appending, Appends, Store
-
-
-class Lineage(msgspec.Struct, frozen=True):
-    """Where the state is: at a step that the store leads to.
-
-    checkpoint  id of the checkpoint of that step, if one was begun
-    journal     id of the journal that has that step, if one does
-    """
-
-    step: int
-    checkpoint: str | None
-    journal: str | None
-
-
-class Kept(msgspec.Struct, frozen=True):
-    """What stays the same for all steps of a journal. `stepped`: None in a job of one rank.
-
-    exactness  of a replay, as far as this process can tell
-    """
-
-    exactness: str
-    optimizers: tuple[OptimizerRow, ...]
-    proven: tuple[str, ...]
-    environment: Environment
-    stepped: Stepped | None
-    sources: tuple[SourceRow, ...] = ()
-
-
-class Step(msgspec.Struct, frozen=True, eq=False):
-    """A step for the journal's thread.
-
-    content  what replays it. In a job of several ranks also why nothing does, or why this rank does not make it
-    began    when `save` was called
-    save     whose `captured` is completed; None: this rank does not make the step
-    end      called on the thread, with what went wrong
-    is_late  and `is_free`: see journal_ranks.Said
-    """
-
-    step: int
-    content: StepContent | str | Exception
-    began: float
-    save: Save | None
-    end: Callable[[BaseException | None], None]
-    is_late: bool = False
-    is_free: bool = True
-
-
-class Ended(msgspec.Struct, frozen=True):
-    """How a step of several ranks has ended, on all of them. `is_due`: the next one is to be saved whole as well."""
-
-    failed: bool
-    is_due: bool
-
-
-class _File(msgspec.Struct):
-    """A journal of this process.
-
-    opening    as this rank would write it alone; None: it cannot, `why`
-    joint      what several ranks have agreed on
-    appending  None until its first step is written, as is `maker`
-    steps      how many it has
-    """
-
-    opening: Opening | None
-    stepped: Stepped | None = None
-    why: str = ""
-    joint: Joint | None = None
-    maker: FrameMaker | None = None
-    appending: Appending | None = None
-    steps: int = 0
 
 
 class Journaling:
@@ -114,18 +47,25 @@ class Journaling:
 
     fingerprinted  open unless a fingerprint is being computed; the state must not change before that. What is on a
                    device is digested in its current stream: that may go on
-    seconds        of the last record: from its begin on the thread until it was durable
-    bytes          of it
+    seconds        of the last sync: from the begin of its first record on the thread until all were durable
+    bytes          of these records
     """
 
-    def __init__(self, shared: Shared, ranks: JournalRanks | None) -> None:
-        """`ranks`: those of a job of several."""
+    def __init__(self, shared: Shared, ranks: JournalRanks | None, lag_steps: int, captures: Captures) -> None:
+        """`ranks`: those of a job of several.
+
+        lag_steps  how many steps may be under way when `add` has returned
+        captures   of the budget that these leave, the gradients of several steps may take all
+        """
         self._store, self._turn, self._emit, self._group = shared.store, shared.turn, shared.emit, shared.group
-        self._ranks = ranks
+        self._ranks, self._lag_steps, self._captures = ranks, lag_steps, captures
         self._thread: ThreadPoolExecutor | None = None
-        self._file: _File | None = None
-        self._pending: Latch | None = None
-        self._ended: Ended | None = None
+        self._fingerprints: ThreadPoolExecutor | None = None  # where the other thread may be held up by the store
+        self._file: File | None = None
+        self._under_way: deque[UnderWay] = deque()  # and those that have ended and were not looked at yet
+        self._waiting: deque[UnderWay] = deque()  # for the thread
+        self._pending: Latch | None = None  # of the newest step
+        self._is_lag_agreed = ranks is None  # ranks that were given different ones would not decide alike
         self.fingerprinted = Latch()
         self.fingerprinted.open()
         self.seconds, self.bytes = 0.0, 0
@@ -144,15 +84,16 @@ class Journaling:
             processor=kept.environment.processor, threads=kept.environment.threads,
             writer=f"flowstone {__version__}", created=datetime.now(UTC).isoformat(timespec="seconds"),
             optimizers=kept.optimizers, proven=kept.proven, windows=JOURNAL_WINDOWS, sources=kept.sources,
+            lag_steps=msgspec.UNSET if self._lag_steps == 1 else self._lag_steps,
         )
-        self._begin(_File(opening, kept.stepped))
+        self._begin(File(opening, kept.stepped))
         return identity
 
     def begin_without(self, why: str) -> None:
         """A journal of several ranks begins, and this one can write none."""
-        self._begin(_File(None, None, why))
+        self._begin(File(None, None, why))
 
-    def _begin(self, file: _File) -> None:
+    def _begin(self, file: File) -> None:
         self.await_durable()
         self._end_file()
         self._file, self.broken = file, ""
@@ -168,7 +109,7 @@ class Journaling:
             _close(file)
 
     def await_durable(self) -> None:
-        """Wait until every step so far is durable, or has failed."""
+        """Wait until every step so far is durable, or has failed. Any thread."""
         if self._pending is not None:
             self._pending.wait()
 
@@ -177,14 +118,47 @@ class Journaling:
         self.await_durable()
         self.broken = ""
 
-    def take_ended(self) -> Ended | None:
-        """How the last step of several ranks has ended; None if that was asked before, or there was none."""
-        ended, self._ended = self._ended, None
-        return ended
+    def take_ended(self, *, of_all: bool) -> Ended | None:
+        """How steps of several ranks have ended, but for the last `lag_steps` - 1, and for those that were asked for
+        before; None if there are none. Waits for them. `of_all`: for every step.
+
+        All ranks ask at the same steps, so they learn the same. A step that has failed has taken those behind it along.
+        """
+        leave = 0 if of_all or not self._is_lag_agreed else self._lag_steps - 1
+        found = self._take(leave)
+        if any(one.failed for one in found):
+            found += self._take(0)
+        if not found:
+            return None
+        failed = any(one.failed for one in found)
+        self._is_lag_agreed = self._is_lag_agreed or not failed
+        return Ended(failed, not failed and any(one.is_due for one in found))
+
+    def _take(self, leave: int) -> list[Ended]:
+        count = max(len(self._under_way) - leave, 0)
+        if count:
+            self._under_way[count - 1].over.wait()
+        taken = [self._under_way.popleft() for _ in range(count)]
+        return [Ended(one.ended.failed, one.ended.is_due and one.may_be_due) for one in taken if one.ended is not None]
+
+    @property
+    def oldest(self) -> int | None:
+        """The first step of several ranks that `take_ended` has not told of."""
+        return self._under_way[0].step.step if self._under_way else None
+
+    def note_whole(self) -> None:
+        """A whole save begins: the steps under way have asked for none after it."""
+        for one in self._under_way:
+            one.may_be_due = False
 
     def add(self, step: Step, noted: Callable[[], None]) -> None:
-        """Append a step. Returns once the one before is durable. `noted`: called unless this is interrupted before."""
-        self.await_durable()
+        """Append a step. Returns once no more than `lag_steps` are under way, this one among them. `noted`: called
+        unless this is interrupted before.
+        """
+        held_bytes = 0
+        if isinstance(step.content, StepContent):
+            held_bytes = sum(act.gradient_bytes for act in step.content.acts)
+        self._await_room(held_bytes)
 
         def submit() -> None:
             """Uninterrupted: a latch that no thread is to open would be waited for without end."""
@@ -192,12 +166,26 @@ class Journaling:
             if self._thread is None:
                 self._start()
             assert self._thread is not None, "it was started"
-            pending, fingerprinted = Latch(), Latch()
-            self._thread.submit(self._write, self._file, step, pending, fingerprinted)
-            self._pending, self.fingerprinted = pending, fingerprinted
+            one = UnderWay(self._file, step, Latch(), Latch(), Latch(), held_bytes)
+            if self._fingerprints is not None:
+                self._fingerprints.submit(self._take_fingerprint, one)
+            self._waiting.append(one)
+            self._thread.submit(self._write_waiting)
+            self._under_way.append(one)
+            self._pending, self.fingerprinted = one.over, one.fingerprinted
             noted()
 
         self._turn.uninterrupted(submit)
+
+    def _await_room(self, held_bytes: int) -> None:
+        """Wait until one more step may be under way, and its gradients held."""
+        if len(self._under_way) >= self._lag_steps:
+            self._under_way[-self._lag_steps].over.wait()
+        held = [one for one in self._under_way if not one.over.is_open]
+        while held and sum(one.held_bytes for one in held) + held_bytes > self._captures.left_bytes:
+            held.pop(0).over.wait()
+        while self._ranks is None and self._under_way and self._under_way[0].over.is_open:
+            self._under_way.popleft()
 
     def forget(self) -> None:
         """What no step changes is changed by a load."""
@@ -210,33 +198,146 @@ class Journaling:
         return name
 
     def _start(self) -> None:
-        thread = ThreadPoolExecutor(
-            1, thread_name_prefix="flowstone-journal", initializer=self._turn.leave_out_this_thread
-        )
-        start(thread)
-        self._thread = thread
+        def named(name: str) -> ThreadPoolExecutor:
+            return ThreadPoolExecutor(1, thread_name_prefix=name, initializer=self._turn.leave_out_this_thread)
 
-    def _write(self, file: _File, step: Step, pending: Latch, fingerprinted: Latch) -> None:
-        """On the thread."""
-        started, failure, length, content = monotonic(), None, 0, step.content
+        thread = named("flowstone-journal")
+        fingerprints = None if self._lag_steps == 1 else named("flowstone-fingerprint")
+        start(*filter(None, (thread, fingerprints)))
+        self._thread, self._fingerprints = thread, fingerprints
+
+    def _write_waiting(self) -> None:
+        """On the thread: append the steps that wait, and those that come meanwhile; then make all durable by one sync.
+        """
+        started, steps = monotonic(), list[UnderWay]()
+        while self._waiting:
+            one = self._waiting.popleft()
+            steps.append(one)
+            self._write(one)
+        if steps:  # else an earlier task has taken them
+            self._sync(steps)
+            self._end_all(steps, started)
+
+    def _write(self, one: UnderWay) -> None:
+        """Append a step's frame, not yet durably."""
         try:
-            fingerprint = self._fingerprint(content, fingerprinted) if isinstance(content, StepContent) else ""
-            fingerprinted.open()
-            if step.save is not None:
-                step.save.captured.tell()
-            length = self._make_durable(file, step, fingerprint)
-            self.seconds, self.bytes = monotonic() - started, length
-        except BaseException as error:
-            self.broken, failure = self.broken or str(error), error
+            if self._fingerprints is None:
+                self._take_fingerprint(one)
+            one.is_proven.wait()
             if self._ranks is not None:
-                self._ended = Ended(failed=True, is_due=False)
-        fingerprinted.open()
-        if self._ranks is None:
-            pending.open()
+                self._write_together(self._ranks, one)
+            elif one.failure is None:
+                assert isinstance(one.step.content, StepContent), "a single rank saves whole what it cannot replay"
+                if self.broken:
+                    one.is_behind = True
+                    raise StorageError(f"step {one.step.step} cannot be journaled", reason=self.broken)
+                one.length = self._append(one.file, one.step.content, one.fingerprint)
+        except BaseException as error:
+            one.failure = error
+        if one.failure is not None:
+            self._fail(one, one.failure)
+
+    def _fail(self, one: UnderWay, error: BaseException) -> None:
+        """Nothing goes into the journal behind a step that is not in it."""
+        self.broken = self.broken or str(error)
+        one.file.failed = one.step.step if one.file.failed is None else one.file.failed
+
+    def _write_together(self, ranks: JournalRanks, one: UnderWay) -> None:
+        """All ranks do the same in the same order, whether they have a frame or not; a failure of one is one of all."""
+        file, content, step = one.file, one.step.content, one.step.step
+        if file.failed is not None:
+            return
+        if file.joint is None:
+            mine: tuple[Opening, Stepped] | str | Exception
+            if isinstance(one.failure, Exception):
+                mine = one.failure
+            elif not isinstance(content, StepContent):
+                mine = content
+            elif file.opening is None or file.stepped is None:
+                mine = file.why
+            else:
+                mine = file.opening, file.stepped
+            one.is_asked = False
+            file.joint = ranks.begin(step, mine, partial(journals.next_number, self._store))
+            one.is_asked = True
+        if isinstance(content, StepContent) and one.failure is None:
+            joint = file.joint
+            one.length = self._append(file, own_part(content, joint), one.fingerprint)
+            present = [(act.optimizer, act.parameters) for act in content.acts]
+            present += [(act.optimizer, act.compressed_parameters) for act in content.acts if act.compressed]
+            one.claim = joint.claim(present)
+        else:
+            file.failed = step
+
+    def _sync(self, steps: Sequence[UnderWay]) -> None:
+        """Make the frames of these durable."""
+        written = [one for one in steps if one.failure is None and one.length]
+        if not written:
+            return
         try:
-            self._tell(step, length, failure)
+            appending = written[0].file.appending
+            assert appending is not None, "it was appended to"
+            appending.sync()
+        except BaseException as error:
+            for one in written:
+                one.failure, one.is_behind = error, one is not written[0]
+            self._fail(written[0], error)
+
+    def _end_all(self, steps: Sequence[UnderWay], started: float) -> None:
+        """Commit the steps if there are several ranks; tell how each has ended."""
+        synced = sum(one.failure is None and one.length > 0 for one in steps)
+        for one in steps:
+            failure = one.failure
+            try:
+                if self._ranks is not None:
+                    self._commit(self._ranks, one)
+            except BaseException as error:
+                failure = error
+            if failure is None:
+                self.seconds, self.bytes = monotonic() - started, sum(each.length for each in steps)
+            else:
+                self._fail(one, failure)
+                one.ended = None if self._ranks is None else Ended(failed=True, is_due=False)
+            if self._ranks is None:
+                one.over.open()
+            try:
+                self._tell(one, failure, synced)
+            finally:
+                one.let_go()
+                one.over.open()  # of several ranks: each knows now how the step has ended, and settles it at a save
+
+    def _commit(self, ranks: JournalRanks, one: UnderWay) -> None:
+        """Agree on a step whose frame is durable, or for which this rank has none."""
+        step, file, failure = one.step, one.file, one.failure
+        if failure is not None and not (one.is_asked and isinstance(failure, Exception)):
+            raise failure
+        words: Said | Exception
+        if file.failed not in (None, step.step):
+            one.is_behind = True
+            words = Said(f"step {file.failed}, from which it goes on, is in no journal")
+        elif failure is not None:
+            words = failure
+        elif isinstance(step.content, StepContent):
+            assert file.joint is not None, "it has begun"
+            shown = one.fingerprint if file.joint.alike else ""
+            words = Said("", step.is_late, step.is_free, one.claim, shown)
+        else:
+            words = Said(step.content) if isinstance(step.content, str) else step.content
+        one.ended = Ended(failed=False, is_due=ranks.end_step(step.step, words))
+
+    def _take_fingerprint(self, one: UnderWay) -> None:
+        """On the thread of fingerprints, or on that of the journal if it is held up by one step at most."""
+        try:
+            if isinstance(one.step.content, StepContent):
+                one.fingerprint = self._fingerprint(one.step.content, one.fingerprinted)
+            if one.step.save is not None:
+                one.fingerprinted.open()
+                one.step.save.captured.tell()
+        except BaseException as error:
+            one.failure = error
         finally:
-            pending.open()  # of several ranks: each knows now how the step has ended, and settles it at its next save
+            one.fingerprinted.open()
+            one.is_proven.open()
 
     def _fingerprint(self, content: StepContent, is_read: Latch) -> str:
         """Of the step's window. What no step changes is compared with what it was when it was in a window before.
@@ -254,58 +355,25 @@ class Journaling:
                 self._digests[part], self._changed = found, name
         return fingerprint_of(digests)
 
-    def _tell(self, step: Step, length: int, failure: BaseException | None) -> None:
+    def _tell(self, one: UnderWay, failure: BaseException | None, synced: int) -> None:
+        """`synced`: how many steps the same sync has made durable."""
+        step = one.step
         if step.save is None:
             return
         step.save.captured.tell()
         uncompressed = step.content.uncompressed if isinstance(step.content, StepContent) else ""
         if failure is None:
-            self._emit(Journaled(step.step, length, monotonic() - step.began, uncompressed))
+            self._emit(Journaled(step.step, one.length, monotonic() - step.began, uncompressed, synced))
         elif isinstance(failure, ReplayError):
             self._emit(NotJournaled(step.step, str(failure.facts["reason"])))
         else:
             self._emit(SaveFailed(step.step, str(failure)))
+        if one.is_behind and self._lag_steps > 1:
+            step.save.committed.reported = True  # one failure is raised once
         step.end(failure)
 
-    def _make_durable(self, file: _File, step: Step, fingerprint: str) -> int:
-        """Append the step's frame, and commit it if there are several ranks. Returns the frame's length."""
-        if self._ranks is not None:
-            return self._make_durable_together(self._ranks, file, step, fingerprint)
-        assert isinstance(step.content, StepContent), "a single rank saves whole what it cannot replay"
-        if self.broken:
-            raise StorageError(f"step {step.step} cannot be journaled", reason=self.broken)
-        return self._append(file, step.content, fingerprint)
-
-    def _make_durable_together(self, ranks: JournalRanks, file: _File, step: Step, fingerprint: str) -> int:
-        """All ranks do the same in the same order, whether they have a frame or not; a failure of one is one of all."""
-        content, length = step.content, 0
-        if file.joint is None:
-            mine: tuple[Opening, Stepped] | str | Exception
-            if not isinstance(content, StepContent):
-                mine = content
-            elif file.opening is None or file.stepped is None:
-                mine = file.why
-            else:
-                mine = file.opening, file.stepped
-            file.joint = ranks.begin(step.step, mine, partial(journals.next_number, self._store))
-        said: Said | Exception
-        if isinstance(content, StepContent):
-            joint = file.joint
-            try:
-                length = self._append(file, _own(content, joint), fingerprint)
-                present = [(act.optimizer, act.parameters) for act in content.acts]
-                present += [(act.optimizer, act.compressed_parameters) for act in content.acts if act.compressed]
-                shown = fingerprint if joint.alike else ""
-                said = Said("", step.is_late, step.is_free, joint.claim(present), shown)
-            except Exception as error:
-                said = error
-        else:
-            said = Said(content) if isinstance(content, str) else content
-        self._ended = Ended(failed=False, is_due=ranks.end_step(step.step, said))
-        return length
-
-    def _append(self, file: _File, content: StepContent, fingerprint: str) -> int:
-        """Write a frame, durably. Returns its length."""
+    def _append(self, file: File, content: StepContent, fingerprint: str) -> int:
+        """Write a frame, which the next sync makes durable. Returns its length."""
         if file.appending is None or file.maker is None:
             assert file.opening is not None, "what it cannot begin, it does not append to"
             if file.joint is None:
@@ -332,7 +400,6 @@ class Journaling:
 
         length = sum(map(len, parts))
         file.appending.append(parts, ahead_bytes=min(4 * length, JOURNAL_AHEAD_BYTES), confirm=confirm)
-        file.appending.sync()
         file.steps += 1
         for act in content.acts:
             act.copies()
@@ -341,22 +408,10 @@ class Journaling:
     def end(self, *, wait: bool) -> None:
         """End the thread, once the steps under way are durable."""
         self._end_file()
-        if self._thread is not None:
-            self._thread.shutdown(wait=wait)
+        for thread in filter(None, (self._fingerprints, self._thread)):
+            thread.shutdown(wait=wait)
         if self._ranks is not None:
             self._ranks.end(wait=wait)
-
-
-def _own(content: StepContent, joint: Joint) -> StepContent:
-    """What this rank logs of a step: of the gradients that other ranks have as well, its share."""
-    acts = [
-        msgspec.structs.replace(
-            act, gradients=tuple(one for one in act.gradients if joint.logs(act.optimizer, one.parameter)),
-            compressed=tuple(one for one in act.compressed if joint.logs(act.optimizer, one.parameters[0][0])),
-        )
-        for act in content.acts
-    ]
-    return msgspec.structs.replace(content, acts=acts)
 
 
 def _create(store: Store, opening: Opening) -> Appending:
@@ -384,7 +439,7 @@ def _aligned(data: bytes) -> Sequence[memoryview]:
     return [memoryview(pages)]
 
 
-def _close(file: _File) -> None:
+def _close(file: File) -> None:
     if file.appending is not None:
         file.appending.close()
 

@@ -15,10 +15,10 @@ from flowstone.commit.read import encode_sections
 from flowstone.config import JOURNAL_VALUE_BYTES_MAX
 from flowstone.format.journal import OptimizerRow, SourceRow
 from flowstone.pipeline.journal_ranks import Stepped
-from flowstone.pipeline.journaling import Kept
+from flowstone.pipeline.journal_records import Kept
 from flowstone.stage.journal_frames import Source, bytes_at
 from flowstone.state import Described
-from flowstone.state.compressed import CompressedGradients, is_of
+from flowstone.state.compressed import CompressedGradients, is_of, sources_of
 from flowstone.state.stepped import (
     addresses_in_place,
     addresses_of,
@@ -63,6 +63,15 @@ class Known(msgspec.Struct):
     def unlogged(self) -> tuple[str, ...]:
         """Sections whose tensors and objects no step has: they do not follow from compressed gradients."""
         return tuple(section for section, source in self.sources.items() if not source.exact)
+
+    def other_sources(self, state: Mapping[str, object]) -> str:
+        """Why gradients of `state` are decompressed otherwise; "" if they are not."""
+        here = sources_of(state)
+        if not self.sources and not here:
+            return ""
+        same = {section: id(one) for section, one in here.items()}
+        changed = same != {section: id(one) for section, one in self.sources.items()}
+        return "what decompresses gradients has changed" if changed else ""
 
     def changed_values(self, described: Described) -> tuple[dict[str, Source], str]:
         """Copies of what no optimizer explains, and has changed, in host memory; and why that cannot be logged."""

@@ -55,6 +55,11 @@ class Captures:
         """That of the arena, about: it has whole blocks."""
         return default_budget_bytes() if self._budget_bytes is None else self._budget_bytes
 
+    @property
+    def left_bytes(self) -> int:
+        """What the arena has not taken of the budget."""
+        return self.budget_bytes - (0 if self._arena is None else self._arena.touched_bytes)
+
     @cached_property
     def preparation(self) -> Preparation:
         """How it was made ready for devices, or by `prepare`."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from flowstone.config import EngineOptions
+from flowstone.config import LAG_STEPS, EngineOptions
 from flowstone.pipeline.load_outcome import LoadOutcome
 from flowstone.ranks import RankGroup
 from flowstone.runtime.telling import Teller
@@ -38,13 +38,14 @@ class Shared(msgspec.Struct, frozen=True):
 
 
 class SaveOptions(msgspec.Struct, frozen=True):
-    """Options of a Checkpointer that only saves use."""
+    """Options of a Checkpointer that only saves use. `lag_steps`: with every_step."""
 
     budget_bytes: int | None
     saves_in_flight: int
     on_error: Literal["raise", "continue"]
     max_unsaved_steps: int | None
     quantize: tuple[Quantize, ...] = ()
+    lag_steps: int = LAG_STEPS
 
 
 def meeting_of(stores: Sequence[Store]) -> Callable[[RankGroup], None]:

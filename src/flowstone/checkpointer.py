@@ -51,8 +51,7 @@ class Checkpointer(TierVerbs):
     deadline_s         in a job of several ranks, how long they wait for the slowest of them
     every_step         each save is durable before the next returns, by a journal; a Replica: a process follows it, too
     recovery_s         with every_step: a checkpoint is saved once a load would take longer than that
-    lag_steps          with every_step: when `save` returns, so many steps at most are not durable yet, this one among
-                       them. With more than 1, one sync makes all durable that wait, as a slow store needs
+    lag_steps          with every_step: steps that may not be durable yet when `save` returns, this one among them
     rules              which tensors are saved with less precision than they have (Quantize); without a rule none is
     alone              this process saves and loads by itself, as in `if rank == 0: ckpt.save(...)`: whole tensors only
     on_event           is called with every event (see events.py), on the thread where it happens
@@ -73,8 +72,7 @@ class Checkpointer(TierVerbs):
         budget_bytes: int | None = None,
         on_error: Literal["raise", "continue"] = "raise",
         max_unsaved_steps: int | None = None,
-        engine: EngineOptions | None = None,
-        saves_in_flight: int = 2, deadline_s: float = DEADLINE_S,
+        engine: EngineOptions | None = None, saves_in_flight: int = 2, deadline_s: float = DEADLINE_S,
         every_step: bool | Replica = False, recovery_s: float = RECOVERY_S, lag_steps: int = LAG_STEPS,
         rules: Quantize | Sequence[Quantize] = (),
         alone: bool = False, on_event: OnEvent | None = None,

@@ -143,6 +143,7 @@ def upset(rank: int, path: str, what: str, lag_steps: int = 1, sync_s: float = 0
                     next(training.model.parameters()).mul_(1.0)  # not by its optimizer
             if is_upset and what == "full":
                 checkpointer.fence()
+                saves[-1].committed.exception()
                 resource.setrlimit(resource.RLIMIT_FSIZE, (8192, limits[1]))
             number = step + 1 if is_upset and what == "steps" else step
             saves.append(checkpointer.save(number, training.state(step)))

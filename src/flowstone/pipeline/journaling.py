@@ -240,7 +240,8 @@ class Journaling:
     def _fail(self, one: UnderWay, error: BaseException) -> None:
         """Nothing goes into the journal behind a step that is not in it."""
         self.broken = self.broken or str(error)
-        one.file.failed = one.step.step if one.file.failed is None else one.file.failed
+        failed = one.file.failed
+        one.file.failed = one.step.step if failed is None else min(failed, one.step.step)
 
     def _write_together(self, ranks: JournalRanks, one: UnderWay) -> None:
         """All ranks do the same in the same order, whether they have a frame or not; a failure of one is one of all."""
@@ -312,7 +313,7 @@ class Journaling:
         if failure is not None and not (one.is_asked and isinstance(failure, Exception)):
             raise failure
         words: Said | Exception
-        if file.failed not in (None, step.step):
+        if file.failed is not None and file.failed < step.step:
             one.is_behind = True
             words = Said(f"step {file.failed}, from which it goes on, is in no journal")
         elif failure is not None:

@@ -6,20 +6,37 @@ import os
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """What a process has said until its end. `status` None: it was still running at its limit, and was ended."""
+
+    status: int | None
+    out: str
+    error: str
 
 
 def run(
     command: Sequence[str], limit_s: float, *, cwd: Path | None = None, env: Mapping[str, str] | None = None
-) -> subprocess.CompletedProcess[str] | None:
-    """Run a command and keep what it says; None if it was still running after `limit_s`, and was ended."""
+) -> Done:
+    """Run a command for at most `limit_s`, and keep what it says."""
     with subprocess.Popen(
         command, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as process:
         try:
             out, error = process.communicate(timeout=limit_s)
+            return Done(process.returncode, out, error)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # its children too: they hold the pipes, and perhaps the GPU
-            process.communicate()
-            return None
-    return subprocess.CompletedProcess(command, process.returncode, out, error)
+            _end(process)
+            return Done(None, *process.communicate())
+        except BaseException:  # a stage that is ended: in a session of its own, this would outlive it
+            _end(process)
+            raise
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Its children too: they hold the pipes, and perhaps the GPU."""
+    os.killpg(process.pid, signal.SIGKILL)

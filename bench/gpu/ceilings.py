@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from bench import fio
 from bench.gpu.accelerator import MIB, Accelerator, Cuda, opened
-from bench.gpu.options import Options, emit, note, parse
+from bench.gpu.options import MEMORY, Options, emit, note, parse
 from bench.meter import cool
 from flowstone import _native
 from flowstone.stage.device import SideStream, side_stream
@@ -39,9 +39,12 @@ def main() -> None:
         if isinstance(device, Cuda):
             _completions(device)
         _pinning(device)
-    for place, where in ((options.scratch, "disk"), (Path("/dev/shm"), "tmpfs")):
-        size = 64 * MIB if options.simulate else 8192 * MIB
-        _file_system(place, where, size, by_fio=where == "disk" and not options.simulate)
+    for place, where in ((options.scratch, "disk"), (MEMORY, "tmpfs")):
+        size = 64 * MIB if options.simulate else min(8192 * MIB, shutil.disk_usage(place).free // 4 // MIB * MIB)
+        try:
+            _file_system(place, where, size, by_fio=where == "disk" and not options.simulate)
+        except OSError as error:  # a container's may be too small for anything, or not there
+            emit(f"{where}: not measured", str(error))
 
 
 def _copies(device: Accelerator, options: Options) -> None:
@@ -94,7 +97,9 @@ def _digests_agree(stream: SideStream, there: torch.Tensor, address: int) -> boo
 
 
 def _strided(device: Accelerator, options: Options) -> None:
-    """The kernel that puts strided memory in order, into pinned memory: by width of an element, and how they lie."""
+    """The kernels that put strided memory in order, into pinned memory, and that digest it: by width of an element, and
+    how they lie.
+    """
     side = 512 if options.simulate else 8192
     raw = device.tensor(torch.randint(0, 256, (side * side * 4,), dtype=torch.uint8))
     matrix = side, side
@@ -125,6 +130,25 @@ def _strided(device: Accelerator, options: Options) -> None:
         stream.native.synchronize()
         expected = tensor.cpu().contiguous().flatten().view(torch.uint8).numpy()
         emit(f"strided kernel, {name}: in order", bool(np.array_equal(found[:size], expected)))
+        _strided_digests(device, stream, name, memory.address, layout, expected)
+
+
+def _strided_digests(
+    device: Accelerator, stream: SideStream, name: str, address: int, layout: _native.GatherLayout,
+    expected: NDArray[np.uint8],
+) -> None:
+    """The kernel that digests the same memory where it lies. `expected`: its bytes in order."""
+    rows = *_rows(address, [len(expected)]), np.zeros(1, np.int64), (layout,)
+    digest = partial(stream.digest, *rows)
+    seconds = [_between(device, digest) for _ in range(4)][1:]
+    rate = len(expected) / 1e9 / median(seconds)
+    emit(f"strided digest kernel, {name}", rate, "GB/s", seconds=median(seconds))
+    found = digest()
+    stream.wait_current()
+    stream.native.synchronize()
+    parts = [expected[at : at + MIB] for at in range(0, len(expected), MIB)]
+    same = found is not None and found.digests().tolist() == [_native.xxh3_64(part) for part in parts]
+    emit(f"strided digest kernel, {name}: the host's digests", same)
 
 
 def _rows(address: int, sizes: list[int]) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import tempfile
-import xml.etree.ElementTree as ElementTree
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -19,7 +19,11 @@ CONFIGURATIONS: Mapping[str, Mapping[str, str]] = {
     "cudaMallocAsync": {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"},
     "one connection": {"CUDA_DEVICE_MAX_CONNECTIONS": "1"},
 }
-LIMIT_S = 34.0  # of one configuration: one that stands still leaves the others their time
+LIMITS_S = 70.0, 34.0
+"""Of the first configuration, which has the tests of several processes, and of each other one: one that stands still
+leaves the others their time.
+"""
+TEST_LIMIT_S = 20  # of one test: then its process ends, and says where each thread was
 SIMULATED = (
     "tests/test_device_memory.py", "tests/test_device_derived.py", "tests/test_device_strided.py", "-k",
     "stored_as_one_on_the_host or files_are_the_same_whoever_compares or is_that_of_the_same_on_the_host",
@@ -44,23 +48,33 @@ def tests(options: Options, *, ranks: bool) -> tuple[str, ...]:
 
 
 def _run(name: str, variables: Mapping[str, str], options: Options) -> None:
+    is_first = name == next(iter(CONFIGURATIONS))
+    limit_s = LIMITS_S[0 if is_first else 1]
     with tempfile.TemporaryDirectory(dir=options.scratch) as folder:
-        report = Path(folder) / "report.xml"
         command = [
-            sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"--junitxml={report}",
-            f"--basetemp={folder}/tests", *tests(options, ranks=name == next(iter(CONFIGURATIONS))),
+            sys.executable, "-m", "pytest", "-vv", "-p", "no:cacheprovider", f"--basetemp={folder}/tests",
+            "-o", f"faulthandler_timeout={TEST_LIMIT_S}", *tests(options, ranks=is_first),
         ]
-        done = bounded.run(command, LIMIT_S, cwd=ROOT, env={**os.environ, **variables})
-        if done is None:
-            emit(f"tests, {name}", f"stood still for {LIMIT_S:.0f} s")
-            return
-        note(f"== {name}\n{done.stdout}{done.stderr}")
-        if not report.exists():
-            emit(f"tests, {name}", f"pytest ended with {done.returncode}: {done.stderr.strip()[-300:]}")
-            return
-        cases = ElementTree.parse(report).getroot().iter("testcase")
-        outcome = {f"{case.get('classname')}::{case.get('name')}": {child.tag for child in case} for case in cases}
-    failed = [test for test, tags in outcome.items() if tags & {"failure", "error"}]
-    skipped = [test for test, tags in outcome.items() if "skipped" in tags]
-    passed = len(outcome) - len(failed) - len(skipped)
-    emit(f"tests, {name}: failed", len(failed), "", passed=passed, skipped=len(skipped), names=failed)
+        done = bounded.run(command, limit_s, cwd=ROOT, env={**os.environ, "PYTHONUNBUFFERED": "1", **variables})
+    note(f"== {name}\n{done.out}{done.error}")
+    outcome = outcomes(done.out)
+    failed = [test for test, how in outcome.items() if how in ("FAILED", "ERROR", "")]
+    counts = {how: sum(one == how.upper() for one in outcome.values()) for how in ("passed", "skipped")}
+    if done.status not in (0, 1):  # 1: some tests have failed
+        how = f"stood still for {limit_s:.0f} s" if done.status is None else f"pytest ended with {done.status}"
+        said = done.error.strip()[-300:] if not outcome else ""
+        emit(f"tests, {name}", f"{how}: {said}" if said else how, "", **counts, names=failed)
+        return
+    emit(f"tests, {name}: failed", len(failed), "", **counts, names=failed)
+
+
+_TEST = re.compile(r"^(tests/\S+?::.+?)(?: (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b.*)?$")
+
+
+def outcomes(said: str) -> dict[str, str]:
+    """How each test ended, as pytest says while it runs; "": it had begun, and had not ended."""
+    found: dict[str, str] = {}
+    for line in said.splitlines():
+        if (match := _TEST.match(line)) is not None:
+            found[match[1].strip()] = match[2] or found.get(match[1].strip(), "")
+    return found

@@ -25,6 +25,7 @@ def main() -> None:
     emit("python", sys.version.split()[0])
     emit("torch", torch.__version__)
     emit("flowstone", fs.__version__)
+    emit("flowstone is at", str(Path(fs.__file__).parent))
     emit("free disk", shutil.disk_usage(options.scratch).free / 1e9, "GB")
     emit("NUMA nodes", len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))))
     emit("locked memory", _limit_of_locked_memory())

@@ -125,8 +125,7 @@ def _left(end: float) -> float:
 
 
 def _command(name: str, options: Options) -> list[str]:
-    command = [sys.executable, "-m", "bench.gpu.stage", "faults", "--case", name, "--scratch", str(options.scratch)]
-    return [*command, "--simulate"] if options.simulate else command
+    return [sys.executable, "-m", "bench.gpu.stage", "faults", "--case", name, *options.words()]
 
 
 def _judge(name: str, options: Options, log: TextIO, end: float) -> Row:
@@ -135,18 +134,18 @@ def _judge(name: str, options: Options, log: TextIO, end: float) -> Row:
         return {"value": "not run: the cases before took all the time", "passed": False}
     shutil.rmtree(_store(options), ignore_errors=True)
     done = bounded.run(_command(name, options), limit_s)
-    if done is None:
+    print(f"== {name}\n{done.out}{done.error}", file=log, flush=True)
+    if done.status is None:
         return {"value": f"stood still for {limit_s:.0f} s", "passed": False}
-    print(f"== {name}\n{done.stdout}{done.stderr}", file=log, flush=True)
-    if done.returncode != 0:
-        return {"value": f"ended with {done.returncode}: {done.stderr.strip()[-300:]}", "passed": False}
+    if done.status != 0:
+        return {"value": f"ended with {done.status}: {done.error.strip()[-300:]}", "passed": False}
     try:
         newest = fs.open(_store(options))
         newest.verify()
     except fs.FlowstoneError as error:
         return {"value": f"{type(error).__name__}: {error}"[:300], "passed": False}
     passed = newest.step == CASES[name].newest
-    return {"value": f"step {newest.step} is there and whole", "passed": passed, "told": done.stdout.strip()}
+    return {"value": f"step {newest.step} is there and whole", "passed": passed, "told": done.out.strip()}
 
 
 def _sanitizer(options: Options, log: TextIO, end: float) -> Row:
@@ -160,8 +159,8 @@ def _sanitizer(options: Options, log: TextIO, end: float) -> Row:
     shutil.rmtree(_store(options), ignore_errors=True)
     command = [tool, "--tool", "memcheck", "--error-exitcode", "9", *_command("full device", options)]
     done = bounded.run(command, limit_s)
-    if done is None:
+    print(f"== sanitizer\n{done.out}{done.error}", file=log, flush=True)
+    if done.status is None:
         return {"value": f"skipped: did not end within {limit_s:.0f} s"}
-    print(f"== sanitizer\n{done.stdout}{done.stderr}", file=log, flush=True)
-    summary = [line for line in done.stdout.splitlines() if "ERROR SUMMARY" in line]
-    return {"value": " ".join(summary) or f"ended with {done.returncode}", "passed": done.returncode == 0}
+    summary = [line for line in done.out.splitlines() if "ERROR SUMMARY" in line]
+    return {"value": " ".join(summary) or f"ended with {done.status}", "passed": done.status == 0}

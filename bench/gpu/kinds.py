@@ -1,6 +1,7 @@
 """Stage "kinds": states that take a way of their own: replicas, working copies with their masters, strided memory.
 
-Stores are in memory, so that many saves are durable soon. Replicas have two ranks, both on the one device.
+Stores are in memory, where that has room, so that many saves are durable soon. Replicas have two ranks, both on the
+one device.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 import flowstone as fs
 from bench.gpu.accelerator import MIB, Accelerator, opened
 from bench.gpu.loop import Told
-from bench.gpu.options import Options, emit, parse
+from bench.gpu.options import CHECKPOINTS_MAX, Options, emit, parse
 from flowstone.config import Compress, Watch
 
 RANKS, SAVES = 2, 5  # the first save of each Checkpointer counts for nothing
@@ -73,11 +74,15 @@ def _opened(
     """`folder`: of a store of several ranks, which one of them removes."""
     told, engine = Told(), fs.EngineOptions(watch=watch, compress=compress)
     budget = options.kind_bytes * 2 + 64 * MIB  # so that a fence waits for no disk
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as shm, fs.Checkpointer(
+    with tempfile.TemporaryDirectory(dir=_memory(options)) as shm, fs.Checkpointer(
         folder or Path(shm) / "run", keep=1, budget_bytes=budget, on_event=told.seen.append, on_error="continue",
         max_unsaved_steps=None, engine=engine,
     ) as saver:
         yield saver, told
+
+
+def _memory(options: Options) -> Path:
+    return options.in_memory(options.kind_bytes * CHECKPOINTS_MAX)
 
 
 def _size(state: State) -> int:
@@ -156,7 +161,7 @@ def _longer(device: Accelerator, saver: fs.Checkpointer, state: State, seconds: 
 
 def _ranks(options: Options) -> None:
     context = multiprocessing.get_context("fork")
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as shm:
+    with tempfile.TemporaryDirectory(dir=_memory(options)) as shm:
         ranks = [context.Process(target=_rank, args=(rank, Path(shm), options)) for rank in range(RANKS)]
         end = perf_counter() + RANKS_LIMIT_S
         for one in ranks:

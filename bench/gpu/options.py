@@ -4,12 +4,30 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 Row = dict[str, object]
 """One result: "what", "value", "unit", and whatever else there is to say."""
+
+STATE_BYTES = 20_000_000_000
+"""Of the state whose saves are measured, where there is room and time for it."""
+CHECKPOINTS_MAX = 4  # of that size at one time: the newest, one in the making, one that is being removed; and some room
+SAVE_S = 8.0  # and so long to write it, at most: a stage writes a few of them
+MEMORY = Path("/dev/shm")
+
+
+def state_bytes_max(scratch: Path, disk_gb_per_s: float | None) -> int:
+    """As large a state as the disk and the machine's memory have room for, and as the disk writes in time.
+
+    disk_gb_per_s  None: not measured
+    """
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    room = min(STATE_BYTES, shutil.disk_usage(scratch).free // CHECKPOINTS_MAX, memory // CHECKPOINTS_MAX)
+    return room if disk_gb_per_s is None else min(room, int(disk_gb_per_s * 1e9 * SAVE_S))
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,15 +36,27 @@ class Options:
 
     simulate  on the simulated device, and small
     scratch   a directory on the disk that is measured; each stage has a new folder there
+    state_bytes_max  for the state whose saves are measured
     """
 
     simulate: bool
     scratch: Path
+    state_bytes_max: int = STATE_BYTES
+
+    def words(self) -> list[str]:
+        """For the command of a process that is to have the same."""
+        words = ["--scratch", str(self.scratch), "--state-bytes-max", str(self.state_bytes_max)]
+        return [*words, "--simulate"] if self.simulate else words
 
     @property
     def state_bytes(self) -> int:
         """Of the state whose saves are measured."""
-        return 24_000_000 if self.simulate else 20_000_000_000
+        return 24_000_000 if self.simulate else self.state_bytes_max
+
+    def in_memory(self, size: int) -> Path:
+        """Where a store of `size` bytes is in memory; on the disk, where that has no room, as in most containers."""
+        has_room = MEMORY.is_dir() and shutil.disk_usage(MEMORY).free >= size
+        return MEMORY if has_room else self.scratch
 
     @property
     def tensors(self) -> int:
@@ -52,8 +82,9 @@ def parse(argv: list[str] | None = None) -> Options:
     parser = argparse.ArgumentParser()
     parser.add_argument("--simulate", action="store_true")
     parser.add_argument("--scratch", type=Path, required=True)
+    parser.add_argument("--state-bytes-max", type=int, default=STATE_BYTES)
     found = parser.parse_args(argv)
-    return Options(found.simulate, found.scratch)
+    return Options(found.simulate, found.scratch, found.state_bytes_max)
 
 
 def emit(what: str, value: float | str | bool | None, unit: str = "", **more: object) -> None:

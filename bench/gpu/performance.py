@@ -1,4 +1,4 @@
-"""Stage "performance": saves and loads of a state of 20 GB in 900 tensors, beside matrix products."""
+"""Stage "performance": saves and loads of 900 tensors beside matrix products: of 20 GB, or what there is room for."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 import flowstone as fs
 from bench.gpu.accelerator import MIB, Accelerator, opened
 from bench.gpu.loop import Loop, Told, folder, train
-from bench.gpu.options import Options, emit, parse
+from bench.gpu.options import CHECKPOINTS_MAX, Options, emit, parse
 from bench.meter import Meter, cool, files_below
 from flowstone.config import Watch
 
@@ -70,12 +70,14 @@ def _usual(loop: Loop) -> Usual:
 
 
 def _blocked(loop: Loop, saves: int, usual: Usual, *, watch: Watch = "auto", named: str = "") -> None:
-    """Into memory, so that many saves are durable soon: what `save` blocks, what the fence and the optimizer wait.
+    """Into memory, where that has room, so that many saves are durable soon: what `save` blocks, what the fence and the
+    optimizer wait.
 
     Nothing but the optimizer changes the state, so a save that fails is a false alarm.
     """
     told, steps, engine = Told(), saves * 2, fs.EngineOptions(watch=watch)
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as shm, fs.Checkpointer(
+    memory = loop.options.in_memory(loop.bytes * CHECKPOINTS_MAX)
+    with tempfile.TemporaryDirectory(dir=memory) as shm, fs.Checkpointer(
         Path(shm) / "run", keep=1, on_event=told.seen.append, on_error="continue", max_unsaved_steps=None,
         engine=engine,
     ) as checkpointer:

@@ -26,7 +26,7 @@ SAVES = 3
 def main() -> None:
     options = parse()
     with opened(options) as device:
-        loop = Loop(device, options, options.state_bytes // 4)
+        loop = Loop(device, options, options.state_bytes // 8)
         ways: dict[str, Callable[[], None]] = {
             "flowstone": lambda: _flowstone(loop, options),
             "torch.save": lambda: _torch_save(loop, options),

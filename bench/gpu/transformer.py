@@ -1,4 +1,6 @@
-"""Stage "transformer": a real one of a billion parameters, trained with a save every ten steps, and resumed."""
+"""Stage "transformer": a real one of a billion parameters, or as many as the disk has room for, trained with a save
+every ten steps, and resumed.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +21,8 @@ EVERY, STEPS = 10, 40
 def build(options: Options) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
     """The model on the host, its input, and what it is to give."""
     width, layers, length = (64, 2, 16) if options.simulate else (2048, 20, 512)
+    if not options.simulate:  # three numbers of four bytes for each of a layer's 12 width^2 parameters
+        layers = max(1, min(layers, options.state_bytes // (12 * 12 * width**2)))
     layer = nn.TransformerEncoderLayer(
         width, max(1, width // 128), dim_feedforward=4 * width, dropout=0.0, batch_first=True, norm_first=True
     )
@@ -53,7 +57,7 @@ def main() -> None:
         told, where = Told(), folder(options, "transformer")
         usual = _seconds(device, step, EVERY)
         with fs.Checkpointer(
-            where, keep=2, on_event=told.seen.append, on_error="continue", max_unsaved_steps=None
+            where, keep=1, on_event=told.seen.append, on_error="continue", max_unsaved_steps=None
         ) as checkpointer:
             blocked, begin = [], perf_counter()
             for number in range(1, STEPS + 1):

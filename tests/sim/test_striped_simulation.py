@@ -1,5 +1,5 @@
-"""The scenarios of docs/ORDERING.md over two paths of a simulated disk: cut off, refused and without power at each
-change of either path, the promises hold; and no path keeps segments that no checkpoint names.
+"""The scenarios of docs/ORDERING.md over two and three paths of a simulated disk: cut off, refused and without power at
+each change of any path, the promises hold; and no path keeps segments that no checkpoint names.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from flowstone.store.local import LocalStore
 from flowstone.store.striped.store import StripedStore
 from flowstone.store.system import System
 
-OTHER = Path("other/gpt")  # in the sandbox: the second path
+OTHERS = Path("other/gpt"), Path("third/gpt")  # in the sandbox: the further paths
 
 # Seeds of some changes, as test_crash.py has them for scenarios whose parts others play.
 SEEDS: dict[str, Seeds] = {
@@ -33,14 +33,26 @@ SEEDS: dict[str, Seeds] = {
 SOAK_SEEDS: dict[str, Seeds] = {
     "power": lambda at: range(24), "kill": lambda at: range(4), "error": lambda at: range(4),
 }
+THREE_SEEDS: dict[str, Seeds] = {
+    "power": lambda at: (0, 3 + at) if at % 4 == 0 else (), "kill": lambda at: (0,) if at % 4 == 1 else (),
+    "error": lambda at: (at % 4,) if at % 2 == 0 else (),
+}
 PLAYED = ["first_save", "second_save", "retention", "rewind"]
 
 
 class WatchedStriped(Watching, StripedStore):
+    further, given = OTHERS[:1], (None, None)  # paths and weights
+
     def __init__(self, root: Path, options: EngineOptions, system: System) -> None:
-        other = root.parent.parent / OTHER
-        super().__init__([LocalStore(root, options, system), LocalStore(other, options, system)], now=lambda: 0.0)
+        paths = [root, *(root.parent.parent / other for other in self.further)]
+        super().__init__([LocalStore(path, options, system) for path in paths], self.given, now=lambda: 0.0)
         self.options = options
+
+
+class WatchedThree(WatchedStriped):
+    """What the second path refuses goes to the third, and the other way."""
+
+    further, given = OTHERS, (0.0, 1.0, 1.0)
 
 
 @pytest.fixture(autouse=True)
@@ -55,8 +67,8 @@ def _two_paths(monkeypatch: pytest.MonkeyPatch) -> None:
     told_of: Callable[..., None] = sim_cases._check_told
 
     def check_told(told: Exception | None, hurt: Any, disk: Any) -> None:
-        if told is not None or hurt.store.paths()[1].is_usable:
-            told_of(told, hurt, disk)  # else the first path has taken what the other one refused
+        if told is not None or all(path.is_usable for path in hurt.store.paths().values()):
+            told_of(told, hurt, disk)  # else another path has taken what one refused
 
     monkeypatch.setattr(sim_cases, "_check_told", check_told)
     monkeypatch.setattr(sim_world, "WatchedStore", WatchedStriped)
@@ -64,9 +76,10 @@ def _two_paths(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _check_paths(sandbox: Path) -> None:
-    store = WatchedStriped(sandbox / STORE, EngineOptions(), System())
-    named = {store.segments_of(name) for name in os.listdir(sandbox / STORE)}
-    there = {name for name in os.listdir(sandbox / OTHER) if name.startswith("segments-")}
+    store = sim_world.WatchedStore(sandbox / STORE, EngineOptions(), System())  # type: ignore[arg-type]
+    named = {store.segments_of(name) for name in os.listdir(sandbox / STORE)}  # type: ignore[attr-defined]
+    paths = [sandbox / other for other in OTHERS if (sandbox / other).exists()]
+    there = {name for path in paths for name in os.listdir(path) if name.startswith("segments-")}
     store.close()
     assert there <= named, f"no checkpoint names {there - named}"
 
@@ -87,6 +100,15 @@ def test_previous_or_new_step_survives_on_two_paths(name: str, mode: str, scratc
     _run(name, mode, SEEDS[mode], scratch)
 
 
+@pytest.mark.parametrize("mode", ["power", "kill", "error"])
+@pytest.mark.parametrize("name", ["first_save", "second_save", "retention"])
+def test_previous_or_new_step_survives_on_three_paths_one_of_which_refuses(
+    name: str, mode: str, scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sim_world, "WatchedStore", WatchedThree)
+    _run(name, mode, THREE_SEEDS[mode], scratch)
+
+
 def test_segments_that_a_killed_writer_removed_are_gone_before_the_manifest_that_names_them(scratch: Path) -> None:
     """Found by `make soak`: after a power loss they were back, and no checkpoint named them."""
     simulation = Simulation([one.name for one in SCENARIOS].index("retention"), scratch)
@@ -99,4 +121,14 @@ def test_segments_that_a_killed_writer_removed_are_gone_before_the_manifest_that
 @pytest.mark.parametrize("mode", ["power", "kill", "error"])
 @pytest.mark.parametrize("name", [*PLAYED, "deltas", "sweep", "life", "deltas_resumed", "team_first_save", "team_life"])
 def test_previous_or_new_step_survives_on_two_paths_many_seeds(name: str, mode: str, scratch: Path) -> None:
+    _run(name, mode, SOAK_SEEDS[mode], scratch)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("mode", ["power", "kill", "error"])
+@pytest.mark.parametrize("name", [*PLAYED, "deltas", "sweep", "life"])
+def test_previous_or_new_step_survives_on_three_paths_many_seeds(
+    name: str, mode: str, scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sim_world, "WatchedStore", WatchedThree)
     _run(name, mode, SOAK_SEEDS[mode], scratch)

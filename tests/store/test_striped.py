@@ -319,6 +319,47 @@ def test_a_third_path_is_noted_and_the_first_two_stay(two: Two, tmp_path: Path) 
     assert loads(two.first, 3) == 3
 
 
+@pytest.mark.parametrize(("verb", "code"), [("write", errno.EROFS), ("reserve", errno.ENOSPC), ("end", errno.EIO)])
+def test_of_three_paths_what_one_refuses_is_on_another_by_their_weights(
+    two: Two, tmp_path: Path, verb: str, code: int
+) -> None:
+    broken = {"now": True}
+
+    def before(found: str, path: str) -> FlowstoneError | None:
+        return refusal(code) if found == verb and broken["now"] and (verb != "write" or "rank" in path) else None
+
+    third = tmp_path / "three" / "gpt"
+    paths = [LocalStore(two.first, ENGINE), Faulty(LocalStore(two.second, ENGINE), before), LocalStore(third, ENGINE)]
+    store = StripedStore(paths, [0.0, 1.0, 1.0], now=lambda: two.time)
+    with fs.Checkpointer(store, engine=ENGINE, keep=1) as checkpointer:
+        checkpointer.save(1, state(1)).committed.result()
+        assert two.segments(1) == ([], [])
+        assert sorted(at.name[-17:] for at in third.glob("segments-00000001-*/*")) == [
+            "path1.safetensors", "path2.safetensors"
+        ]
+        assert loads(two.first, 1) == 1
+        assert fs.open(two.first, 1).verify().sound
+        broken["now"], two.time = False, 10.0
+        checkpointer.save(2, state(2)).committed.result()
+        assert two.segments(2)[1]
+        checkpointer._saves.sole_writer.drain()
+        assert not list(third.glob("segments-00000001-*"))
+    assert loads(two.first, 2) == 2
+
+
+def test_a_path_that_was_noted_on_its_own_side_alone_keeps_its_number_and_a_new_one_gets_another(
+    two: Two, tmp_path: Path
+) -> None:
+    """Found by simulation: after a job that was killed in between, the new path was taken for the same one."""
+    third = tmp_path / "three" / "gpt"
+    saved(fs.Striped([two.first, two.second], engine=ENGINE), 1)
+    (two.first / "path-1.json").unlink()
+    saved(fs.Striped([two.first, two.second, third], engine=ENGINE), 2)
+    assert two.segments(2)[1]
+    assert list(third.rglob("*-path2.safetensors"))
+    assert loads(two.first, 2) == 2
+
+
 @pytest.mark.parametrize(("paths", "weight", "what"), [
     (["a", "a"], None, "twice"), ([], None, "list"), ("a", None, "list"), (["a", "b"], [1], "1 weights for 2"),
     (["a", "b"], [0, 0], "no shares"), (["a", "b"], [-1, 1], "no shares"), ([MemoryStore(), "b"], None, "one path of"),

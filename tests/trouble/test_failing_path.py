@@ -12,6 +12,9 @@ from torch import nn
 
 import flowstone as fs
 from flowstone.config import MIB, EngineOptions
+from flowstone.store.local import LocalStore
+from flowstone.store.striped.store import StripedStore
+from flowstone.store.striped.writing import other_path
 
 ENGINE = EngineOptions(request_bytes=2 * MIB, queue_depth=2)
 
@@ -92,3 +95,45 @@ def test_segments_without_room_move_while_training_goes_on(disk: FaultyDisk, tmp
     with fs.Checkpointer(first) as checkpointer:
         checkpointer.load({"model": model}, step=3)
     assert all(torch.equal(kept[name], tensor) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("trouble", [
+    Trouble("write", errno.EIO, name="rank", spared=2), Trouble("fsync", errno.EIO, name="rank"),
+    Trouble("fallocate", errno.ENOSPC, name="rank"),
+], ids=lambda trouble: f"{trouble.operation}-{errno.errorcode[trouble.error]}")
+def test_of_three_paths_what_one_refuses_goes_to_the_others_by_weight(
+    disk: FaultyDisk, tmp_path: Path, trouble: Trouble
+) -> None:
+    first, third = tmp_path / "one", tmp_path / "three"
+
+    def there(step: int) -> set[str]:
+        """For which paths the third one has segments."""
+        return {at.stem.rpartition("-")[2] for at in third.glob(f"segments-{step:08d}-*/*")}
+
+    store = fs.Striped([first, disk.path / "two", third], weights=[0, 1, 1], engine=ENGINE)
+    with fs.Checkpointer(store, engine=ENGINE, keep=2) as checkpointer:
+        checkpointer.save(1, {**state(2), "step": 1}).committed.result()
+        assert there(1) == {"path2"}
+        disk.befall(trouble)
+        checkpointer.save(2, state(2)).committed.result()
+        assert sum(disk.befall().values()) > 0
+        assert not moved(first, 2), "its weight is 0"
+        assert there(2) == {"path1", "path2"}
+        assert is_loaded(first, 2)
+        checkpointer.save(3, {**state(2), "step": 3}).committed.result()  # it links what stayed equal, where it is
+        assert there(3) == {"path1", "path2"}
+        checkpointer.save(4, state(4)).committed.result()
+        checkpointer._saves.sole_writer.drain()
+        assert not there(1)
+        assert not there(2), "retention removes it there, too"
+    assert fs.open(first, step=3).verify().sound
+    assert is_loaded(first, 4)
+
+
+def test_segments_of_several_ranks_come_to_all_other_paths(tmp_path: Path) -> None:
+    """Which one is drawn by a segment's name: as often as its path's weight says."""
+    paths = [LocalStore(tmp_path / name) for name in ("one", "two", "three", "four")]
+    store = StripedStore(paths, [1.0, 0.0, 3.0, 4.0])
+    found = [other_path(store, f"step-00000001/rank-{rank:05d}.0001-path1.safetensors", 1) for rank in range(800)]
+    for number, wanted in ((0, 100), (1, 0), (2, 300), (3, 400)):
+        assert abs(found.count(number) - wanted) < 60, (number, found.count(number))

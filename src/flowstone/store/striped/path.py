@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from flowstone.config import PATH_RETRY_S, PATH_RETRY_S_MAX, PATH_SAMPLE_BYTES, PATH_SHARE_MIN, Direction, Watch
+from flowstone.config import PATH_RETRY_S, PATH_RETRY_S_MAX, PATH_SAMPLE_BYTES, PATH_SHARE_MIN, Direction, Share, Watch
 from flowstone.errors import FlowstoneError
 from flowstone.log import log
 from flowstone.store.base import Store
@@ -85,6 +85,7 @@ class Striping(Protocol):
     def place(self, path: str, *, is_new: bool = False) -> tuple[int, str]: ...
     def made(self, path: str, number: int) -> None: ...
     def brought(self, path: str, number: int) -> None: ...
+    def shares(self) -> tuple[Share, ...]: ...
     def sync_segments(self, directory: str, of: int | None = None) -> None: ...
     def measure(
         self, before: Sequence[tuple[int, float]], after: Sequence[tuple[int, float]], of: Sequence[int]

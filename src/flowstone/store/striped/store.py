@@ -101,9 +101,10 @@ class StripedStore:
         by_location = {note.location: number for number, note in noted.items()}
         identity = notes.identity_of(self._first)
         found = {0: StripedPath(0, self._first, self._listed[0][1], self._now)}
-        free = max(noted, default=0)
-        for store, weight in self._listed[1:]:
-            own = notes.own_note(self._first, store, identity)
+        listed = [(store, weight, notes.own_note(self._first, store, identity)) for store, weight in self._listed[1:]]
+        # A job that was killed may have noted a path there, and not here yet.
+        free = max([*noted, *(own.path for _, _, own in listed if own is not None)], default=0)
+        for store, weight, own in listed:
             known = own.path if own is not None else by_location.get(store.location)
             if known is None:
                 free = known = free + 1
@@ -136,15 +137,25 @@ class StripedStore:
     def place(self, path: str, *, is_new: bool = False) -> tuple[int, str]:
         """The number of the path on which a file lies, and its name there. `is_new`: it is about to be made.
 
-        A segment that is in the checkpoint's own directory is taken from there: its path had failed when it was made.
+        A segment that is in the checkpoint's own directory, or on another path, is taken from there: its path had
+        failed when it was made.
         """
         directory, _, name = path.rpartition("/")
         number = path_of(name)
-        if number and number in self.paths() and (is_new or not self._first.exists(path)):
-            segments = self.segments_of(directory)
-            if segments is not None:
-                return number, f"{segments}/{name}"
-        return 0, path
+        if not number or (not is_new and self._first.exists(path)):
+            return 0, path
+        segments = self.segments_of(directory)
+        there = f"{segments}/{name}"
+        holder = number if is_new or segments is None else self._holder(number, there)
+        return (0, path) if segments is None or holder not in self.paths() else (holder, there)
+
+    def _holder(self, number: int, there: str) -> int:
+        """The further path that has a segment: its own, unless another one has taken it. That one is looked at first:
+        what its own has kept of it, or has back after a loss of power, may be a part.
+        """
+        others = (one for other, one in sorted(self.paths().items()) if other not in (0, number))
+        taken = (one.number for one in others if one.store.capabilities.directory_sync and _has(one.store, there))
+        return next(taken, number)
 
     def segments_of(self, directory: str) -> str | None:
         """Where further paths have the segments of a checkpoint or draft; None if the directory is neither."""
@@ -319,7 +330,7 @@ class StripedStore:
             self._unsynced.setdefault(path.rpartition("/")[0], set()).add(number)
 
     def brought(self, path: str, number: int) -> None:
-        """What was made on a path is on the first one now."""
+        """What was made on a path is on another one now, durably."""
         self._unsynced.get(path.rpartition("/")[0], set()).discard(number)
 
     def sync_segments(self, directory: str, of: int | None = None) -> None:
@@ -332,7 +343,7 @@ class StripedStore:
             if store.capabilities.needs_sync:
                 store.sync_directory(segments)
                 store.sync_directory()
-            self._unsynced[directory].discard(number)
+            self._unsynced.get(directory, set()).discard(number)  # another thread may have synced the same path
         if not self._unsynced.get(directory):
             self._unsynced.pop(directory, None)
 
@@ -461,3 +472,10 @@ class StripedStore:
     def forget(self) -> None:
         """In a forked child: the threads are gone; if one of them held the lock, it stays locked, so replace it."""
         self._guard, self._engines = Lock(), {}
+
+
+def _has(store: Store, path: str) -> bool:
+    try:
+        return store.exists(path)
+    except StorageError:
+        return False  # safe: a reader that finds it nowhere asks its own path, and is told

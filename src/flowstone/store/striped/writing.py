@@ -42,9 +42,9 @@ class _Part(msgspec.Struct, eq=False):
 class StripedWriting(ReservingWriting):
     """Segments of one save. Starts at once; raises if the first path refuses to create its own.
 
-    What another path refuses goes to the first one: segments that cannot be made or get no room, before a byte of them
-    is written; what fails later, from the blocks that have it, and what is there already is read back and compared with
-    the digests. Only where it does not come back does the save fail.
+    What another path refuses goes to one of those that are left: segments that cannot be made or get no room, before a
+    byte of them is written; what fails later, from the blocks that have it, and what is there already is read back and
+    compared with the digests. Only where it does not come back does the save fail.
     """
 
     def __init__(
@@ -57,7 +57,8 @@ class StripedWriting(ReservingWriting):
         self._settings = store.settings("write")
         self._watch = store.watch
         self._moving = Lock()  # held while segments move; guards the next
-        self._instead: dict[int, OpenSegments] = {}  # on the first path, by the number of a segment that moves
+        self._instead: dict[int, OpenSegments] = {}  # on another path, by the number of a segment that moves
+        self._targets: dict[int, StripedPath] = {}  # that path
         self._causes: dict[int, FlowstoneError] = {}  # why they move
         self._unwritten: set[int] = set()  # segments of which the failed path has no byte
         self._parts: list[_Part] = []
@@ -119,9 +120,33 @@ class StripedWriting(ReservingWriting):
                     self._parts.pop().opened.close()
                     self._remove(numbers)
                 refused += numbers
-        self._parts.append(self._part(self._store.paths()[0], sorted([*by_path.get(0, ()), *refused])))
+        rest = self._open_elsewhere(refused, reserved=reserved)
+        self._parts.append(self._part(self._store.paths()[0], sorted([*by_path.get(0, ()), *rest])))
         if reserved:
             self._parts[-1].opened.reserve()
+
+    def _open_elsewhere(self, refused: Sequence[int], *, reserved: bool) -> list[int]:
+        """Create segments of paths that have failed on those that are left; what is left for the first path."""
+        chosen: dict[int, list[int]] = {}
+        for number in refused:
+            own = self._store.place(self._plans[number].path, is_new=True)[0]
+            chosen.setdefault(other_path(self._store, self._plans[number].path, own), []).append(number)
+        rest = chosen.pop(0, [])
+        for of_path, numbers in chosen.items():
+            path = self._store.paths()[of_path]
+            try:
+                self._parts.append(self._part(path, numbers))
+                if reserved:
+                    self._parts[-1].opened.reserve()
+            except StorageError as error:
+                if error.errno == errno.EEXIST:
+                    raise
+                path.failed(error)
+                if self._parts and self._parts[-1].path is path and self._parts[-1].numbers is numbers:
+                    self._parts.pop().opened.close()
+                    self._remove(numbers, of_path)
+                rest += numbers
+        return rest
 
     def _part(self, path: StripedPath, numbers: list[int]) -> _Part:
         opened = path.store.open_segments(
@@ -139,12 +164,12 @@ class StripedWriting(ReservingWriting):
             return file
         return msgspec.structs.replace(file, path=self._store.place(file.path, is_new=True)[1])
 
-    def _remove(self, numbers: Sequence[int]) -> None:
-        """Remove what a path has of segments that are on the first one now; it may refuse."""
+    def _remove(self, numbers: Sequence[int], of_path: int | None = None) -> None:
+        """Remove what a path (None: that of its name) has of segments that are on another one now; it may refuse."""
         for number in numbers:
-            of_path, there = self._store.place(self._plans[number].path, is_new=True)
+            own, there = self._store.place(self._plans[number].path, is_new=True)
             try:
-                self._store.paths()[of_path].store.remove(there)
+                self._store.paths()[own if of_path is None else of_path].store.remove(there)
             except FlowstoneError:
                 continue  # safe: nothing refers to it, and it goes with the checkpoint
 
@@ -168,18 +193,40 @@ class StripedWriting(ReservingWriting):
     # What a path refuses
 
     def _move(self, part: _Part, number: int, cause: FlowstoneError) -> None:
-        """From now on a segment's bytes go into a file on the first path. Raises StorageError if that has no room."""
-        file = self._plans[number]
-        first = self._store.paths()[0].store
-        opened = first.open_segments([file], self._arena, of_path=len(self._parts) - 1, may_move=False)
-        try:
-            opened.reserve()
-        except BaseException:
-            opened.close()
-            first.remove(file.path)
-            raise
-        self._causes[number], self._instead[number] = cause, opened
+        """From now on a segment's bytes go into a file on another path. Raises StorageError if the first path, which is
+        asked last, has no room either.
+        """
+        opened = self._open_instead(part, number)
+        self._causes[number] = cause
         self._engine.move(part.native(number), opened.natives[0])
+
+    def _open_instead(self, part: _Part, number: int) -> OpenSegments:
+        """Create the file that a segment moves into, with its room. From further path to further path it moves once: a
+        reader that finds it beside the first path, and beside its own, takes that.
+        """
+        queues = {one.path.number: at for at, one in enumerate(self._parts)}  # of paths that this save writes
+        path = self._plans[number].path
+        is_own = self._store.place(path, is_new=True)[0] == part.path.number
+        chosen = other_path(self._store, path, part.path.number) if is_own else 0
+        for of_path in (chosen, 0) if chosen in queues and chosen else (0,):
+            target = self._store.paths()[of_path]
+            file = self._planned(number, of_path)
+            try:
+                opened = target.store.open_segments([file], self._arena, of_path=queues[of_path], may_move=False)
+                try:
+                    opened.reserve()
+                except BaseException:
+                    opened.close()
+                    target.store.remove(file.path)
+                    raise
+            except StorageError as error:
+                if not of_path:
+                    raise
+                target.failed(error)
+                continue
+            self._instead[number], self._targets[number] = opened, target
+            return opened
+        raise AssertionError("the first path has been asked")
 
     def _look(self) -> None:
         """Move the segments whose writes have failed, or let them fail where that is impossible too."""
@@ -202,7 +249,7 @@ class StripedWriting(ReservingWriting):
                         self._engine.refuse(part.native(number))
                         raise
         except FlowstoneError as error:
-            log.warning("%s cannot take what another path has refused: %s", self._store.location, error)
+            log.warning("%s cannot take what a path has refused: %s", self._store.location, error)
         finally:
             self._moving.release()
 
@@ -264,7 +311,7 @@ class StripedWriting(ReservingWriting):
     # Durable
 
     def _make_durable(self) -> FlowstoneError | None:
-        """Sync all paths at once; what one of them cannot make durable is brought to the first one."""
+        """Sync all paths at once; what one of them cannot make durable is brought to another one."""
         ends = self._ends()
         with ThreadPoolExecutor(len(self._parts), thread_name_prefix="flowstone-path") as threads:
             found = list(threads.map(lambda part: self._end(part, ends), self._parts))
@@ -297,20 +344,19 @@ class StripedWriting(ReservingWriting):
                 self._store.sync_segments(directory, of=part.path.number)
 
     def _bring_all(self, part: _Part, ends: Sequence[int], cause: FlowstoneError | None) -> FlowstoneError | None:
-        """Bring a failed path's segments to the first one."""
-        first = self._store.paths()[0].store
+        """Bring a failed path's segments to others."""
         for number in part.numbers:
             try:
                 if number not in self._instead:
-                    opened = first.open_segments([self._plans[number]], self._arena, of_path=0, may_move=False)
-                    self._instead[number] = opened
-                    opened.reserve()
+                    self._open_instead(part, number)
                 moved = self._engine.forget(part.native(number)) if number in self._causes else []
                 if number not in self._unwritten:
                     self._bring(part, number, ends[number], moved)
                 error = self._instead[number].end(self._job, [ends[number]])
                 if error is None:
                     error = self._check(number)
+                if error is None:
+                    self._sync_target(number)
             except OSError as refusal:
                 error = explain(part.path.root, "read back", refusal.errno or 0, part.native(number).path)
             except FlowstoneError as refusal:
@@ -318,10 +364,17 @@ class StripedWriting(ReservingWriting):
             if error is not None:
                 log.warning("what is on %s does not come back: %s", part.path.store.location, error)
                 return self._causes.get(number) or cause or error
-        self._remove(part.numbers)
+        self._remove(part.numbers, part.path.number)
         for number in part.numbers:
             self._store.brought(self._plans[number].path, part.path.number)
         return None
+
+    def _sync_target(self, number: int) -> None:
+        """Make the new name durable. What else that path syncs may have come before it was made."""
+        target = self._targets[number]
+        if target.number:
+            target.store.sync_directory(self._planned(number, target.number).path.rpartition("/")[0])
+            target.store.sync_directory()
 
     def _bring(self, part: _Part, number: int, size: int, moved: Sequence[tuple[int, int]]) -> None:
         """Copy what the failed path has of a segment, but for the ranges that were moved, into its new file.
@@ -344,7 +397,7 @@ class StripedWriting(ReservingWriting):
                 view.release()
 
     def _check(self, number: int) -> FlowstoneError | None:
-        """Whether the file on the first path is what was to be written."""
+        """Whether the file on the other path is what was to be written."""
         file, path = self._plans[number], self._instead[number].natives[0].path
         with open(path, "rb", 0) as opened:
             bad = self._job.first_bad(number, opened.fileno())
@@ -389,3 +442,21 @@ def _copy(source: int, target: int, begin: int, end: int, room: memoryview) -> N
         while rest:
             written = os.pwrite(target, rest, begin)
             begin, rest = begin + written, rest[written:]
+
+
+def other_path(store: Striping, path: str, without: int) -> int:
+    """Which path gets a segment of one that has failed: drawn by the segment's name, with the paths' shares as odds, so
+    that those of several ranks come to all of them. The first one, where no other directory is left.
+
+    without  the path that has failed: it may count as usable again by now
+    """
+    shares = [
+        share for share in store.shares()
+        if not share.path or (share.path != without and store.paths()[share.path].store.capabilities.directory_sync)
+    ]
+    drawn = int(digest(path.rpartition("/")[2].encode()), 16) / 2.0**64 * sum(share.weight for share in shares)
+    for share in shares:
+        drawn -= share.weight
+        if drawn < 0:
+            return share.path
+    return 0

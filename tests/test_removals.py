@@ -5,6 +5,7 @@ Here it is as slow as each test wants.
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,7 +32,7 @@ class SlowToRemove(System):
         self.threads: set[str] = set()
 
     def unlink(self, path: Path, at: int | None = None) -> None:
-        if path.parent.name.startswith(".deleting"):
+        if path.parent.name.startswith((".deleting", ".saving-00000099")):
             self.threads.add(threading.current_thread().name.partition("_")[0])
             if path.name.startswith("rank-"):
                 self.is_asked.set()
@@ -67,6 +68,88 @@ def test_saves_are_committed_while_a_file_of_an_earlier_one_is_removed(tmp_path:
     assert slow.threads == {"flowstone-remove"}
     assert [path.name for path in tmp_path.glob("step-*")] == ["step-00000004"]
     assert left(tmp_path) == [], "the end has waited for the removals"
+
+
+def leave(root: Path) -> list[str]:
+    """What a job leaves that is killed in a save, and while it removes. Returns the names."""
+    names = [".deleting-00000002-0123456789abcdef", ".saving-00000099-0123456789abcdef"]
+    for name in names:
+        shutil.copytree(root / "step-00000001", root / name)
+    return names
+
+
+def test_the_first_save_is_committed_while_what_a_dead_job_left_is_removed(tmp_path: Path, slow: SlowToRemove) -> None:
+    state = {"w": torch.ones(100_000)}
+    with fs.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state)
+    names, events = leave(tmp_path), list[fs.Event]()
+    with fs.Checkpointer(LocalStore(tmp_path, system=slow), on_event=events.append) as checkpointer:
+        try:
+            for step in (2, 3):
+                assert checkpointer.save(step, state).committed.result(PATIENCE_S).step == step
+            assert slow.is_asked.wait(PATIENCE_S)
+            assert sorted(left(tmp_path)) == names
+        finally:
+            slow.may_remove.set()
+    assert [one.name for one in events if isinstance(one, fs.Removed)] == names
+    assert slow.threads == {"flowstone-remove"}
+    assert left(tmp_path) == [], "the end has waited for the sweep"
+    assert of(events, fs.Committed) == [2, 3]
+
+
+def test_a_first_save_for_which_there_is_no_room_waits_for_the_sweep(
+    tmp_path: Path, slow: SlowToRemove, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {"w": torch.ones(100_000)}
+    with fs.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state)
+    leave(tmp_path)
+    monkeypatch.setattr(LocalStore, "free_bytes", lambda _: 1 << 40 if len(slow.removed) == 2 else 1000)
+    with fs.Checkpointer(LocalStore(tmp_path, system=slow)) as checkpointer:
+        threading.Timer(0.2, slow.may_remove.set).start()
+        checkpointer.save(2, state)
+        assert len(slow.removed) == 2, "the call has waited"
+
+
+def test_a_journal_that_begins_without_room_waits_for_the_sweep(
+    tmp_path: Path, slow: SlowToRemove, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = Training()
+    with fs.Checkpointer(tmp_path, every_step=True) as checkpointer:
+        for step in (1, 2):
+            training.learn(step)
+            checkpointer.save(step, training.state(step))
+    leave(tmp_path)
+    monkeypatch.setattr(LocalStore, "free_bytes", lambda _: 1 << 40 if len(slow.removed) == 2 else 1000)
+    with fs.Checkpointer(LocalStore(tmp_path, system=slow), every_step=True) as checkpointer:
+        checkpointer.load(training.state())
+        threading.Timer(0.2, slow.may_remove.set).start()
+        training.learn(3)
+        save = checkpointer.save(3, training.state(3))
+        assert len(slow.removed) == 2, "the call has waited"
+        assert save.committed.result(PATIENCE_S).journal_step == 3
+
+
+def test_a_sweep_whose_sync_fails_removes_nothing_and_the_next_job_does(tmp_path: Path) -> None:
+    """A rename that made a leftover may not be durable."""
+    class Refusing(System):
+        def sync_directory(self, path: Path, fd: int | None = None) -> None:
+            if threading.current_thread().name.startswith("flowstone-remove"):
+                raise OSError(5, "no")
+            super().sync_directory(path, fd)
+
+    state = {"w": torch.ones(100_000)}
+    with fs.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state)
+    names = leave(tmp_path)
+    events: list[fs.Event] = []
+    with fs.Checkpointer(LocalStore(tmp_path, system=Refusing()), on_event=events.append) as checkpointer:
+        assert checkpointer.save(2, state).committed.result(PATIENCE_S).step == 2
+    assert sorted(left(tmp_path)) == names
+    assert [one.name for one in events if isinstance(one, fs.RemovalFailed)] == names
+    with fs.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(3, state)
+    assert left(tmp_path) == []
 
 
 def test_going_back_waits_for_what_is_being_removed(tmp_path: Path, slow: SlowToRemove) -> None:

@@ -146,6 +146,7 @@ RECOVERY_S = 60.0  # reading the checkpoint and replaying the journal may take t
 LAG_STEPS = 1  # steps that may not be durable yet when `save` returns, by default
 LAG_STEPS_MAX = 64  # each keeps its gradients in memory, and a load digests so many frames at a journal's end
 JOURNAL_WINDOWS = 8  # of the state; one is fingerprinted with each step
+JOURNAL_ROOM_FRAMES = 5  # that there should be room for when a journal begins: the first one, and what is reserved
 JOURNAL_AHEAD_BYTES = 256 * MIB  # of space to have reserved: each time, the file system writes its own journal
 JOURNAL_UNSAVED_BYTES_MIN = 64 * MIB  # of gradients since the last save that may be kept; and as many as a state has
 JOURNAL_VALUE_BYTES_MAX = 4 * MIB  # of what no optimizer explains, and has changed since the step before

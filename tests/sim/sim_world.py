@@ -224,6 +224,18 @@ class Job:
             self.store, keep=keep, budget_bytes=4 * _MIB, engine=self.store.options, on_event=self._hear,
             **options,  # type: ignore[arg-type]
         )
+        self._sweep_first()
+
+    def _sweep_first(self) -> None:
+        """What a dead job left goes before the first save goes on: the changes' numbers must not depend on chance."""
+        writer, threads = self.checkpointer._store_writer, self.checkpointer._saves._threads
+        sweep = writer.sweep
+
+        def swept() -> None:
+            sweep()
+            threads.await_removals()
+
+        writer.sweep = swept  # type: ignore[method-assign]
 
     def save(self, step: int) -> None:
         """Save and wait until nothing moves any more. Raises what the save did."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 
 from flowstone.commit import removal
 from flowstone.commit.durable import sync
@@ -70,31 +71,52 @@ def find(store: Names, step: int | None) -> int:
 def sweep(
     store: Store, on_removed: Callable[[str, str, StorageError | None], None],
     on_left: Callable[[str, str], None] | None = None, spared: Collection[str] = (),
+    later: Callable[[Callable[[], None]], None] = removal.at_once,
 ) -> None:
     """Remove what dead writers left: torn saves and unfinished deletions. Needs the lock.
 
     on_left  called with each name that is kept because this store did not write it, and the reason
     spared   entries that this writer goes on with
+    later    is given what syncs the store, and then what removes each leftover that is there now, to call them in this
+             order, and none after one that raises. Any thread
     """
     names = [name for name in store.names() if name not in spared]
     leftovers = [entry for entry in map(parse, names) if entry is not None and _leftover(store, entry)]
     if leftovers:
         # The rename that made it a leftover may not be durable: without this sync a power loss
         # could give a half-removed directory its step's name back.
-        sync(store)
+        later(partial(_sync_before, store, [(one.name, _leftover(store, one)) for one in leftovers], on_removed))
     for entry in leftovers:
-        name, reason = entry.name, _leftover(store, entry)
-        try:
-            left = "" if not store.is_link(name) else "is a link, which Flowstone did not make"
-            if not left:
-                left = _remove(store, entry)
-        except StorageError as error:
+        later(partial(_sweep_one, store, entry, _leftover(store, entry), on_removed, on_left))
+
+
+def _sync_before(
+    store: Store, leftovers: Sequence[tuple[str, str]], on_removed: Callable[[str, str, StorageError | None], None]
+) -> None:
+    """Sync the store. If that fails, none of the leftovers is removed, and each is told: the error is logged alone."""
+    try:
+        sync(store)
+    except StorageError as error:
+        for name, reason in leftovers:
             on_removed(name, reason, error)
-            continue
+        raise
+
+
+def _sweep_one(
+    store: Store, entry: Entry, reason: str, on_removed: Callable[[str, str, StorageError | None], None],
+    on_left: Callable[[str, str], None] | None,
+) -> None:
+    try:
+        left = "" if not store.is_link(entry.name) else "is a link, which Flowstone did not make"
         if not left:
-            on_removed(name, reason, None)
-        elif on_left is not None:
-            on_left(name, left)
+            left = _remove(store, entry)
+    except StorageError as error:
+        on_removed(entry.name, reason, error)
+        return
+    if not left:
+        on_removed(entry.name, reason, None)
+    elif on_left is not None:
+        on_left(entry.name, left)
 
 
 def _leftover(store: Store, entry: Entry) -> str:

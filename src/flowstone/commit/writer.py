@@ -19,9 +19,9 @@ class StoreWriter:
 
     store_id  identity of the store, while this job is its writer
     before_journals_go  is called before journals are removed
-    empty     is given what empties directories that retention has set aside, to call it in this order; at once, if it
-              is not told otherwise. Not in a store without renames, where the same names may be written next, nor in
-              memory, which the next save takes again
+    empty     is given what empties directories that retention has set aside, and what removes what dead writers left,
+              to call it in this order; at once, if it is not told otherwise. Not in a store without renames, where the
+              same names may be written next, nor in memory, which the next save takes again
     identity  of a store that this writer makes; None: a new one
     """
 
@@ -35,9 +35,18 @@ class StoreWriter:
         self.before_journals_go: Callable[[], None] | None = None
         self.empty: Callable[[Sequence[Callable[[], None]]], None] = _now
         self.identity: str | None = None
+        self._swept: list[Callable[[], None]] = []  # what removes what dead writers left
+
+    @property
+    def _removes_aside(self) -> bool:
+        """Whether files may be removed while others are written."""
+        return self._store.capabilities.atomic_rename and not self._store.capabilities.volatile
 
     def begin(self, holder: str) -> int | None:
-        """Lock the store, create it if missing, sweep. Returns the newest step. Raises LockedError, StorageError, ...
+        """Lock the store, create it if missing, list what there is to `sweep`, which comes next.
+
+        returns  the newest step
+        raises   LockedError, StorageError, ...
         """
         store = self._store
         if not store.exists(MARKER_NAME):
@@ -45,7 +54,9 @@ class StoreWriter:
         store.lock(holder)
         try:
             store_id = publish.open_store(store, self.identity)
-            catalog.sweep(store, self._on_removed, self._stays)
+            self._swept = []
+            later = self._swept.append if self._removes_aside else removal.at_once
+            catalog.sweep(store, self._on_removed, self._stays, later=later)
             newest = newest_step(store)
         except BaseException:
             store.unlock()
@@ -53,6 +64,12 @@ class StoreWriter:
         self._retention = Retention(store, store_id, self._keep, self._on_removed, self._on_left)
         self.store_id = store_id
         return newest
+
+    def sweep(self) -> None:
+        """Remove what dead writers had left when this one began, with `empty`."""
+        swept, self._swept = self._swept, []
+        if swept:
+            self.empty(swept)
 
     def _stays(self, name: str, why: str) -> None:
         log.warning("not removed: %s/%s %s", self._store.location, name, why)
@@ -80,8 +97,7 @@ class StoreWriter:
         On return what goes is no step any more, durably; its files go with `empty`.
         """
         aside: list[Callable[[], None]] = []
-        is_slow = self._store.capabilities.atomic_rename and not self._store.capabilities.volatile
-        later = aside.append if is_slow else removal.at_once
+        later = aside.append if self._removes_aside else removal.at_once
         try:
             if self._retention is not None:
                 self._retention.run(committed, later)

@@ -22,7 +22,7 @@ from flowstone.checkpoint import Checkpoint
 from flowstone.commit import journals
 from flowstone.commit.entries import step_directory
 from flowstone.commit.read import encode_sections
-from flowstone.config import JOURNAL_RATE_BYTES_PER_S, JOURNAL_UNSAVED_BYTES_MIN, JOURNAL_WINDOWS
+from flowstone.config import JOURNAL_RATE_BYTES_PER_S, JOURNAL_ROOM_FRAMES, JOURNAL_UNSAVED_BYTES_MIN, JOURNAL_WINDOWS
 from flowstone.errors import ArgumentError, FlowstoneError, ReplayError, StepExistsError
 from flowstone.events import Prepared
 from flowstone.journal_events import NotJournaled
@@ -198,6 +198,8 @@ class EveryStep:
             assert lineage is not None, "a step has content only where there is something to go on from"
             assert known is not None, "as above"
             if begins:
+                room_bytes = sum(act.gradient_bytes for act in content.acts) * self._group.size
+                self._saves.sole_writer.await_room(JOURNAL_ROOM_FRAMES * room_bytes)
                 identity = self._journaling.begin(lineage, self._kept(state, known))
                 lineage, begins = Lineage(lineage.step, lineage.checkpoint, identity), False
             self._is_open = True if self._ranks is None else self._is_open

@@ -402,6 +402,7 @@ class Saves:
         self._absence.has_come_to(run.save)
         try:
             is_far = bool(described.places.devices)
+            self.sole_writer.await_swept(int(described.pieces.lengths().sum()) * self._group.size)  # of all ranks
             assignment = self._coordinator.assign(step, described.layout, is_far=is_far)
             run.is_agreed = True
             try:

@@ -52,6 +52,7 @@ class SoleWriter:
                 owner = self._owner()
                 assert owner is not None, "what saves holds it"
                 self._in_flight.newest = as_writer(owner, self._store.location, self._store_writer.begin)
+                self._store_writer.sweep()
         if self._outcome.superseded_above is not None:
             self.drain()
             if self._is_first:
@@ -75,14 +76,24 @@ class SoleWriter:
         self._threads.await_removals()
 
     def await_room(self, needed_bytes: int) -> None:
-        """If there is less room than a save needs, wait until retention has freed what earlier saves have given up."""
-        store = self._store
-        if not self._is_first or store.capabilities.checks_room or store.free_bytes() >= needed_bytes:
+        """If there is less room than a save needs, wait until retention has freed what earlier saves have given up, and
+        the sweep what dead jobs have left.
+        """
+        if not self._lacks_room(needed_bytes):
             return
         if all(save.committed.done() for save in self._in_flight):
             self.drain()
         else:  # what the thread of commits does next may take as long as a save
             self._threads.await_removals()
+
+    def await_swept(self, needed_bytes: int) -> None:
+        """The same on the thread of commits, for what has been removed so far."""
+        if self._lacks_room(needed_bytes):
+            self._threads.await_removals()
+
+    def _lacks_room(self, needed_bytes: int) -> bool:
+        store = self._store
+        return self._is_first and not store.capabilities.checks_room and store.free_bytes() < needed_bytes
 
     def await_retention(self) -> None:
         """The same when there may be nothing to wait for, or no thread left."""

@@ -38,6 +38,7 @@ def copy_newest(source: StoreInMemory, target: Store, holder: str) -> Manifest |
     writer.identity = read_marker(source).store
     newest = writer.begin(holder)
     try:
+        writer.sweep()
         for step in reversed(steps):
             if newest is not None and newest >= step:
                 return _there(source, target, newest)

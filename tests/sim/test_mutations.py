@@ -57,7 +57,8 @@ MUTANTS = {
         removal, "retire", (("sync(store)", "pass"),), "retention", start=".deleting-00000002"
     ),
     "sweep_does_not_sync_before_files_go": Mutant(
-        catalog, "sweep", (("sync(store)", "pass"),), "retention", "kill", start=".deleting-00000002", seeds=range(12),
+        catalog, "_sync_before", (("sync(store)", "pass"),), "retention", "kill", start=".deleting-00000002",
+        seeds=range(12),
     ),
     "way_to_the_store_is_not_synced": Mutant(
         LocalStore, "make_directory", (("self._sync_way_to_root()", "pass"),), "first_save", start="step-"
@@ -67,7 +68,7 @@ MUTANTS = {
     ),
     "rewind_is_not_synced": Mutant(catalog, "rewind", (("sync(store)", "pass"),), "rewind_alone"),
     "leftovers_are_not_swept": Mutant(
-        StoreWriter, "begin", (("catalog.sweep(store, self._on_removed, self._stays)", "pass"),), "sweep"
+        StoreWriter, "begin", (("catalog.sweep(store, self._on_removed, self._stays, later=later)", "pass"),), "sweep"
     ),
     "failed_lock_keeps_its_descriptor": Mutant(
         WriterLock, "take", (("os.close(fd)  # an open", "pass  # an open"),), "second_save", "error"

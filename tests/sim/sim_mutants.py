@@ -12,7 +12,7 @@ from types import FunctionType
 
 import pytest
 from sim_cases import MODES, SCENARIOS, Simulation
-from sim_seeds import seeds_of
+from sim_seeds import mutants_seeds_of
 
 Changes = tuple[tuple[str, str], ...]
 
@@ -42,7 +42,7 @@ def is_found_out(mutant: Mutant, monkeypatch: pytest.MonkeyPatch, scratch: Path)
         monkeypatch.setattr(owner, name, mutated(owner, name, changes))
     scenario = next(at for at, scenario in enumerate(SCENARIOS) if scenario.name == mutant.scenario)
     simulation = Simulation(scenario, scratch)
-    seeds = seeds_of(mutant.scenario, mutant.mode) if mutant.seeds is None else lambda at: mutant.seeds or ()
+    seeds = mutants_seeds_of(mutant.scenario, mutant.mode) if mutant.seeds is None else lambda at: mutant.seeds or ()
     return any(simulation.run(group) for group in simulation.cases(MODES[mutant.mode], seeds, mutant.start))
 
 

@@ -14,6 +14,14 @@ SEEDS: dict[str, Seeds] = {
     "power": lambda at: (0, 1, 3), "kill": lambda at: (0,), "error": lambda at: (at % 4,),
     "freeze": lambda at: (at % 3,),
 }
+# Of these, what an ordinary run plays: each loss of power, and every second stop of a rank or error. Those are runs of
+# the whole scenario and of the job after it; neighbours differ by one change.
+SECOND_SEEDS: dict[str, Seeds] = {
+    "power": SEEDS["power"],
+    "kill": lambda at: (0,) if at % 2 == 0 else (),
+    "error": lambda at: (at // 2 % 4,) if at % 2 == 1 else (),
+    "freeze": lambda at: (at // 2 % 3,) if at % 2 == 0 else (),
+}
 TRIES_SEEDS = SEEDS | {"freeze": lambda at: (3 + 2 * (at % 7), 4 + 2 * (at % 6))}
 SOME_SEEDS: dict[str, Seeds] = {  # some of the changes each: what they consist of, others play at all
     "power": lambda at: (0, 3 + at) if at % 3 == 0 else (),
@@ -43,4 +51,9 @@ SOAK_SEEDS: dict[str, Seeds] = {
 
 def seeds_of(scenario: str, mode: str) -> Seeds:
     """The seeds of each change in an ordinary run."""
+    return _SEEDS_OF.get(scenario, SECOND_SEEDS)[mode]
+
+
+def mutants_seeds_of(scenario: str, mode: str) -> Seeds:
+    """The same where a mutant has to be found out: of the shortest scenarios at each change."""
     return _SEEDS_OF.get(scenario, SEEDS)[mode]

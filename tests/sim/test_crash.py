@@ -1,4 +1,4 @@
-"""Stop, or fail, at every change of every scenario; afterwards every promise of docs/ORDERING.md holds.
+"""Stop, or fail, at changes of every scenario (sim_seeds.py: at which); afterwards docs/ORDERING.md holds.
 
 A failure prints SIM=<number>; `SIM=<number> pytest tests/sim` repeats exactly that case.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -450,3 +451,26 @@ def test_a_step_inside_of_a_compiled_function_is_saved_whole(steps: Steps) -> No
 @pytest.mark.soak
 def test_a_compiled_step_is_saved_whole(steps: Steps) -> None:
     step_compiled(steps)
+
+
+@pytest.mark.parametrize("removed", ["step-00000001", "journal-*", "journal-*/*", "both"])
+def test_steps_whose_checkpoint_or_journal_was_removed_are_not_called_durable(tmp_path: Path, removed: str) -> None:
+    one = Steps(tmp_path / "run", keep=1)
+    one.go(4)
+    one.checkpointer.wait()
+    for pattern in ("step-00000001", "journal-*") if removed == "both" else (removed,):
+        for path in list(one.root.glob(pattern)):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    one.go(3)
+    assert one.of(fs.NotJournaled) == [5]
+    gone = "step-00000001" if removed == "step-00000001" else "journal-00000001-"
+    assert one.reasons[0].startswith(gone)
+    assert one.check().step == 7
+    assert one.of(fs.Committed) == [1, 5]
+
+
+def test_what_a_whole_save_replaces_was_not_removed_by_others(tmp_path: Path) -> None:
+    one = Steps(tmp_path / "run", keep=1, recovery_s=1e-4)
+    one.go(12)
+    assert one.of(fs.NotJournaled) == []
+    assert one.check().step == 12

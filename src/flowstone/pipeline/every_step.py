@@ -302,6 +302,7 @@ class EveryStep:
         assert known is not None, "a lineage is known with its state"
         optimizers, cannot = replayable(described.optimizers, described.unguarded)
         why = why or cannot or (self._journaling.broken if self._ranks is None else "")
+        why = why or self._journaling.removed(self._lineage, (self._whole, self._root), self._loaded)
         if not why and described.layout is not known.layout and described.layout != known.layout:
             why = "the tensors of the state have changed"
         sources, room_bytes = tuple(known.sources.values()), _room_bytes(known.layout)
@@ -312,16 +313,15 @@ class EveryStep:
             why = why or f"'{name}' has changed, which no optimizer steps"
         if why:
             return None, why
-        values, large = known.changed_values(described)
-        if large:
-            return None, large
+        values, why = known.changed_values(described)
+        if why:
+            return None, why
         replicated, per_rank = encode_sections(described.objects), encode_sections(described.per_rank)
         repeats = []
         for act in acts:
             repeats.append(known.options.get(act.optimizer) == act.options)
             known.options[act.optimizer] = act.options
-        number = self._steps % JOURNAL_WINDOWS
-        places, proven = described.places, known.proven
+        number, places, proven = self._steps % JOURNAL_WINDOWS, described.places, known.proven
         window = window_of(
             number, JOURNAL_WINDOWS, places, proven, described.pieces.lengths()[proven],
             [places.owners[at] for at in proven.tolist()], by_chunks=known.exactness == "proven",

@@ -22,15 +22,18 @@ from typing import cast
 import msgspec
 
 from flowstone._version import __version__
+from flowstone.checkpoint import Checkpoint
 from flowstone.commit import journals
 from flowstone.commit.durable import sync
-from flowstone.commit.entries import journal_directory, journal_file
+from flowstone.commit.entries import journal_directory, journal_file, step_directory
 from flowstone.commit.manifests import inside
 from flowstone.config import JOURNAL_AHEAD_BYTES, JOURNAL_WINDOWS
 from flowstone.errors import ReplayError, StateChangedError, StorageError
 from flowstone.events import SaveFailed
 from flowstone.format.journal import OPENING, Opening, encode_head
+from flowstone.format.manifest import MANIFEST_NAME
 from flowstone.journal_events import Journaled, NotJournaled
+from flowstone.pipeline.futures import Save
 from flowstone.pipeline.journal_ranks import JournalRanks, Said, Stepped
 from flowstone.pipeline.journal_records import Ended, File, Kept, Lineage, Step, UnderWay, own_part
 from flowstone.pipeline.pacing import Captures
@@ -117,6 +120,25 @@ class Journaling:
         """The same, before a whole save: what could not be appended is behind it; later steps begin a new journal."""
         self.await_durable()
         self.broken = ""
+
+    def removed(self, lineage: Lineage | None, wholes: Sequence[Save | None], loaded: Checkpoint | None) -> str:
+        """What the next step would go on from, and somebody has removed; "" if all of it is there.
+
+        wholes  whole saves of this process. Not looked for while one is under way: what it replaces may go
+        raises  StorageError  the store does not answer
+        """
+        file, goes_on = self._file, lineage is not None and lineage.checkpoint is None
+        if goes_on and file is not None and file.appending is not None and not file.appending.is_in_place():
+            assert file.opening is not None, "it has begun"
+            return f"{journal_directory(file.opening.after, file.opening.id)} was removed"
+        saves = [one for one in wholes if one is not None]
+        if self._group.rank or not all(one.committed.done() for one in saves):  # one rank that looks is enough
+            return ""
+        steps = [one.step for one in saves if not one.committed.failed()]
+        base = max([*steps, *([] if loaded is None else [loaded.step])], default=None)
+        if base is None or self._store.exists(inside(step_directory(base), MANIFEST_NAME)):
+            return ""
+        return f"{step_directory(base)}, which the journal leads on from, was removed"
 
     def take_ended(self, *, of_all: bool) -> Ended | None:
         """How steps of several ranks have ended, but for the last `lag_steps` - 1, and for those that were asked for

@@ -75,6 +75,15 @@ class LocalAppending:
         with translated(self._root, "fdatasync", self._path):
             self._system.sync_bytes(self._fd)
 
+    def is_in_place(self) -> bool:
+        """See store.base.Appending."""
+        try:
+            return os.path.samestat(os.fstat(self._fd), os.stat(self._full_path))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError:
+            return True  # safe: it is not known, and the next write tells
+
     def close(self) -> None:
         fd, self._fd = self._fd, -1
         if fd >= 0:

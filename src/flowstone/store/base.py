@@ -356,6 +356,9 @@ class Appending(Protocol):
     def sync(self) -> None:
         """Make all bytes so far durable; the file's name is once its directory is synced."""
 
+    def is_in_place(self) -> bool:
+        """Whether the file still has its name: readers would not find what is appended to one that was removed."""
+
     def close(self) -> None: ...
 
 

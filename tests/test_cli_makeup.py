@@ -16,7 +16,9 @@ from typer.testing import CliRunner, Result
 
 import flowstone as fs
 from flowstone.cli import app
+from flowstone.commit import journals
 from flowstone.config import MIB
+from flowstone.store.local import LocalStore
 
 
 def run(*arguments: object) -> Result:
@@ -282,3 +284,52 @@ def test_what_chunks_are_decoded_with_is_told_and_freed_with_the_last_step_that_
     steps = {one["step"]: one for one in told("du", tmp_path / "run")["steps"]}
     assert steps[1]["alone_bytes"] < base["written"] < steps[3]["bytes"]
     assert steps[3]["up_to_bytes"] > base["written"]
+
+
+def spoil(journal: Path, offset: int) -> None:
+    (path,) = journal.glob("journal-*/rank-00000.journal")
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)
+        file.seek(offset)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+def test_verify_reads_the_journals_that_lead_on(journal: Path) -> None:
+    done = run("verify", journal)
+    assert done.exit_code == 0
+    assert "a journal leads on to step 5" in done.stdout
+    assert "every frame is as it was written" in done.stdout
+    assert told("verify", journal)["journal"].keys() == {"base", "newest", "checked_bytes"}
+    assert "journal" not in run("verify", journal, "--step", 1).stdout
+    assert told("verify", journal / "step-00000001")["journal"] is None
+
+
+@pytest.mark.parametrize(("frame", "where", "what"), [
+    (1, "payload", "what replays step 3 is not what was written"),
+    (1, "document", "what replays step 3 is not what was written"),
+    (1, "prefix", "steps 4 to 5 behind them cannot be reached"),
+    (2, "prefix", "step 5 behind them cannot be reached"),
+    (-1, "prefix", "steps 2 to 5 behind them cannot be reached"),
+    (-1, "document", "its opening is not what was written: 4 step(s) behind it cannot be reached"),
+])
+def test_verify_finds_damage_of_a_journal(journal: Path, frame: int, where: str, what: str) -> None:
+    store = LocalStore(journal)
+    (one,) = journals.listed(store)
+    places = journals.frames(store, one, 0)
+    place = places[frame] if frame >= 0 else None
+    begin, size = (0, places[0].offset) if place is None else (place.offset, place.frame.frame_bytes)
+    offset = {"payload": size - 4096 + 64, "document": 80, "prefix": 20}[where]
+    spoil(journal, begin + offset)
+    done = run("verify", journal, "--json")
+    told_of = json.loads(done.stdout)
+    assert (done.exit_code, told_of["sound"]) == (1, False)
+    assert any(what in finding["what"] for finding in told_of["findings"])
+    assert run("verify", journal, "--step", 1).exit_code == 0
+
+
+def test_a_torn_tail_of_a_journal_is_no_damage(journal: Path) -> None:
+    (last,) = (journals.frames(LocalStore(journal), one, 0)[-1] for one in journals.listed(LocalStore(journal)))
+    spoil(journal, last.offset + 20)
+    assert run("verify", journal).exit_code == 0
+    assert told("verify", journal)["journal"]["newest"] == 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -503,3 +504,20 @@ def test_a_save_returns_once_the_step_before_is_durable_and_not_before(
             assert 2 in of(events, fs.Journaled)
         finally:
             may_sync.set()
+
+
+def test_a_journal_that_goes_while_it_is_looked_for_is_no_matter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run(Training(), tmp_path, 1, 3)
+    store, names = LocalStore(tmp_path), LocalStore.names
+
+    def removed_meanwhile(self: LocalStore, path: str = "") -> tuple[str, ...]:
+        found = names(self, path)
+        if path.startswith("journal-"):
+            shutil.rmtree(tmp_path / path)
+        return found
+
+    monkeypatch.setattr(LocalStore, "names", removed_meanwhile)
+    assert journals.listed(store) == []
+    assert not caplog.records

@@ -345,3 +345,15 @@ def test_a_later_save_asks_the_agent_three_times_and_makes_nothing_new_before_it
                 checkpointer.wait()
                 assert "new memory" not in [what for _, what in asked]
         assert len(os.listdir("/proc/self/fd")) == open_before
+
+
+def test_a_run_in_memory_is_compared_and_exported_by_its_url(agent: Path, tmp_path: Path) -> None:
+    state = {"model": {"w": np.arange(70_000, dtype=np.float32)}, "step": 3}
+    for place in ("memory://compared", tmp_path / "disk"):
+        with fs.Checkpointer(place) as checkpointer:
+            checkpointer.save(3, state)
+    assert fs.diff("memory://compared", tmp_path / "disk", section="").equal
+    report = fs.export("memory://compared", tmp_path / "out")
+    assert report.files == ("model.safetensors",)
+    with pytest.raises(fs.NoCheckpointError, match="memory://nothing"):
+        fs.export("memory://nothing", tmp_path / "none")

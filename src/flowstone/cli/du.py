@@ -28,8 +28,8 @@ def du(
     with errors_reported(as_json):
         store = store_at(to_store(path))
         if not store.exists() or store.exists(MANIFEST_NAME):
-            what = "one checkpoint" if store.exists() else "nothing"
-            raise NotAStoreError(f"there is {what} at {path}, no store", next="give the directory of its steps")
+            what = "one checkpoint at" if store.exists() else "nothing at"
+            raise NotAStoreError(f"there is {what} {store.location}, no store", next="give the directory of its steps")
         check_store(store)
         disk = Disk(store, store.root if isinstance(store, LocalStore) else None)
         usage, freed = disk.usage(), disk.freed(steps) if steps else None

@@ -77,7 +77,7 @@ def _listing(path: Path) -> tuple[list[dict[str, object]], list[str]]:
     if store.exists(MANIFEST_NAME):
         return [row_of(read_manifest(store, ""), store.location)], []
     if not store.exists():
-        raise NotAStoreError(f"there is nothing at {path}", next="check the path")
+        raise NotAStoreError(f"there is nothing at {store.location}", next="check the path")
     check_store(store)
     rows = []
     for one in listing(store):

@@ -5,6 +5,7 @@ Without torch; imported only where a store has a journal, or one is to be writte
 
 from __future__ import annotations
 
+import errno
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
@@ -122,6 +123,8 @@ def _opening(store: Names, directory: str, file: str) -> Opening | None:
         data = store.read(path, length=frame.payload_offset)
         return decode_document(data, frame, Opening, path=f"{store.location}/{path}")
     except (FormatError, StorageError) as error:
+        if isinstance(error, StorageError) and error.errno == errno.ENOENT:
+            return None  # safe: removed since its directory was listed, for a newer checkpoint
         log.warning("cannot open the journal %s/%s: %s", store.location, path, error)
         return None
 
@@ -168,7 +171,7 @@ def frames(store: Names, journal: Journal, rank: int) -> list[FramePlace]:
         place = after
         found.append(place)
     for at in range(max(len(found) - journal.opening.torn_max, 0), len(found)):
-        if not _is_whole(store, path, found[at]):
+        if not is_whole(store, path, found[at]):
             return found[:at]
     return found
 
@@ -194,7 +197,8 @@ def _frame_after(store: Names, path: str, size: int, last: FramePlace) -> FrameP
     return FramePlace(frame.step, end, frame)
 
 
-def _is_whole(store: Names, path: str, place: FramePlace) -> bool:
+def is_whole(store: Names, path: str, place: FramePlace) -> bool:
+    """Whether a frame's document and tensors are what was written. Raises DamagedError if it contradicts itself."""
     frame = place.frame
     head = store.read(path, offset=place.offset, length=frame.payload_offset)
     row = decode_document(head, frame, StepRow, path=f"{store.location}/{path}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from flowstone.arguments import object_url
+from flowstone.arguments import memory_of, object_url
 from flowstone.checkpoint import Checkpoint, open_checkpoint
 from flowstone.commit.entries import step_of
 from flowstone.convert.documents import with_documents
@@ -24,7 +24,8 @@ from flowstone.store.base import Store
 
 
 def open_source(path: str | os.PathLike[str] | Store | Checkpoint, step: int | None = None) -> Source:
-    """The checkpoint at `path`, ready to be read: in a directory, of whatever format; in a bucket or a Store, of ours.
+    """The checkpoint at `path`, ready to be read: in a directory, of whatever format; in a bucket, a node's memory or a
+    Store, of ours.
 
     step    of a store of ours; None: the newest
 
@@ -32,7 +33,7 @@ def open_source(path: str | os.PathLike[str] | Store | Checkpoint, step: int | N
     """
     if isinstance(path, Checkpoint):
         return with_documents(read_flowstone(path), path)
-    if object_url(path) is not None or not isinstance(path, str | os.PathLike):
+    if not isinstance(path, str | os.PathLike) or object_url(path) is not None or memory_of(path) is not None:
         return open_source(open_checkpoint(path, step))
     place = Path(path).expanduser()
     if _is_ours(place):

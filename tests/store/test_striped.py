@@ -370,6 +370,14 @@ def test_lists_that_cannot_be(tmp_path: Path, paths: Any, weight: Any, what: str
         fs.Striped(given, weights=weight)
 
 
+def test_one_directory_by_two_names_is_given_twice(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    for name in ("b/../a", "link"):
+        with pytest.raises(ArgumentError, match="is given twice"):
+            fs.Striped([tmp_path / "a", tmp_path / name])
+
+
 def test_a_bucket_cannot_be_first(url: str, tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="renames no directory"):
         fs.Striped([url, tmp_path])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 
@@ -39,7 +40,8 @@ def check_paths(paths: Sequence[Store], given: Sequence[float | None]) -> None:
             next="give a directory first: it has the checkpoints; a bucket can be any other path",
         )
     places = [path.location for path in paths]
-    twice = sorted({place for place in places if places.count(place) > 1})
+    real = [os.path.realpath(place) if place.startswith("/") else place for place in places]  # links are followed
+    twice = sorted({place for place, one in zip(places, real, strict=True) if real.count(one) > 1})
     if twice:
         raise ArgumentError(f"{twice[0]} is given twice", next="give each path once")
 

@@ -43,21 +43,21 @@ struct Far {
     }
 
     /// Of a strided row every third byte is one of its own (bed.cpp).
-    static std::uint64_t memory_bytes(const WriteExtent& row) { return row.length * (row.layout == contiguous ? 1 : 3); }
+    static std::uint64_t stride(const WriteExtent& row) { return row.layout == contiguous ? 1 : 3; }
+    static std::uint64_t memory_bytes(const WriteExtent& row) { return row.length * stride(row); }
 
-    /// Let all rows be captured lazily; the device's are sampled now.
-    void be_lazy(bool strided_alone = false) {
+    /// Let all rows be captured lazily; the device's are sampled now, unless it digests them.
+    void be_lazy() {
         samples.clear();
         for (std::size_t i = 0; i < rows.rows.size(); ++i) {
             WriteExtent& row = rows.rows[i];
             row.lazy = true;
-            if (row.device == on_host || (strided_alone && row.layout == contiguous)) continue;
+            if (row.device == on_host || digested) continue;
             for (std::uint64_t line = 0; line < chunk_count(row.length) * lines_per_chunk; ++line) {
                 const std::uint64_t begin = line_begin(row.length, line, row.seed);
                 const std::uint64_t bytes = std::min<std::uint64_t>(sizeof(Line), row.length - begin);
-                const std::uint64_t stride = row.layout == contiguous ? 1 : 3;
                 Line& sampled = samples.emplace_back();
-                for (std::uint64_t at = 0; at < bytes; ++at) sampled[at] = device->inside()[place[i] + (begin + at) * stride];
+                for (std::uint64_t at = 0; at < bytes; ++at) sampled[at] = device->inside()[place[i] + (begin + at) * stride(row)];
             }
         }
         rows.samples = {samples};
@@ -67,13 +67,16 @@ struct Far {
     void be_digested() {
         std::vector<DeviceRun> runs;
         for (const WriteExtent& row : rows.rows)
-            for (std::uint64_t at = 0; row.device != on_host && row.layout == contiguous && at < row.length; at += chunk_bytes)
-                runs.push_back({row.address + at, static_cast<std::uint32_t>(std::min(chunk_bytes, row.length - at))});
+            for (std::uint64_t at = 0; row.device != on_host && at < row.length; at += chunk_bytes) {
+                const auto bytes = static_cast<std::uint32_t>(std::min(chunk_bytes, row.length - at));
+                if (row.layout == contiguous) runs.push_back({row.address + at, bytes});
+                else runs.push_back({row.address, bytes, &rows.layouts[static_cast<std::size_t>(row.layout)], at});
+            }
         REQUIRE(device->digest(device->current(), runs, digested) == 0);
         REQUIRE(digested);
         REQUIRE(device->follow(device->current()) == 0);
         rows.digested = {digested.get()};
-        be_lazy(true);
+        be_lazy();
     }
 };
 
@@ -347,8 +350,9 @@ TEST_CASE("of rows of all kinds, wherever windows cut them, digests of a device 
         std::size_t changed = far.place.size();
         if (is_changed) {
             do changed = chance() % far.place.size();
-            while (far.place[changed] == Far::nowhere || far.rows.rows[changed].length == 0 || far.rows.rows[changed].layout != contiguous);
-            far.device->inside()[far.place[changed] + chance() % far.rows.rows[changed].length] ^= static_cast<std::byte>(1U << chance() % 8);
+            while (far.place[changed] == Far::nowhere || far.rows.rows[changed].length == 0);
+            const WriteExtent& row = far.rows.rows[changed];
+            far.device->inside()[far.place[changed] + chance() % row.length * Far::stride(row)] ^= static_cast<std::byte>(1U << chance() % 8);
         }
         Bed bed(setups().front(), sample.file_bytes, nullptr, seed % 5 ? 3 : 20);
         const auto job = bed.run(far.rows);

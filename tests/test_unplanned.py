@@ -35,7 +35,7 @@ def weights() -> dict[str, torch.Tensor]:
 def begun(state: dict[str, torch.Tensor]) -> Unplanned:
     described = describe(state)
     _, samples = look(1, described, None, digests=False).sampled
-    return made_of(1, described, samples, fence="manual", room_bytes=ROOM)
+    return made_of(1, described, samples, fence="manual")
 
 
 def values(described: Described) -> dict[str, np.ndarray]:
@@ -138,7 +138,7 @@ def _copied_at_once(strided: bool) -> tuple[tuple[str, ...], bool]:
     libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
     libc.munmap(address, length)  # by another thread, while `save` runs
     try:
-        made_of(1, described, samples, fence="auto", room_bytes=ROOM)
+        made_of(1, described, samples, fence="auto")
     except StateChangedError as error:
         return error.names, error.gone
     return (), False
@@ -160,18 +160,6 @@ def test_a_step_waits_where_the_system_has_no_memory_for_copies(caplog: pytest.L
     assert same(one.take(), kept)
 
 
-
-def test_copies_that_save_makes_count_and_what_does_not_fit_is_left_for_save_to_wait_for() -> None:
-    state = {"short": torch.randn(10), "long": torch.randn(300, 200), "longer": torch.randn(600, 200)}
-    kept, described = kept_of(state), describe(state)
-    _, samples = look(1, described, None, digests=False).sampled
-    for room_bytes, copied in ((ROOM, 40 + 3 * 240_000), (300_000, 40 + 240_000), (1000, 40), (0, 0)):
-        one = made_of(1, described, samples, fence="auto", room_bytes=room_bytes)
-        assert (one.early_bytes, one.holds_caller) == (copied, copied < 40 + 3 * 240_000)
-        assert one.is_copied == (not one.holds_caller)
-        assert same(one.take(), kept)
-        one.let_go()
-        assert one.early_bytes == 0
 
 
 def test_a_save_that_fails_while_a_step_copies_it_ends_the_copying_and_not_the_step() -> None:

@@ -48,7 +48,6 @@ DEVICE_WINDOW_BYTES = 32 * MIB
 """Of memory on devices, as long as a block of the arena then: 0.6 ms of a bus of 55 GB/s, and one event for it."""
 GATHERED_BYTES_MAX = 256 * MIB  # of small pieces of a save; more are copied as larger ones are
 DEVICE_BLOCKS_MIN = 16  # an arena of fewer has shorter blocks: some are written while others are filled
-COPIED_PART_BYTES = 16 * MIB  # of strided memory of a device that torch copies: it takes as much of the device's
 BOUNCE_BYTES = 256 * MIB  # of a load's bounce buffers at once: each further round leaves the device idle for a moment
 FIRST_ARENA_BYTES = 128 * MIB  # of staging memory for a first save: sixteen requests of 8 MiB
 RING_HALF_BYTES = 16 * MIB  # of half a ring buffer, which passes bytes to other ranks of the node

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -97,32 +96,6 @@ def no_room(rank: int, path: str) -> object:
         save.committed.result(60)
     dist.barrier()
     return [is_saved(path, 1, kept, state), captured, *([] if rank else told.said)]
-
-
-def no_room_for_what_must_not_wait(rank: int, path: str) -> object:
-    """Without an optimizer all must be captured before `save` returns, and rank 0 has no room for copies of all."""
-    state = {"x": {str(at): torch.full((1 << 20,), float(at)) for at in range(3)}, "few": torch.ones(10), "step": 1}
-    own = [*state["x"].values(), state["few"]]  # type: ignore[attr-defined]
-    kept, events = [tensor.clone() for tensor in own], list[object]()
-    told = _Told("save waits until all ranks have reached it", lambda: True)
-    logging.getLogger("flowstone").addHandler(told)
-    engine = fs.EngineOptions(request_bytes=2 << 20)
-    with opened(path, budget_bytes=8 << 20, engine=engine, deadline_s=DEADLINE_S, on_event=events.append) as saver:
-        if rank == 1:
-            _store().wait(["told"])
-        begin = time.monotonic()
-        save = saver.save(1, state)
-        took_s, captured = time.monotonic() - begin, save.captured.done()
-        for tensor in own:
-            tensor.fill_(-1)
-        found = save.committed.result(60)
-        spare, budget = saver._saves.captures.spare_bytes, saver._saves.captures.arena.budget_bytes
-    dist.barrier()
-    names = [*(f"x.{at}" for at in range(3)), "few"]
-    equal = all(torch.equal(found.read(name), one) for name, one in zip(names, kept, strict=True))
-    blocked = next(event.blocked_s for event in events if isinstance(event, fs.Captured))
-    # What is said of the time that `save` has blocked has the wait in it; afterwards nothing of the budget is in use.
-    return [equal, captured, rank == 1 or blocked > took_s / 2, spare == budget, *(one for one, _ in told.said)]
 
 
 def changed_before_the_plan(rank: int, path: str, how: str) -> str:

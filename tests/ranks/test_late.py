@@ -33,16 +33,6 @@ def test_a_step_waits_for_ranks_that_are_late_where_no_copy_fits_the_budget_and_
     assert "raise budget_bytes" in said
 
 
-def test_save_itself_waits_where_what_must_not_wait_does_not_fit_the_budget(tmp_path: Path) -> None:
-    first, second = run(2, "late_acts", "no_room_for_what_must_not_wait", str(tmp_path / "run"))
-    assert isinstance(first, list)
-    assert isinstance(second, list)
-    assert first[:4] == second[:4] == [True] * 4
-    assert len(first) == 5, "it is told once"
-    assert "step 1: save waits until all ranks have reached it: copies of 12582952 bytes do not fit" in first[4]
-    assert "raise budget_bytes" in first[4]
-
-
 @pytest.mark.parametrize(
     ("how", "words"),
     [("by numpy", "model.body.0.weight changed before it was captured"),

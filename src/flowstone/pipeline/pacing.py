@@ -93,20 +93,16 @@ class Captures:
         """Copy the states of saves without a plan, oldest first, as far as the arena's budget allows. Any thread."""
         if os.getpid() != self._pid:
             return
+        arena = self.arena
+        kept_bytes = max(arena.touched_bytes, min(FIRST_ARENA_BYTES, arena.budget_bytes // 2))
         for run in self._runs:
-            if not run.save.captured.done() and run.copy(self.room_for_copies):
+            if not run.save.captured.done() and run.copy(self.spare_bytes - kept_bytes):
                 run.save.captured.tell()
 
     @property
     def spare_bytes(self) -> int:
-        """The budget that copies of states without a plan leave; the arena does not grow beyond it."""
+        """The budget that such copies leave; the arena does not grow beyond it."""
         return self.arena.budget_bytes - sum(run.copied_bytes for run in self._runs)
-
-    @property
-    def room_for_copies(self) -> int:
-        """For further copies: the arena keeps what it has, or needs for a first save."""
-        arena = self.arena
-        return self.spare_bytes - max(arena.touched_bytes, min(FIRST_ARENA_BYTES, arena.budget_bytes // 2))
 
     def grow(self, total_bytes: int) -> None:
         """Grow the arena once no save uses it."""

@@ -286,8 +286,9 @@ class Saves:
     def _capture_once_planned(
         self, run: SaveRun, described: Described, fence: FenceMode, tell: Callable[[CachedPlan], None]
     ) -> None:
-        """The first save of a layout by several ranks, which is captured once they have agreed on a plan. What must not
-        change once `save` returns is copied, or waited for if the budget has no room. The fence copies the rest.
+        """The first save of a layout by several ranks: its capture begins once they have agreed on a plan.
+
+        Pieces that must not change before their capture are copied. The rest is lazy; the fence copies what is left.
         """
         from flowstone.pipeline.unplanned import unplanned  # a group of one has a plan at once
 
@@ -296,8 +297,7 @@ class Saves:
         streams = as_on_this_thread(described.places.devices)
         assert run.looked is not None, "what has no plan is looked at whole"
         with run.spans.phase("copied"):
-            room, seen = self.captures.room_for_copies, run.looked.sampled[1]
-            waiting = unplanned(run.save.step, described, seen, fence=fence, room_bytes=room)
+            waiting = unplanned(run.save.step, described, run.looked.sampled[1], fence=fence)
         run.blocked_s = run.spans.whole("blocked").seconds
         run.save.captured.expedite, run.save.committed.expedite = self.captures.snapshot, self.in_flight.expedite
 
@@ -321,9 +321,6 @@ class Saves:
             self.in_flight.add(run.save)
 
         self._turn.uninterrupted(enlist)
-        if waiting.holds_caller:
-            with self._group.pressing():
-                run.save.captured.result()
 
     def _submit(self, act: Callable[..., None], *arguments: object) -> None:
         """Run `act` on the writer's thread. The Checkpointer is kept alive until it is done."""

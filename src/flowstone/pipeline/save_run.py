@@ -103,8 +103,8 @@ class SaveRun:
 
     @property
     def copied_bytes(self) -> int:
-        """Bytes of copies that were made because there was no plan."""
-        return 0 if self.unplanned is None else self.unplanned.early_bytes + self.unplanned.snapshot_bytes
+        """Bytes of copies that a step has made because there was no plan."""
+        return 0 if self.unplanned is None else self.unplanned.snapshot_bytes
 
     def copy(self, room_bytes: int) -> bool:
         """Copy what is left of a state without a plan, if there is room. Returns whether the state may change now."""
@@ -153,8 +153,6 @@ class SaveRun:
             self._moved = moved(places, lazy)
         self.let_sources_go()
         captured = self.spans.between("captured", self._capture_began, monotonic(), plan.bytes)
-        if self.unplanned is not None and self.unplanned.holds_caller:
-            self.blocked_s = self.spans.since_call(captured)
         watched = self.writing.watched
         return Captured(
             self.save.step, self.blocked_s, self.spans.since_call(captured), plan.bytes - plan.lazy_bytes,

@@ -75,6 +75,15 @@ def sample(
     return _gather(reach, stream, np.repeat(rows, counts), begin, shorter)
 
 
+def gather_whole(
+    reach: Reach, stream: SideStream, rows: NDArray[np.int64], length: NDArray[np.uint64]
+) -> tuple[NDArray[np.uint8], NDArray[np.uint64]]:
+    """All bytes of these pieces, and where each begins among them. `rows` of `reach`; `length` is of these alone."""
+    room = _rounded(length)
+    found = _gather(reach, stream, rows, np.zeros(len(rows), np.uint64), length)
+    return found, np.cumsum(room) - room
+
+
 def reserve(
     native: _native.Device, length: NDArray[np.uint64], is_strided: NDArray[np.bool_], *, digests: bool, times: int
 ) -> None:

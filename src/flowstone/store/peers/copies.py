@@ -26,7 +26,7 @@ class Limits(msgspec.Struct, frozen=True):
 
     bytes_per_s   that this node sends; None: no limit
     spread_s      over how long they are spread, as long as that is not slower than the network; 0: not at all
-    is_expedited    whether a thread waits for them: then they are spread no more
+    is_expedited  whether a thread waits for them: then they are spread no more
     is_cancelled  whether the save was cancelled
     """
 

@@ -18,7 +18,7 @@ _KEPT = 8  # drafts that may still be written
 class Due:
     """When the copies of one save are to be there.
 
-    time        by the spreading's clock; None: as soon as they can be
+    time          by the spreading's clock; None: as soon as they can be
     is_expedited  a thread waits for them. Set by any thread
     """
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from journaled import Make, Noisy, Training, adamw, bits, momentum, run, same
-from warm_start import warm_start
+from killed import killed_until_it_ends
 
 import flowstone as fs
 from flowstone.commit import catalog, journals
@@ -429,7 +427,7 @@ with fs.Checkpointer(sys.argv[1], every_step=True, recovery_s=0.5, keep=2) as ch
     if checkpointer.latest() is not None:
         done = checkpointer.load(training.state()).step
     print("loaded", done, flush=True)
-    for step in range(done + 1, 41):
+    for step in range(done + 1, 81):
         training.learn(step)
         save = checkpointer.save(step, training.state(step))
         print("begun", step, flush=True)
@@ -441,38 +439,18 @@ def test_killed_at_any_instant_at_most_the_step_in_progress_is_lost_and_the_end_
     tmp_path: Path, make: Make, keeps: str
 ) -> None:
     """Each save returns once the step before it is durable."""
-    chance = torch.Generator().manual_seed(5)
-    tests = str(Path(__file__).parent)
-    begun, kills = 0, 0
-    while True:
-        arguments = [sys.executable, "-c", _KILLED, str(tmp_path), tests, make.__name__, keeps]
-        with warm_start("-c"), subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as process:
-            assert process.stdout is not None
-            wanted = begun + 1 + int(torch.randint(0, 9, (1,), generator=chance))
-            for line in process.stdout:
-                word, number = line.split()
-                if word == "loaded":
-                    assert int(number) >= begun - 1, f"step {begun} was begun, so step {begun - 1} was durable"
-                begun = max(begun, int(number))
-                if word == "begun" and begun >= wanted and kills < 4:
-                    time.sleep(float(torch.rand(1, generator=chance)) * 0.01)
-                    process.send_signal(signal.SIGKILL)
-                    kills += 1
-                    break
-        if process.returncode == 0:
-            break
-        assert process.returncode == -signal.SIGKILL
-    assert kills == 4
+    command = [sys.executable, "-c", _KILLED, str(tmp_path), str(Path(__file__).parent), make.__name__, keeps]
+    killed_until_it_ends(command, seed=5, lag_steps=1, pause_s=0.01)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         like = {"make": make, "keeps_gradients": bool(keeps), "width": 600, "skips": (5, 11)}
         undisturbed = Training(seed=0, **like)  # type: ignore[arg-type]
-        for step in range(1, 41):
+        for step in range(1, 81):
             undisturbed.learn(step)
         expected = bits(undisturbed)
         found, report = loaded(tmp_path, like)
-        assert report.step == 40
+        assert report.step == 80
         assert same(bits(found), expected)
     finally:
         torch.set_num_threads(threads)

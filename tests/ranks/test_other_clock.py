@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -54,7 +55,12 @@ def _run(off_s: dict[int, int], files: Path, act: str, *arguments: object) -> li
         words = json.dumps([rank, NODES, where, "peer_acts", act, json.dumps(arguments), str(path)])
         other = environment(files, off_s[rank]) if rank in off_s else {}
         ranks.append(subprocess.Popen([sys.executable, "-c", _RANK, words], env=os.environ | other))
-    codes = [rank.wait(120) for rank in ranks]
+    try:
+        codes = [process.wait(120) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
     said = "\n".join((files / f"{act}-{rank}.said").read_text() for rank in range(NODES))
     assert codes == [0] * NODES, said
     return [json.loads((files / f"{act}-{rank}").read_text()) for rank in range(NODES)]
@@ -108,15 +114,17 @@ sys.stdin.readline()
 """
 
 
-def _holder(files: Path, off_s: int, url: str = "") -> subprocess.Popen[str]:
-    """A process with that clock that has saved, and goes on holding the lock."""
-    started = subprocess.Popen(
-        [sys.executable, "-c", _HOLD, SECRET, url], env=os.environ | environment(files, off_s), stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE, text=True,
-    )
-    assert started.stdout is not None
-    assert started.stdout.readline() == "holds\n"
-    return started
+@contextmanager
+def _holder(files: Path, off_s: int, url: str = "") -> Iterator[subprocess.Popen[str]]:
+    """A process with that clock that has saved, and goes on holding the lock, until it is killed."""
+    command, env = [sys.executable, "-c", _HOLD, SECRET, url], os.environ | environment(files, off_s)
+    with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as started:
+        try:
+            assert started.stdout is not None
+            assert started.stdout.readline() == "holds\n"
+            yield started
+        finally:
+            started.kill()
 
 
 @pytest.mark.parametrize("off_s", [-5 * DAY_S, 5 * DAY_S])
@@ -124,8 +132,8 @@ def test_a_lock_that_a_process_with_another_clock_holds_stands_until_that_ends(
     base: Path, tmp_path: Path, off_s: int
 ) -> None:
     with at(agent_below(base, 0)):
-        other = _holder(tmp_path, off_s)
-        with fs.Checkpointer(PeerMemory("run", secret=SECRET, interface="127.0.0.1")) as checkpointer:
+        store = PeerMemory("run", secret=SECRET, interface="127.0.0.1")
+        with _holder(tmp_path, off_s) as other, fs.Checkpointer(store) as checkpointer:
             with pytest.raises(LockedError):
                 checkpointer.save(2, {"w": np.ones(1000)})
             other.kill()
@@ -144,9 +152,8 @@ def test_a_lease_that_a_process_with_another_clock_renews_stands_until_that_ends
     from flowstone.store.objects import lease
     from flowstone.store.objects.store import ObjectStore
 
-    with serving():
-        url = f"s3://{BUCKET}/clock"
-        other = _holder(tmp_path, -5 * DAY_S, url)
+    url = f"s3://{BUCKET}/clock"
+    with serving(), _holder(tmp_path, -5 * DAY_S, url) as other:
         monkeypatch.setattr(lease, "here", lambda: ("another machine", "1 1"))
         store = ObjectStore(url, lease_s=3.0)
         with pytest.raises(LockedError):

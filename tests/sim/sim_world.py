@@ -81,7 +81,13 @@ def _drifting(tag: str) -> dict[str, dict[str, object]]:
 
 @functools.lru_cache(maxsize=16)
 def kept(tag: str) -> dict[str, dict[str, object]]:
-    """`state(tag)`, to be saved or compared, and not to be changed: thousands of cases ask for the same few."""
+    """`state(tag)`, to be saved, and not to be changed: thousands of cases ask for the same few."""
+    return state(tag)
+
+
+@functools.lru_cache(maxsize=16)
+def expected(tag: str) -> dict[str, dict[str, object]]:
+    """The same, which no save was given: one that changes what it saves is found out."""
     return state(tag)
 
 
@@ -97,6 +103,19 @@ def same(found: object, expected: object) -> bool:
             return False
         return torch.equal(found.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
     return type(found) is type(expected) and found == expected
+
+
+@contextmanager
+def gathered(checkpointer: Checkpointer) -> Iterator[None]:
+    """The journal's thread begins with what is saved inside once all of it waits."""
+    thread = checkpointer._saves._journaling._thread  # type: ignore[union-attr]
+    may_begin = threading.Event()
+    if thread is not None:
+        thread.submit(may_begin.wait, 60.0)
+    try:
+        yield
+    finally:
+        may_begin.set()
 
 
 @dataclass
@@ -424,7 +443,7 @@ def _load(after: Job, ledger: Ledger) -> tuple[int, str] | None:
         return None
     tag = into["progress"]["tag"]
     assert isinstance(tag, str)
-    assert same(into, kept(tag)), f"step {report.step} loads a mixture, or a state that was never saved"
+    assert same(into, expected(tag)), f"step {report.step} loads a mixture, or a state that was never saved"
     assert latest is not None, f"latest() is None, and step {report.step} loads"
     assert latest.step == report.step or tag_of(latest) in ledger.damaged, f"{latest}, but step {report.step} loads"
     return report.step, tag

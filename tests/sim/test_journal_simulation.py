@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import shutil
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ import pytest
 import torch
 from forge import tensor_bytes
 from sim_disk import Disk, PowerLoss, Unsynced
-from sim_world import STORE, engine
+from sim_world import STORE, engine, gathered
 
 from flowstone import Checkpointer, Event, FlowstoneError, NotJournaled, Save
 from flowstone.store.local import LocalStore
@@ -97,19 +96,6 @@ class Scenario:
     lose_max: int = 1  # steps that one failure may cost
 
 
-@contextmanager
-def _gathered(checkpointer: Checkpointer) -> Iterator[None]:
-    """The journal's thread begins with what is saved inside once all of it waits."""
-    thread = checkpointer._saves._journaling._thread  # type: ignore[union-attr]
-    may_begin = threading.Event()
-    if thread is not None:
-        thread.submit(may_begin.wait)
-    try:
-        yield
-    finally:
-        may_begin.set()
-
-
 def _go_on(checkpointer: Checkpointer, promised: Promised, *, to: int, group: int = 1) -> Training:
     """Load, and train. `group`: so many steps are saved before the first of them is waited for."""
     training, done = Training(), 0
@@ -120,7 +106,7 @@ def _go_on(checkpointer: Checkpointer, promised: Promised, *, to: int, group: in
         steps = range(first, 1 + (min(first + group - 1, to) if first > done + 1 else first))  # that begins the journal
         saves: list[Save] = []
         failures: list[FlowstoneError] = []
-        with _gathered(checkpointer) if len(steps) > 1 else nullcontext():
+        with gathered(checkpointer) if len(steps) > 1 else nullcontext():
             for step in steps:
                 training.learn(step)
                 promised.begun = max(promised.begun, step)

@@ -23,7 +23,7 @@ from forge import tensor_bytes
 from sim_disk import Disk, PowerLoss
 from sim_group import simulated_time
 from sim_turns import Freeze, RankDisk, RankStore, Turns
-from sim_world import STORE, WatchedStore, engine
+from sim_world import STORE, WatchedStore, engine, gathered
 
 import flowstone as fs
 from flowstone import FlowstoneError, _native
@@ -81,19 +81,6 @@ class Promised:
 
     durable: int = 0
     begun: int = 0
-
-
-@contextmanager
-def gathered(checkpointer: fs.Checkpointer) -> Iterator[None]:
-    """The journal's thread begins with what is saved inside once all of it waits."""
-    thread = checkpointer._saves._journaling._thread
-    may_begin = threading.Event()
-    if thread is not None:
-        thread.submit(may_begin.wait)
-    try:
-        yield
-    finally:
-        may_begin.set()
 
 
 class Ranks:

@@ -117,7 +117,7 @@ def test_memory_that_is_reserved_has_its_pages_its_size_and_what_it_had(size: in
         _native.reserve_memory(fd, 5, 4096)
     os.close(fd)
     with pytest.raises(OSError, match="fallocate"):
-        _native.reserve_memory(fd, 0, 4096)
+        _native.reserve_memory(-1, 0, 4096)
 
 
 _WITHOUT = """

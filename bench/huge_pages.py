@@ -94,9 +94,11 @@ def main() -> None:
     options = parser.parse_args()
     size = int(options.bytes) // (2 * MIB) * 2 * MIB
     chosen = _CHOSEN.read_text().strip() if _CHOSEN.exists() else "not there"
-    print(f"{size / 1e9:.3g} GB, {options.rounds} rounds; shmem_enabled: {chosen}")
+    print(f"{size / 1e9:.3g} GB, {options.rounds} rounds; shmem_enabled: {chosen}; "
+          f"by advice: {'yes' if _native.has_huge_pages_by_advice() else 'no'}")
     for name, rounds in ways(size, options.rounds).items():
-        parts = zip(("reserved", "first copy", "second copy", "all"), zip(*((*one, sum(one)) for one in rounds)))  # noqa: B905
+        columns = zip(*((*one, sum(one)) for one in rounds), strict=True)
+        parts = zip(("reserved", "first copy", "second copy", "all"), columns, strict=True)
         print(f"{name}: " + "; ".join(
             f"{part} {median(values):.3f} s ({min(values):.3f}-{max(values):.3f})" for part, values in parts
         ))

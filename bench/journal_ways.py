@@ -32,25 +32,25 @@ from flowstone.store.system import System
 Part = tuple[int, int]
 """Memory of this process: its address, and its length in bytes."""
 
-_write, _content, _write_at = Journaling._write_waiting, EveryStep._content, System.write_at
+_write_waiting, _content, _write_at = Journaling._write_waiting, EveryStep._content, System.write_at
 
 
 def _idle_write(self: Journaling) -> None:
     """The journal's thread runs only where a processor would idle."""
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    _write(self)
+    _write_waiting(self)
 
 
 def _nice_write(self: Journaling) -> None:
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
-    _write(self)
+    _write_waiting(self)
 
 
 def _other_processor_write(self: Journaling) -> None:
     """The journal's thread runs on the processors that the training's main thread was not on last."""
     main = Path(f"/proc/self/task/{threading.main_thread().native_id}/stat").read_text().rpartition(")")[2].split()[36]
     os.sched_setaffinity(0, os.sched_getaffinity(threading.main_thread().native_id or 0) - {int(main)})
-    _write(self)
+    _write_waiting(self)
 
 
 @cache

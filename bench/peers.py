@@ -22,8 +22,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -113,6 +113,8 @@ def main() -> None:
     parser.add_argument("--interval-s", type=float, default=8.0, help="between two saves of that training")
     parser.add_argument("--step-bytes", type=float, default=4e6, help="that a step of it all-reduces")
     options = parser.parse_args()
+    if 0 < options.beside <= options.interval_s:
+        parser.error("--beside must be longer than --interval-s: steps before the second save are left out")
     if why := refusal():
         sys.exit(why)
     print(f"{len(os.sched_getaffinity(0))} cores; {options.nodes} nodes, {options.bytes / 1e6:.0f} MB each, "
@@ -133,6 +135,19 @@ def main() -> None:
         ), flush=True)
 
 
+@contextmanager
+def _nodes(options: argparse.Namespace) -> Iterator[tuple[Networks, list[Path]]]:
+    """Networks, and each node's directory; agents that are started there are stopped at the end."""
+    with (
+        TemporaryDirectory(prefix="flowstone-bench-") as above,
+        several_networks(options.nodes, options.mbit_per_s) as on, ExitStack() as stack,
+    ):
+        directories = [Path(above) / f"node-{node}" for node in range(options.nodes)]
+        for directory in directories:
+            stack.callback(_stop, directory)
+        yield on, directories
+
+
 def _train_beside(options: argparse.Namespace) -> None:
     """Print how long steps take in each way."""
     for name, saves, spread in (("no saves", False, 0.5), ("in one burst", True, 0.0), ("spread", True, 0.5)):
@@ -140,13 +155,7 @@ def _train_beside(options: argparse.Namespace) -> None:
             "elements": int(options.bytes) // 4, "step_bytes": int(options.step_bytes), "seconds": options.beside,
             "interval_s": options.interval_s, "saves": saves, "spread": spread,
         }
-        with (
-            TemporaryDirectory(prefix="flowstone-bench-") as above,
-            several_networks(options.nodes, options.mbit_per_s) as on, ExitStack() as stack,
-        ):
-            directories = [Path(above) / f"node-{node}" for node in range(options.nodes)]
-            for directory in directories:
-                stack.callback(_stop, directory)
+        with _nodes(options) as (on, directories):
             told = _run(on, directories, _TRAINER, json.dumps(how))[0]
         took, commits = sorted(told["took"]), told["commits"]
         shown = ", ".join(f"{one:.2f}" for one in commits) or "none"
@@ -160,13 +169,7 @@ def _train_beside(options: argparse.Namespace) -> None:
 
 def _lose_one(options: argparse.Namespace, how: Mapping[str, Any]) -> dict[str, float]:
     """What the lost node's process tells of its load, and how long the save took."""
-    with (
-        TemporaryDirectory(prefix="flowstone-bench-") as above,
-        several_networks(options.nodes, options.mbit_per_s) as on, ExitStack() as stack,
-    ):
-        directories = [Path(above) / f"node-{node}" for node in range(options.nodes)]
-        for directory in directories:
-            stack.callback(_stop, directory)
+    with _nodes(options) as (on, directories):
         saved = _run(on, directories, _WORKER, "save", json.dumps(how), str(int(options.bytes) // 8))
         _lose(directories[-1])
         told = _run(on, directories, _WORKER, "load", json.dumps(how), str(int(options.bytes) // 8))

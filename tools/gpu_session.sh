@@ -61,7 +61,7 @@ run() {
         trap 'rm -rf "$site"' EXIT
         # An environment above PYTHON's: what that has is not installed again.
         "$python" -m venv --without-pip "$site"
-        "$python" -c 'import site; print(*site.getsitepackages(), site.getusersitepackages(), sep="\n")' > "$("$site/bin/python" -c \
+        "$python" -c 'import site; print(*site.getsitepackages(), *[site.getusersitepackages()] * bool(site.ENABLE_USER_SITE), sep="\n")' > "$("$site/bin/python" -c \
             'import sysconfig; print(sysconfig.get_path("purelib"))')/above.pth"
         install() { pip --python "$site/bin/python" install --quiet --no-index --find-links "$wheels" "$@"; }
         # shellcheck disable=SC2086  # lists of words

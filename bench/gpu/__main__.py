@@ -114,7 +114,6 @@ def run(stage: str, options: Options, log: TextIO, results: Path, limit_s: float
                 print(json.dumps(row), file=target, flush=True)
         return rows, ""
     command = [sys.executable, "-m", "bench.gpu.stage", stage, *options.words()]
-    ended = ", ended with the session!"
     with results.open("w") as target:
         process = subprocess.Popen(command, stdout=target, stderr=log, start_new_session=True)
         try:

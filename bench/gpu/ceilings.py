@@ -40,8 +40,8 @@ def main() -> None:
             _completions(device)
         _pinning(device)
     for place, where in ((options.scratch, "disk"), (MEMORY, "tmpfs")):
-        size = 64 * MIB if options.simulate else min(8192 * MIB, shutil.disk_usage(place).free // 4 // MIB * MIB)
         try:
+            size = 64 * MIB if options.simulate else min(8192 * MIB, shutil.disk_usage(place).free // 4 // MIB * MIB)
             _file_system(place, where, size, by_fio=where == "disk" and not options.simulate)
         except OSError as error:  # a container's may be too small for anything, or not there
             emit(f"{where}: not measured", str(error))

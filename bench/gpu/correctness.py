@@ -60,7 +60,8 @@ def _run(name: str, variables: Mapping[str, str], options: Options) -> None:
     outcome = outcomes(done.out)
     failed = [test for test, how in outcome.items() if how in ("FAILED", "ERROR", "")]
     counts = {how: sum(one == how.upper() for one in outcome.values()) for how in ("passed", "skipped")}
-    if done.status not in (0, 1):  # 1: some tests have failed
+    has_stopped = "" in outcome.values()  # a test that stood still has ended pytest, also with 1
+    if done.status not in (0, 1) or has_stopped or not outcome:  # 1: some tests have failed
         how = f"stood still for {limit_s:.0f} s" if done.status is None else f"pytest ended with {done.status}"
         said = done.error.strip()[-300:] if not outcome else ""
         emit(f"tests, {name}", f"{how}: {said}" if said else how, "", **counts, names=failed)

@@ -294,7 +294,7 @@ private:
         return error;
     }
 
-    /// All of them, those of strided memory by one launch of the kernel, which uses `table`.
+    /// All of them, those of strided memory by the kernel, whose launches use `table`.
     Result queue_all(std::span<const DeviceCopy> copies, std::shared_ptr<const LaunchLease>& table) {
         std::vector<DeviceCopy> packed;
         for (const DeviceCopy& copy : copies) {

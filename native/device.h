@@ -61,7 +61,7 @@ public:
 };
 
 /// Runs and bytes of a gather, and runs of a digest: of those, so many that the kernel leaves to the host. No gather: no runs. Of a
-/// gather's runs, and of a digest's, so many are of strided memory; then there are windows of it, too.
+/// gather's runs, so many are of strided memory (then there are windows of it, too), and of a digest's.
 struct LaunchNeeds {
     std::uint64_t gathered_runs = 0;
     std::uint64_t gathered_bytes = 0;

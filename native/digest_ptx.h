@@ -1,5 +1,5 @@
-// What the texts of kernels that digest have in common: XXH3's keys, and how a warp's sums are brought together. Strings of PTX; registers
-// have the same names in both texts. For digest_kernel.cpp and strided_digest.cpp.
+// What the texts of kernels that digest have in common: XXH3's keys, how threads share a part, and how their sums are brought together.
+// Strings of PTX; registers have the same names in both texts. For digest_kernel.cpp and strided_digest.cpp.
 #pragma once
 
 // 24 words of XXH3's secret from its begin; 8 from its byte 121, for the last stripe; 8 from byte 11, for the end; the first sums.
@@ -18,6 +18,34 @@
     "    0x00000000c2b2ae3d, 0x9e3779b185ebca87, 0xc2b2ae3d27d4eb4f, 0x165667b19e3779f9,\n" \
     "    0x85ebca77c2b2ae63, 0x0000000085ebca77, 0x27d4eb2f165667c5, 0x000000009e3779b1\n" \
     "};\n"
+
+// Which part a warp begins with, and what its threads take: of each stripe of 64 bytes one the pair of lanes at 16 * pair; of each block of
+// 16 stripes two of them.
+#define FLOWSTONE_XXH3_THREAD \
+    "    ld.param.u64 table, [digest_table];\n" \
+    "    ld.param.u64 out, [digest_out];\n" \
+    "    ld.param.u32 parts, [digest_parts];\n" \
+    "    mov.u32 thread, %tid.x;\n" \
+    "    mov.u32 warps, %ntid.x;\n" \
+    "    shr.u32 warps, warps, 5;\n" \
+    "    shr.u32 at, thread, 5;\n" \
+    "    mov.u32 part, %ctaid.x;\n" \
+    "    mad.lo.u32 part, part, warps, at;\n" \
+    "    mov.u32 step, %nctaid.x;\n" \
+    "    mul.lo.u32 step, step, warps;\n" \
+    "    and.b32 lane, thread, 31;\n" \
+    "    and.b32 pair, lane, 3;\n" \
+    "    shr.u32 stripe, lane, 2;\n" \
+    "    mad.wide.u32 along, lane, 16, 0;\n" \
+    "    mov.u64 keys, digest_keys;\n" \
+    "    mad.wide.u32 own, pair, 16, keys;\n" \
+    "    mad.wide.u32 entry, stripe, 8, own;\n" \
+    "    ld.const.u64 key_a, [entry];\n" \
+    "    ld.const.u64 key_b, [entry+8];\n" \
+    "    ld.const.u64 key_c, [entry+64];\n" \
+    "    ld.const.u64 key_d, [entry+72];\n" \
+    "    ld.const.u64 turn_a, [own+128];\n" \
+    "    ld.const.u64 turn_b, [own+136];\n"
 
 // The same lanes are in eight threads; afterwards all of these have their sums. Written out, since each block of a part would pay for a
 // loop's counting.

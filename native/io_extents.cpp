@@ -118,7 +118,7 @@ void check_extents(const WriteExtents& rows, std::span<const std::uint64_t> file
         check_layout(row.layout, rows.layouts, row.length, i);
         check_device(row.device, rows.devices.size(), i);
         if (row.device != on_host && row.lazy)
-            (row.layout == contiguous || rows.layouts[static_cast<std::size_t>(row.layout)].is_shallow() ? chunks : deep)[static_cast<std::size_t>(row.device)] += chunk_count(row.length);
+            (rows.is_digestible(row) ? chunks : deep)[static_cast<std::size_t>(row.device)] += chunk_count(row.length);
         require(!row.gathered || (row.device != on_host && !row.lazy && row.layout == contiguous), i, "gathered, but on no device, lazy or strided");
         require(row.length == 0 || row.address != 0, i, "address is null");
         if (row.chunk != no_digest) require(is_inside(row.chunk, chunk_count(row.length), rows.chunks), i, "chunk is beyond chunks");

@@ -74,11 +74,13 @@ struct WriteExtents {
     // The encoder is for files from this number on. In those before, chunks keep their places.
     std::uint32_t encoded_from = 0;
 
+    /// Whether a device that digests can digest the row.
+    bool is_digestible(const WriteExtent& row) const { return row.layout == contiguous || layouts[static_cast<std::size_t>(row.layout)].is_shallow(); }
+
     /// The digests that the row's device has made; null: none.
     const Digested* digests_of(const WriteExtent& row) const {
         if (row.device == on_host || !row.lazy || digested.empty()) return nullptr;
-        const bool is_digested = row.layout == contiguous || layouts[static_cast<std::size_t>(row.layout)].is_shallow();
-        return is_digested ? digested[static_cast<std::size_t>(row.device)] : nullptr;
+        return is_digestible(row) ? digested[static_cast<std::size_t>(row.device)] : nullptr;
     }
 
     bool keeps_places() const { return first_encoded() == rows.size(); }

@@ -13,6 +13,10 @@
 #include "bounds.h"
 #include "proc_file.h"
 
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23  // since Linux 5.14; older C libraries do not name it
+#endif
+
 namespace flowstone {
 namespace {
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <cassert>
 #include <cstdlib>
 #include <cstring>
 #include <utility>
@@ -13,7 +14,7 @@ namespace {
 
 // A block makes one part at a time: of a window of 8 MiB each block of a launch has one.
 constexpr std::uint64_t part_bytes = std::uint64_t{256} << 10;
-// A table is pinned memory beside the budget, kept for later windows: no longer than this part of what it describes.
+// A table is pinned memory beside the budget, kept for later windows: no longer than this part of what it describes, or `table_bytes`.
 constexpr std::uint64_t table_share = 8;
 // At the begin of a save parts are short, and other work waits for them: many blocks, of fewer threads.
 constexpr LaunchShape gather_shape{128, 1024};
@@ -355,6 +356,8 @@ std::optional<PackKernel::Launched> PackKernel::copy(CudaDriver::Stream stream, 
         } else if (const int error = driver_.stream_synchronize(stream)) {  // the launch before reads the same table
             return error;
         }
+        // Up to three rows more than the first launch had: buffers are powers of two (LaunchMemory::take), as is what parts_max take.
+        assert(parts.size() * sizeof(PackPart) <= (*table)->bytes);
         std::memcpy((*table)->memory, parts.data(), parts.size() * sizeof(PackPart));
         const int error = kernel_->launch(stream, (*table)->memory, reinterpret_cast<const std::byte*>(*out), static_cast<std::uint32_t>(parts.size()));
         const int noted = memory_->note_use(**table, stream);

@@ -65,9 +65,10 @@ public:
         int error = 0;
         std::shared_ptr<const LaunchLease> table;
     };
-    /// Make copies of strided memory into pinned host memory, all by one launch. Where its table would be longer than an eighth of them, as
-    /// it is for deep layouts with short sides: by several, of which each waits for the one before. The context is current. Nothing where
-    /// it cannot: the driver has refused the kernel, or the host memory is not pinned as one range. Throws std::bad_alloc.
+    /// Make copies of strided memory into pinned host memory, all by one launch. Where its table would be longer than an eighth of them and
+    /// than `table_bytes`, as it is for deep layouts with short sides: by several, of which each waits for the one before. The context is
+    /// current. Nothing where it cannot: the driver has refused the kernel, or the host memory is not pinned as one range. Throws
+    /// std::bad_alloc.
     std::optional<Launched> copy(CudaDriver::Stream stream, std::span<const DeviceCopy> copies) const;
     /// Of host memory, for the table of a window as long as the longest block that saves use, of a few rows.
     static constexpr std::uint64_t table_bytes = std::uint64_t{64} << 10;

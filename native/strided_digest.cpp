@@ -42,31 +42,7 @@ const KernelText strided_digest_text{R"ptx(
     .reg .u64 key_a, key_b, key_c, key_d, turn_a, turn_b, use_a, use_b, sum_a, sum_b, add_a, add_b, x0, x1, at0;
     .reg .u64 count0, count1, count2, count3, count4, count5, stride0, stride1, stride2, stride3, stride4, stride5;
 
-    ld.param.u64 table, [digest_table];
-    ld.param.u64 out, [digest_out];
-    ld.param.u32 parts, [digest_parts];
-    mov.u32 thread, %tid.x;
-    mov.u32 warps, %ntid.x;
-    shr.u32 warps, warps, 5;
-    shr.u32 at, thread, 5;
-    mov.u32 part, %ctaid.x;
-    mad.lo.u32 part, part, warps, at;
-    mov.u32 step, %nctaid.x;
-    mul.lo.u32 step, step, warps;
-
-    and.b32 lane, thread, 31;
-    and.b32 pair, lane, 3;
-    shr.u32 stripe, lane, 2;
-    mad.wide.u32 along, lane, 16, 0;
-    mov.u64 keys, digest_keys;
-    mad.wide.u32 own, pair, 16, keys;
-    mad.wide.u32 entry, stripe, 8, own;
-    ld.const.u64 key_a, [entry];
-    ld.const.u64 key_b, [entry+8];
-    ld.const.u64 key_c, [entry+64];
-    ld.const.u64 key_d, [entry+72];
-    ld.const.u64 turn_a, [own+128];
-    ld.const.u64 turn_b, [own+136];
+)ptx" FLOWSTONE_XXH3_THREAD R"ptx(
 
 next_part:
     setp.ge.u32 over, part, parts;

@@ -123,6 +123,8 @@ def main() -> None:
     parser.add_argument("--training", action="store_true", help="train a GPT on all processors meanwhile")
     parser.add_argument("--of", nargs="+", default=["off:1", "off:2", "auto:2"])
     options = parser.parse_args()
+    if options.saves < 3:
+        parser.error("--saves must be 3 or more: the first two of each way are left out")
     total = int(options.bytes)
     found, others = turns(options.directory, options.of, total=total, saves=options.saves, training=options.training)
     print(f"others used {others:.2f} processors")

@@ -33,6 +33,9 @@ TRAININGS = {
     "one by one": {"make": lambda own: torch.optim.AdamW(own, lr=1e-2, foreach=False, amsgrad=True)},
     "draws": {"make": lambda own: Noisy(own, lr=0.05)},
     "captured lr": {"make": lambda own: torch.optim.Adam(own, lr=torch.tensor(0.01), foreach=False)},
+    "captured betas": {"make": lambda own: torch.optim.Adam(
+        own, lr=torch.tensor(0.01), betas=(torch.tensor(0.9), torch.tensor(0.99)), foreach=False
+    )},
 }
 
 

@@ -446,11 +446,14 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def _plain(group: Mapping[str, object]) -> dict[str, object]:
-    """A group's settings; a tensor that is one number (the learning rate of a captured step) is that number."""
-    return {
-        key: _number(value) if isinstance(value, torch.Tensor) and value.numel() == 1 else value
-        for key, value in group.items() if key not in _NOT_OPTIONS
-    }
+    """A group's settings; a tensor that is one number (the learning rate of a captured step, a beta) is that number."""
+    return {key: _setting(value) for key, value in group.items() if key not in _NOT_OPTIONS}
+
+
+def _setting(value: object) -> object:
+    if type(value) in (tuple, list):
+        return cast("Any", type(value))(map(_setting, cast("Any", value)))
+    return _number(value) if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
 
 def _number(value: object) -> float | None:

@@ -152,11 +152,17 @@ class Replayer:
             if not isinstance(options, dict) or any(key not in group for key in options):
                 raise _unfit(path, "settings that the optimizer does not have", "its own")
             for key, value in options.items():
-                if isinstance(group[key], torch.Tensor):
-                    with torch.no_grad():
-                        group[key].fill_(cast("float", value))
-                else:
-                    group[key] = value
+                group[key] = _set(group[key], value)
+
+
+def _set(own: object, value: object) -> object:
+    """A setting with the numbers of `value`: tensors keep their memory, also those in a tuple or a list."""
+    if isinstance(own, torch.Tensor):
+        with torch.no_grad():
+            return own.fill_(cast("float", value))
+    if isinstance(own, tuple | list) and type(own) is type(value) and len(own) == len(cast("Any", value)):
+        return cast("Any", type(own))(map(_set, own, cast("Any", value)))
+    return value
 
 
 def _tensor(row: TensorRow, payload: memoryview) -> torch.Tensor:

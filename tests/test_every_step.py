@@ -113,6 +113,49 @@ def test_each_step_loads_by_its_number(tmp_path: Path) -> None:
         loaded(tmp_path, {}, step=7)
 
 
+def test_what_takes_checkpoints_alone_says_that_a_step_is_in_the_journal_and_how_to_get_it(tmp_path: Path) -> None:
+    place = tmp_path / "run"
+    six_steps(place)
+    for ask in (
+        lambda: fs.open(place, step=4), lambda: fs.export(place, tmp_path / "out", to="hf", step=4),
+        lambda: fs.pack(place, tmp_path / "out", step=4),
+    ):
+        with pytest.raises(fs.NoCheckpointError, match="step 4 in .*: it is in the journal behind step 1") as caught:
+            ask()
+        assert caught.value.facts["found"] == "steps 1; a journal behind step 1, with steps 2 to 6"
+        assert "load(state, step=4)" in str(caught.value.facts["next"])
+    told = subprocess.run(
+        [sys.executable, "-m", "flowstone", "show", str(place), "--step", "4"], capture_output=True, text=True
+    )
+    assert told.returncode == 1
+    assert "load(state, step=4)" in told.stderr
+    with fs.Checkpointer(place) as checkpointer:  # no step at all
+        for act in (lambda: checkpointer.load(Training().state(), step=7), lambda: checkpointer.rewind(7)):
+            with pytest.raises(fs.NoCheckpointError, match="no checkpoint of step 7 in .*run\n") as caught:
+                act()
+            assert caught.value.facts["found"] == "steps 1; a journal behind step 1, with steps 2 to 6"
+
+
+def test_steps_after_a_step_of_the_journal_are_saved_anew_once_the_others_are_set_aside(tmp_path: Path) -> None:
+    at = six_steps(tmp_path)
+    training = Training(seed=9)
+    with fs.Checkpointer(tmp_path, every_step=True) as checkpointer:
+        assert checkpointer.load(training.state(), step=3).step == 3
+        training.learn(4)
+        with pytest.raises(fs.StepExistsError, match=r"rewind\(3\)"):
+            checkpointer.save(4, training.state(4))
+        checkpointer.rewind(3)
+        for step in range(4, 9):
+            if step > 4:
+                training.learn(step)
+            checkpointer.save(step, training.state(step))
+            at[step] = bits(training)
+    for step in range(4, 9):
+        again, report = loaded(tmp_path, {}, step=step)
+        assert report.step == step
+        assert same(bits(again), at[step])
+
+
 def test_a_rewind_into_a_journal_ends_it_there(tmp_path: Path) -> None:
     training = Training()
     run(training, tmp_path, 1, 6)

@@ -17,7 +17,7 @@ from flowstone.arguments import is_list, step_number, store_at, striped_above, t
 from flowstone.commit import catalog
 from flowstone.commit import read as contents
 from flowstone.commit.entries import step_directory
-from flowstone.commit.locations import check_store
+from flowstone.commit.locations import check_store, find_checkpoint
 from flowstone.commit.manifests import inside, read_manifest
 from flowstone.config import EngineOptions
 from flowstone.errors import (
@@ -485,7 +485,7 @@ def open_checkpoint(
         return found
     check_store(store)
     newest = catalog.newest(store) if wanted is None else None
-    found_step = catalog.find(store, wanted) if newest is None else newest.step
+    found_step = find_checkpoint(store, wanted) if newest is None else newest.step
     return Checkpoint(store, step_directory(found_step), options, newest)
 
 

@@ -6,9 +6,9 @@ import errno
 import os
 
 from flowstone.commit import catalog
-from flowstone.commit.entries import is_leftover
+from flowstone.commit.entries import is_journal, is_leftover
 from flowstone.commit.manifests import read_marker
-from flowstone.errors import FormatError, NotAStoreError, StorageError
+from flowstone.errors import FlowstoneError, FormatError, NoCheckpointError, NotAStoreError, StorageError
 from flowstone.format.manifest import MANIFEST_NAME, MARKER_NAME
 from flowstone.store.base import Names
 from flowstone.store.lock import LOCK_NAME
@@ -74,6 +74,40 @@ def check_no_part(store: Names) -> None:
     raise NotAStoreError(
         f"{store.location} has nothing but segments of the store at {of}", found=_PART_NAME,
         next=f"open {of}, which finds them here; or `flowstone pack` makes one of its checkpoints whole",
+    )
+
+
+def find_checkpoint(store: Names, step: int | None) -> int:
+    """`step` itself, or the newest one for None, of the checkpoints.
+
+    raises  NoCheckpointError, which lists those that there are, and the steps of a journal that leads on
+    """
+    try:
+        return catalog.find(store, step)
+    except NoCheckpointError as error:
+        if step is None or not any(map(is_journal, store.names())):
+            raise
+        raise _with_journal(store, step, error) from None
+
+
+def _with_journal(store: Names, step: int, error: NoCheckpointError) -> NoCheckpointError:
+    """The same error, with the steps of the journal."""
+    from flowstone.commit import journals  # imported here: most stores have none
+
+    try:
+        chain = journals.newest_chain(store)
+        steps = [] if chain is None else [place.step for _, place in chain.steps(store, 0)]
+    except FlowstoneError:
+        return error  # safe: there is no such checkpoint, whatever is wrong with the journal, or has removed it now
+    if chain is None or not steps:
+        return error
+    found = f"{error.facts['found']}; a journal behind step {chain.base}, with steps {steps[0]} to {steps[-1]}"
+    if step not in steps:
+        return NoCheckpointError(error.message, found=found, next=error.facts["next"])
+    return NoCheckpointError(
+        f"{error.message}: it is in the journal behind step {chain.base}", found=found,
+        next=f"load it into a training: Checkpointer(...).load(state, step={step}) replays the journal up to there; "
+        "to have it as a checkpoint, save that into another store",
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from flowstone.commit import catalog, publish, removal
 from flowstone.commit.entries import is_journal, new_rewound_note
+from flowstone.commit.locations import find_checkpoint
 from flowstone.commit.retention import Retention
 from flowstone.config import Keep, KeepRule
 from flowstone.errors import LockedError, MemoryAgentError, StorageError
@@ -166,4 +167,4 @@ def find_step(store: Store, step: int) -> None:
 
         if journals.leads_to(store, step) is not None:
             return
-    catalog.find(store, step)
+    find_checkpoint(store, step)

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from flowstone.checkpoint import Checkpoint
 from flowstone.commit import catalog
 from flowstone.commit.entries import is_journal, step_directory
-from flowstone.commit.locations import check_no_checkpoint, check_store, stores_below
+from flowstone.commit.locations import check_no_checkpoint, check_store, find_checkpoint, stores_below
 from flowstone.commit.manifests import inside, read_manifest
 from flowstone.errors import FlowstoneError, NoCheckpointError, StorageError, is_absence, is_damage
 from flowstone.events import FellBack, Loaded, LoadProgress
@@ -145,7 +145,7 @@ class Loads:
                 return [-1, found.step]
             check_store(self._store)
             chains[0] = chain = leads_to(self._store, step)
-            newest = catalog.find(self._store, step) if chain is None else chain.base
+            newest = find_checkpoint(self._store, step) if chain is None else chain.base
             return [
                 -1 if chain is None else chain.newest,
                 *([s for s in reversed(catalog.steps(self._store)) if s <= newest] if fallback else [newest]),

@@ -120,7 +120,7 @@ def test_what_takes_checkpoints_alone_says_that_a_step_is_in_the_journal_and_how
         lambda: fs.open(place, step=4), lambda: fs.export(place, tmp_path / "out", to="hf", step=4),
         lambda: fs.pack(place, tmp_path / "out", step=4),
     ):
-        with pytest.raises(fs.NoCheckpointError, match="step 4 in .*: it is in the journal behind step 1") as caught:
+        with pytest.raises(fs.NoCheckpointError, match=r"step 4 in .*: it is in the journal behind step 1") as caught:
             ask()
         assert caught.value.facts["found"] == "steps 1; a journal behind step 1, with steps 2 to 6"
         assert "load(state, step=4)" in str(caught.value.facts["next"])
@@ -131,7 +131,7 @@ def test_what_takes_checkpoints_alone_says_that_a_step_is_in_the_journal_and_how
     assert "load(state, step=4)" in told.stderr
     with fs.Checkpointer(place) as checkpointer:  # no step at all
         for act in (lambda: checkpointer.load(Training().state(), step=7), lambda: checkpointer.rewind(7)):
-            with pytest.raises(fs.NoCheckpointError, match="no checkpoint of step 7 in .*run\n") as caught:
+            with pytest.raises(fs.NoCheckpointError, match=r"no checkpoint of step 7 in .*run\n") as caught:
                 act()
             assert caught.value.facts["found"] == "steps 1; a journal behind step 1, with steps 2 to 6"
 

@@ -129,7 +129,7 @@ class Checkpointer(TierVerbs):
         verify_first: bool = False,
         fallback: bool = False,
     ) -> LoadReport:
-        """Bring `state` back to the newest committed step, or to `step`, in place, by a journal if one leads there. Strict.
+        """Bring `state` back to the newest step, or to `step`, in place, by a journal if one leads there. Strict.
 
         rules         differences to accept (Rename, Skip, Init, Cast), and other layouts (Split, Fuse, Transpose, Pad,
                       Unpad, Stack, Unstack, RuleSet): each tensor that they change is listed in the report

@@ -9,11 +9,13 @@ import plain_reader
 import pytest
 import torch
 from forge import content
-from golden import make_derived, make_device_journal, make_journal
+from golden import make_derived, make_device_journal, make_journal, make_lag_journal
 
 import flowstone as fs
 from flowstone import _native
+from flowstone.commit import journals
 from flowstone.format.codec import CAST
+from flowstone.store.local import LocalStore
 
 HEAD = struct.Struct("<8sIIQQQQQQQ")  # of a frame: see docs/FORMAT.md, Journal
 
@@ -68,8 +70,29 @@ def test_the_golden_journal_of_a_device_is_replayed_on_the_host_with_its_fingerp
     assert (report.replay.exactness, report.replay.differs_from) == ("tolerance", None)
 
 
-@pytest.mark.parametrize(("store", "least"), [(make_journal.STORE, 1), (make_device_journal.STORE, 3)])
-def test_the_frames_of_the_golden_journals_are_as_the_format_says(store: Path, least: int) -> None:
+def test_the_golden_journal_of_steps_that_may_lag_ends_before_the_frame_that_a_power_loss_has_torn() -> None:
+    before, last = files(make_lag_journal.STORE), make_lag_journal.TORN - 1
+    expected = make_journal.Training()
+    for step in range(1, last + 1):
+        expected.learn(step)
+        for wanted in (step, None) if step == last else (step,):
+            into = make_journal.Training().state()
+            with fs.Checkpointer(make_lag_journal.STORE, every_step=True) as checkpointer:
+                report = checkpointer.load(into, step=wanted)
+            assert report.step == step
+            assert content(into) == content(expected.state(step))
+            assert report.replay is None or (report.replay.reason, report.replay.differs_from) == ("", None)
+    (journal,) = journals.listed(LocalStore(make_lag_journal.STORE))
+    assert journal.opening.torn_max == make_lag_journal.LAG_STEPS
+    after = files(make_lag_journal.STORE)
+    assert {name: data for name, data in after.items() if not name.endswith("flowstone.lock")} == before
+
+
+@pytest.mark.parametrize(
+    ("store", "least", "last"),
+    [(make_journal.STORE, 1, 4), (make_device_journal.STORE, 3, 4), (make_lag_journal.STORE, 1, 6)],
+)
+def test_the_frames_of_the_golden_journals_are_as_the_format_says(store: Path, least: int, last: int) -> None:
     (path,) = store.glob("journal-*/rank-00000.journal")
     data, at, found = path.read_bytes(), 0, []
     while at < len(data):
@@ -79,4 +102,4 @@ def test_the_frames_of_the_golden_journals_are_as_the_format_says(store: Path, l
         assert text == _native.xxh3_64(data[at + 72 : at + 72 + length])
         found.append((kind, number, step))
         at += bytes_
-    assert found == [(1, 0, 1), (2, 1, 2), (2, 2, 3), (2, 3, 4)]
+    assert found == [(1, 0, 1), *((2, step - 1, step) for step in range(2, last + 1))]

@@ -40,10 +40,10 @@ class Training:
         self.seen += 10 * step
 
 
-def main(store: Path = STORE, training: Training | None = None) -> None:
+def main(store: Path = STORE, training: Training | None = None, *, steps: int = STEPS, lag_steps: int = 1) -> None:
     training = training or Training()
-    with fs.Checkpointer(store, every_step=True) as checkpointer:
-        for step in range(1, STEPS + 1):
+    with fs.Checkpointer(store, every_step=True, lag_steps=lag_steps) as checkpointer:
+        for step in range(1, steps + 1):
             training.learn(step)
             checkpointer.save(step, training.state(step)).committed.result()
     (store / "flowstone.lock").unlink()

@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import signal
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import torch
@@ -172,11 +174,23 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--batch", type=int, default=32)
     chosen = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     work = Path(tempfile.mkdtemp(prefix="lowdiff-", dir=chosen.directory))
+    ranks = processes.spawn(train, (chosen, work), nprocs=chosen.ranks, join=False)
     try:
-        processes.spawn(train, (chosen, work), nprocs=chosen.ranks)
+        while not ranks.join():
+            pass
     finally:
+        _kill(ranks.processes)
         shutil.rmtree(work, ignore_errors=True)
+
+
+def _kill(ranks: Sequence[BaseProcess]) -> None:
+    """One that ends by itself would read for ever, in torch, from the file that they met in, once that is gone."""
+    for rank in ranks:
+        rank.kill()
+    for rank in ranks:
+        rank.join()
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from bench.journal_parts import turns
@@ -30,6 +31,24 @@ def test_lowdiffs_setting_is_told_round_by_round(tmp_path: Path) -> None:
         assert process.stdout is not None
         rows = [json.loads(process.stdout.readline()) for _ in range(2)]
         process.send_signal(signal.SIGTERM)
+    deadline = time.monotonic() + 60
+    while left := in_session(process.pid):
+        assert time.monotonic() < deadline, f"processes {left} go on"
+        time.sleep(0.05)
+    assert list(tmp_path.iterdir()) == []
     assert [row["round"] for row in rows] == [1, 2]
     assert [row["step"]["pairs"] for row in rows] == [1, 2]
     assert all(row["cpu"] > 0 for row in rows)
+
+
+def in_session(leader: int) -> list[int]:
+    """Processes that are there of what `leader` began."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            number, _, words = path.read_text().partition(" ")
+        except OSError:
+            continue  # it has ended meanwhile
+        if int(words.rpartition(")")[2].split()[3]) == leader:
+            found.append(int(number))
+    return found

@@ -107,7 +107,7 @@ def warm_script(script: Callable[..., subprocess.Popen[str]], tmp_path: Path) ->
 
     def start(text: str, *arguments: object) -> subprocess.Popen[str]:
         names = [str(tmp_path / f"script{number}.py") for number in range(10)]
-        with warm_start(*names, name="script"):
+        with warm_start(*names, name="script", whole_end=True):
             return script(text, *arguments)
 
     return start

@@ -20,6 +20,19 @@ print(os.getppid(), os.getsid(0) == os.getpid(), threading.active_count(), sorte
 print(sys.stdout.seekable(), sys.stdin.seekable())
 sys.exit(3)
 """
+ENDS = """
+import atexit, sys, threading, time
+class Apart:
+    def __del__(self):
+        print("taken apart")
+def late():
+    threading.main_thread().join()
+    print("thread")
+apart = Apart()
+atexit.register(print, "handler")
+threading.Thread(target=late).start()
+print("last line")
+"""
 WAITS = "import time; print('up', flush=True); time.sleep(60)"
 
 
@@ -48,6 +61,27 @@ def test_a_forked_process_cannot_tell_that_it_was_not_started(
     assert (started.returncode, started.stderr) == (3, "False\n")
     assert (forked.returncode, forked.stderr) == (3, "True\n")
     assert forked.stdout == started.stdout
+
+
+@pytest.mark.parametrize("last", [
+    "", "sys.exit()", "sys.exit(7)", "sys.exit(263)", "sys.exit(True)", "sys.exit('words')",
+    "raise ValueError('words')", "raise KeyboardInterrupt",
+])
+@pytest.mark.parametrize("whole_end", [False, True])
+def test_a_forked_process_ends_as_one_that_was_started(last: str, *, whole_end: bool) -> None:
+    """Unless `whole_end`, it ends where Python begins to take apart what is there; interrupted, it does that, too."""
+
+    def run() -> tuple[int, list[str], list[str]]:
+        done = subprocess.run([sys.executable, "-c", ENDS + last], capture_output=True, text=True, check=False)
+        return done.returncode, done.stdout.splitlines(), done.stderr.splitlines()[-1:]
+
+    status, out, error = run()
+    with warm_start("-c", whole_end=whole_end):
+        run()
+        forked = run()
+    if not whole_end and "KeyboardInterrupt" not in last and "taken apart" in out:
+        out.remove("taken apart")
+    assert forked == (status, out, error)
 
 
 def test_a_forked_process_is_waited_for_and_killed_as_a_child(tmp_path: Path) -> None:

@@ -2,12 +2,14 @@
 takes seconds.
 
 For tests of what many such processes do. The first process of each program is started as it always is, so that a run of
-the tests still shows that it starts by itself; those after it are forked.
+the tests still shows that it starts and ends by itself; those after it are forked. A forked one ends behind what Python
+does at exit (threads, exit handlers, streams): that Python then takes all of torch apart costs more than most tests.
 """
 
 from __future__ import annotations
 
 import array
+import atexit
 import contextlib
 import ctypes
 import faulthandler
@@ -21,7 +23,8 @@ import socket
 import subprocess
 import sys
 import types
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -37,13 +40,16 @@ STREAMS = ("p2cread", "c2pwrite", "errwrite")  # subprocess's words for a child'
 
 
 @contextlib.contextmanager
-def warm_start(*programs: str, torch_alone: bool = False, name: str = "") -> Iterator[None]:
+def warm_start(
+    *programs: str, torch_alone: bool = False, whole_end: bool = False, name: str = ""
+) -> Iterator[None]:
     """`subprocess.Popen` forks processes of these programs, but the first of each, and those that are to be started in
     a way of their own (`preexec_fn`, `pass_fds`, ...); all are its children.
 
     programs     modules, scripts, or "-c" for all texts
     name         that programs have in common which count as one
     torch_alone  what `import torch` imports is there and nothing else, for programs that have to show their imports
+    whole_end    Python takes everything apart at the end, for programs that have to show how they end
     """
     server = _server(torch_alone)
 
@@ -63,7 +69,7 @@ def warm_start(*programs: str, torch_alone: bool = False, name: str = "") -> Ite
             found_first = folder if argv != command else "" if program == "-c" else folder.joinpath(program).parent
             words = {
                 "argv": argv, "path": str(found_first), "environment": environment, "folder": str(folder),
-                "leads": bool(asked["start_new_session"]),
+                "leads": bool(asked["start_new_session"]), "whole_end": whole_end,
             }
             self.pid = server.start(words, [own if fd == -1 else fd for own, fd in enumerate(streams)])
             self._child_created = True
@@ -116,7 +122,41 @@ def _server(torch_alone: bool) -> _Server:
 # In the process that others are forked from
 
 
-def serve(ours: socket.socket) -> None:
+class End:
+    """Ends a forked process behind what Python does at exit, unless `whole`. To be made before torch is imported."""
+
+    def __init__(self) -> None:
+        self.whole = False
+        self._status: int | None = None  # unknown: an interrupt ends Python in a way of its own
+        atexit.register(self._now)  # the first that is registered runs last
+
+    def of(self, program: Callable[[], None]) -> None:
+        """Run it, and note with which status Python is going to end."""
+        try:
+            program()
+        except SystemExit as error:
+            self._status = error.code if isinstance(error.code, int) else int(error.code is not None)
+            raise
+        except KeyboardInterrupt:
+            raise
+        except BaseException:
+            self._status = 1
+            raise
+        self._status = 0
+
+    def _now(self) -> None:
+        if self.whole or self._status is None:
+            return
+        try:
+            sys.stdout.flush()
+        except Exception:  # Python has words of its own for it
+            return
+        with contextlib.suppress(Exception):
+            sys.stderr.flush()
+        os._exit(self._status & 0xFF)
+
+
+def serve(ours: socket.socket, end: End) -> None:
     """Answer each request by a process's number; returns in each such process, whose sys.argv is what it is to run."""
     while True:
         words, streams, _, _ = socket.recv_fds(ours, REQUEST_MAX_BYTES, len(STREAMS))
@@ -125,7 +165,7 @@ def serve(ours: socket.socket) -> None:
         pid = _fork_orphan()
         if pid == 0:
             ours.close()
-            _become(json.loads(words), streams)
+            _become(json.loads(words), streams, end)
             return
         for fd in streams:
             os.close(fd)
@@ -151,7 +191,8 @@ def _fork_orphan() -> int:
     return pid
 
 
-def _become(words: dict[str, Any], streams: list[int]) -> None:
+def _become(words: dict[str, Any], streams: list[int], end: End) -> None:
+    end.whole = words["whole_end"]
     for own, fd in enumerate(streams):
         os.dup2(fd, own)
         os.close(fd)
@@ -198,13 +239,21 @@ def _import_all() -> None:
     torch.optim.AdamW([parameter]).step()
 
 
+def _leave_finalizers() -> None:
+    """Those of torch's own objects do not run in forked processes: that copies what these are made of."""
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False
+
+
 if __name__ == "__main__":
+    end = End()
     if sys.argv[1:] == [TORCH_ALONE]:
         import torch  # noqa: F401
     else:
         _import_all()
+    _leave_finalizers()
     gc.collect()
     gc.freeze()
     with socket.socket(fileno=os.dup(0)) as requests:
-        serve(requests)
-    run()
+        serve(requests, end)
+    end.of(run)

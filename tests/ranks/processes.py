@@ -6,6 +6,7 @@ All are forked from one nursery: a process without threads that has imported tor
 from __future__ import annotations
 
 import functools
+import gc
 import importlib
 import json
 import os
@@ -171,6 +172,8 @@ def tend() -> None:
 
     torch.set_num_threads(1)
     acts.state_of("whole")  # an optimizer's first step imports another 200 modules
+    gc.collect()
+    gc.freeze()  # a rank's collections would copy what it shares
     alive = set()
     for line in sys.stdin:
         verb, *words = json.loads(line)

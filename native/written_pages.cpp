@@ -121,8 +121,11 @@ bool WrittenPages::register_reach(const Reach& reach) const {
 }
 
 int WrittenPages::check_ours(const Reach& reach) const {
+    // For pages that are not prepared: whole areas that are prepared are passed over, page tables and all, and one that
+    // is not ends the scan.
     Scan scan = scan_of(reach);
     scan.flags = scan_only_prepared;
+    scan.inverted = is_prepared;
     scan.all_of = is_prepared;
     if (::ioctl(pagemap_, scan_call, &scan) < 0) return errno;
     // Registering our own memory again changes nothing; another userfaultfd's is refused.

@@ -69,10 +69,12 @@ class Chain(msgspec.Struct, frozen=True):
     """What leads from a committed checkpoint to the newest durable step.
 
     parts  in order; the last one's `until` is that step
+    end    the journal whose end is that of the chain; it may have no steps. None: it is cut before that
     """
 
     base: int
     parts: tuple[Part, ...]
+    end: Journal | None = None
 
     @property
     def newest(self) -> int:
@@ -251,7 +253,7 @@ def _makeup(store: Names, journal: Journal) -> JournalMakeup:
             places = frames(store, journal, int(file[len("rank-") : -len(".journal")]))
             frames_ += len(places)
             bytes_ += sum(one.frame.frame_bytes for one in places) + (0 if opening is None else opening.frame_bytes)
-    steps = _common_steps(store, journal)
+    steps = common_steps(store, journal)
     first, last = (steps[0], steps[-1]) if steps else (None, None)
     lag_steps = journal.opening.torn_max
     return JournalMakeup(journal.directory, journal.opening.ranks, first, last, frames_, bytes_, lag_steps)
@@ -259,6 +261,12 @@ def _makeup(store: Names, journal: Journal) -> JournalMakeup:
 
 def newest_chain(store: Names) -> Chain | None:
     """What leads to the newest durable step; None if no journal leads beyond the newest checkpoint."""
+    chain = newest_end(store)
+    return chain if chain is not None and chain.parts else None
+
+
+def newest_end(store: Names) -> Chain | None:
+    """The same, also if no journal has a step yet that leads beyond the checkpoint; None if none begins there."""
     committed = catalog.steps(store)
     if not committed:
         return None
@@ -266,7 +274,7 @@ def newest_chain(store: Names) -> Chain | None:
     for journal in known:
         chain = _chain_to(store, journal, known, committed)
         if chain is not None:
-            return chain if chain.base >= committed[-1] and chain.parts else None
+            return chain if chain.base >= committed[-1] else None
     return None
 
 
@@ -282,14 +290,14 @@ def _chain_to(store: Names, last: Journal, known: Sequence[Journal], committed: 
     parts = list[Part]()
     for at, journal in enumerate(reversed(way)):
         nearer = way[len(way) - 2 - at] if at + 1 < len(way) else None
-        steps = [journal.opening.after, *_common_steps(store, journal)]
+        steps = [journal.opening.after, *common_steps(store, journal)]
         until = steps[-1] if nearer is None else nearer.opening.after
         if until not in steps:
             log.warning("%s/%s ends before step %d", store.location, journal.directory, until)
             return None
         if until > journal.opening.after:
             parts.append(Part(journal, until))
-    return Chain(way[-1].opening.after, tuple(parts))
+    return Chain(way[-1].opening.after, tuple(parts), last)
 
 
 def _begins_at_checkpoint(store: Names, opening: Opening, committed: Sequence[int]) -> bool:
@@ -305,7 +313,7 @@ def _begins_at_checkpoint(store: Names, opening: Opening, committed: Sequence[in
         return False  # nothing leads on from what cannot be loaded, and who loads it is told
 
 
-def _common_steps(store: Names, journal: Journal) -> list[int]:
+def common_steps(store: Names, journal: Journal) -> list[int]:
     """The steps that the files of all ranks have, up to the first that one lacks."""
     of_all: list[list[int]] = []
     for rank in range(journal.opening.ranks):

@@ -8,6 +8,7 @@ move and verify bytes while `read` waits for them.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from threading import Event
@@ -135,6 +136,7 @@ class Loads:
         """Load the newest step, or `step`; with `fallback`, the newest at or below it that is not damaged."""
 
         chains: list[Chain | None] = [None]  # on rank 0
+        lost: list[str] = []  # the same
         manifests: dict[int, Manifest] = {}  # on rank 0
 
         def look() -> list[int]:
@@ -145,6 +147,7 @@ class Loads:
                 return [-1, found.step]
             check_store(self._store)
             chains[0] = chain = leads_to(self._store, step)
+            lost[:] = [] if step is not None else self._lost_steps(chain)
             newest = find_checkpoint(self._store, step) if chain is None else chain.base
             return [
                 -1 if chain is None else chain.newest,
@@ -164,6 +167,7 @@ class Loads:
                 log.warning("cannot load step %d, trying an older one: %s", candidate, error)
                 self._emit(FellBack(candidate, str(error)))
             else:
+                report = dataclasses.replace(report, notes=(*report.notes, *lost))
                 if candidate != candidates[0]:
                     self._outcome.superseded_above = candidate
                 elif leads_to_step >= 0:
@@ -174,6 +178,24 @@ class Loads:
                     )
                 return report
         raise NoCheckpointError(f"no checkpoint in {self._store.location}", next="check the path")
+
+    def _lost_steps(self, chain: Chain | None) -> list[str]:
+        """A note on steps of the journals that the newest one does not lead to, as something before them is damaged."""
+        if not self._store.capabilities.appends or not any(map(is_journal, self._store.names())):
+            return []
+        from flowstone.commit.verify_journals import lost_steps  # imported here: most stores have no journals
+
+        try:
+            found = lost_steps(self._store, chain)
+        except FlowstoneError:
+            return []  # safe: what is loaded does not depend on it, and `flowstone verify` tells what is wrong
+        if not found:
+            return []
+        log.warning(
+            "durable steps behind the newest that can be loaded are lost: %s/%s. `flowstone verify` tells all of them; "
+            "keep a copy of the journal before the next whole checkpoint removes it", self._store.location, found,
+        )
+        return [f"durable steps behind this one are lost: {found}"]
 
     def _read_manifest(self, step: int | None) -> Manifest:
         """Of `step`, or of the newest. Raises NoCheckpointError, which lists the existing steps."""

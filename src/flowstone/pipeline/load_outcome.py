@@ -86,7 +86,7 @@ class LoadReport:
     skipped      in the checkpoint, not in the state (Skip)
     cast         converted from another dtype (Cast)
     renamed      stored name and name in the state, if they differ (Rename)
-    notes        remarks on anything unusual
+    notes        remarks on anything unusual; on rank 0 also that durable steps of a journal behind this one are lost
     bytes        length of the chunks that this rank has read
     shared_bytes length of the chunks that it took from shared reads on its node, including those that it read itself
     rearranged   name in the state, and the stored tensors that it is made of (Split, Fuse, Stack, ...)

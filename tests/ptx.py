@@ -1,4 +1,5 @@
-"""An interpreter of a small part of PTX, for one kernel: registers by name, warp after warp.
+"""Runs a small part of PTX, for one kernel: each thread is a generator whose text in Python is that of the kernel,
+instruction by instruction; warp after warp.
 
 The threads of a warp go one after the other until each has come to a shuffle, or to the end; there they exchange. It
 refuses what it does not know; so it says what the text does, not whether a driver takes it.
@@ -7,8 +8,9 @@ https://docs.nvidia.com/cuda/parallel-thread-execution/
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from itertools import product
 from typing import NamedTuple, Protocol
 
@@ -16,13 +18,13 @@ WARP = 32
 _BITS = {"b32": 32, "u32": 32, "b64": 64, "u64": 64, "u16": 16, "u8": 8}
 _BYTES = {"u8": 1, "u16": 2, "u32": 4, "u64": 8}
 _CONSTANTS = 0x7C00_0000_0000
-_COMPUTED: Mapping[str, Callable[[int, int], int]] = {
-    "add": int.__add__, "sub": int.__sub__, "or": int.__or__, "and": int.__and__, "xor": int.__xor__,
-    "shl": int.__lshift__, "shr": int.__rshift__, "mul.lo": int.__mul__, "mul.hi": lambda a, b: a * b >> 64,
-    "div": int.__floordiv__,
+_COMPUTED: Mapping[str, str] = {
+    "add": "{} + {}", "sub": "{} - {}", "or": "{} | {}", "and": "{} & {}", "xor": "{} ^ {}", "shl": "{} << {}",
+    "shr": "{} >> {}", "mul.lo": "{} * {}", "mul.hi": "{} * {} >> 64", "div": "{} // {}",
 }
-_COMPARED: Mapping[str, Callable[[int, int], bool]] = {
-    "ge": int.__ge__, "ne": int.__ne__, "lt": int.__lt__, "eq": int.__eq__,
+_COMPARED: Mapping[str, str] = {"ge": ">=", "ne": "!=", "lt": "<", "eq": "=="}
+_SPECIAL: Mapping[str, str] = {
+    "%ctaid.x": "block", "%nctaid.x": "blocks", "%tid.x": "thread", "%ntid.x": "threads",
 }
 
 
@@ -46,8 +48,49 @@ class Parameter(NamedTuple):
     kind: str
 
 
+Thread = Callable[..., Generator[Shuffle, int, None]]
+
+
 class Kernel:
     """An entry of a module's text."""
+
+    def __init__(self, text: str, entry: str) -> None:
+        self.parameters, self._thread = _translated(text, entry)
+
+    def launch(self, blocks: int, threads: int, arguments: Sequence[int], memory: Memory) -> None:
+        assert len(arguments) == len(self.parameters)
+        known = {one.name: value for one, value in zip(self.parameters, arguments, strict=True)}
+        for block, first in product(range(blocks), range(0, threads, WARP)):
+            numbers = range(first, min(first + WARP, threads))
+            _play([self._thread(block, blocks, at, threads, known, memory.load, memory.store) for at in numbers])
+
+
+def _play(threads: Sequence[Generator[Shuffle, int, None]]) -> None:
+    """One warp. Each of its threads comes to the same shuffles."""
+    given = [next(thread, None) for thread in threads]
+    while any(given):
+        came = [one for one in given if one is not None]
+        assert len(came) == WARP, "threads of a warp are missing at a shuffle"
+        assert len({(one.step, one.bits) for one in came}) == 1, "threads of a warp are at different shuffles"
+        got = [came[at ^ one.bits].value for at, one in enumerate(came)]
+        given = []
+        for thread, value in zip(threads, got, strict=True):
+            try:
+                given.append(thread.send(value))
+            except StopIteration:
+                given.append(None)
+
+
+@functools.cache
+def _translated(text: str, entry: str) -> tuple[list[Parameter], Thread]:
+    source = _Source(text, entry)
+    names: dict[str, object] = {"Shuffle": Shuffle, "constants": source.constants}
+    exec(compile("\n".join(source.lines()), f"<{entry}>", "exec"), names)
+    return source.parameters, names["played"]  # type: ignore[return-value]
+
+
+class _Source:
+    """A kernel's text, and what it is in Python."""
 
     def __init__(self, text: str, entry: str) -> None:
         text = re.sub(r"//[^\n]*", "", text)
@@ -74,79 +117,58 @@ class Kernel:
                 assert found is not None, line
                 self.steps.append((found[1], found[2], re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^\s,]+", found[3])))
 
-    def launch(self, blocks: int, threads: int, arguments: Sequence[int], memory: Memory) -> None:
-        assert len(arguments) == len(self.parameters)
-        known = {one.name: value for one, value in zip(self.parameters, arguments, strict=True)}
-        for block, first in product(range(blocks), range(0, threads, WARP)):
-            numbers = range(first, min(first + WARP, threads))
-            special = [{"%ctaid.x": block, "%nctaid.x": blocks, "%tid.x": at, "%ntid.x": threads} for at in numbers]
-            _play([_Thread(self, one, known, memory).run() for one in special])
+    def lines(self) -> Iterator[str]:
+        """Of a function. What lies behind a label is reached by the label's number, or from above."""
+        yield "def played(block, blocks, thread, threads, parameters, load, store):"
+        yield "    at = 0"
+        yield "    while True:"
+        yield "        if at == 0:"
+        labels = list(self.labels)
+        for number, (guard, name, given) in enumerate(self.steps):
+            for label in [one for one in labels if self.labels[one] == number]:
+                yield f"            at = {labels.index(label) + 1}"
+                yield f"        if at == {labels.index(label) + 1}:"
+            indent = " " * 12
+            if guard is not None:
+                yield f"{indent}if {'not ' * guard.startswith('!')}{self._value(guard.lstrip('!'))}:"
+                indent += " " * 4
+            yield from (indent + line for line in self._statements(number, name, given))
+        yield "    yield"  # never: a kernel without shuffles is a generator, too
 
+    def _statements(self, number: int, name: str, given: Sequence[str]) -> Iterator[str]:
+        if name == "ret":
+            yield "return"
+        elif name == "bra":
+            yield f"at = {list(self.labels).index(given[0]) + 1}"
+            yield "continue"
+        elif name == "shfl.sync.bfly.b32":
+            assert (int(given[3], 0), int(given[4], 0)) == (31, 0xFFFFFFFF), "not of a whole warp"
+            got = f"(yield Shuffle({number}, {self._value(given[1])}, {self._value(given[2])}))"
+            yield self._put(given[0], "b32", got)
+        elif name.startswith(("ld.", "st.")):
+            yield from self._move(name, given)
+        else:
+            yield from self._compute(name, given)
 
-def _play(threads: Sequence[Generator[Shuffle, int, None]]) -> None:
-    """One warp. Each of its threads comes to the same shuffles."""
-    given = [next(thread, None) for thread in threads]
-    while any(given):
-        came = [one for one in given if one is not None]
-        assert len(came) == WARP, "threads of a warp are missing at a shuffle"
-        assert len({(one.step, one.bits) for one in came}) == 1, "threads of a warp are at different shuffles"
-        got = [came[at ^ one.bits].value for at, one in enumerate(came)]
-        given = []
-        for thread, value in zip(threads, got, strict=True):
-            try:
-                given.append(thread.send(value))
-            except StopIteration:
-                given.append(None)
+    def _value(self, text: str) -> str:
+        """An operand: a register, what a thread knows of itself, where a constant lies, or a number."""
+        if text in self.registers:
+            return f"own_{text}"
+        return _SPECIAL.get(text) or str(self.places[text] if text in self.places else int(text, 0))
 
-
-class _Thread:
-    """One thread: what it holds."""
-
-    def __init__(
-        self, kernel: Kernel, special: Mapping[str, int], parameters: Mapping[str, int], memory: Memory
-    ) -> None:
-        self._kernel, self._memory, self._parameters = kernel, memory, parameters
-        self._known = {**kernel.places, **special}
-        self._held: dict[str, int] = {}
-
-    def run(self) -> Generator[Shuffle, int, None]:
-        at, steps = 0, self._kernel.steps
-        while True:
-            guard, name, given = steps[at]
-            at += 1
-            if guard is not None and bool(self._held[guard.lstrip("!")]) == guard.startswith("!"):
-                continue
-            if name == "ret":
-                return
-            if name == "bra":
-                at = self._kernel.labels[given[0]]
-            elif name == "shfl.sync.bfly.b32":
-                assert (self._value(given[3]), self._value(given[4])) == (31, 0xFFFFFFFF), "not of a whole warp"
-                got = yield Shuffle(at, self._value(given[1]), self._value(given[2]))
-                self._put(given[0], "b32", got)
-            elif name.startswith(("ld.", "st.")):
-                self._move(name, given)
-            else:
-                self._compute(name, given)
-
-    def _value(self, text: str) -> int:
-        if text in self._known:
-            return self._known[text]
-        return self._held[text] if text in self._kernel.registers else int(text, 0)
-
-    def _joined(self, text: str) -> int:
+    def _joined(self, text: str) -> str:
         """A value, or two of 32 bits: the lower one first."""
         if not text.startswith("{"):
             return self._value(text)
         low, high = re.findall(r"\w+", text)
-        return self._value(low) | self._value(high) << 32
+        return f"({self._value(low)} | {self._value(high)} << 32)"
 
-    def _put(self, name: str, kind: str, number: int) -> None:
-        own = self._kernel.registers[name]
+    def _put(self, name: str, kind: str, value: str) -> str:
+        own = self.registers[name]
         assert kind == "pred" or kind[1:] == own[1:] or (kind == "u8" and own == "u16"), f"{name} is .{own}"
-        self._held[name] = number if kind == "pred" else number & ((1 << _BITS[kind]) - 1)
+        return f"own_{name} = {value}" if kind == "pred" else f"own_{name} = ({value}) & {(1 << _BITS[kind]) - 1}"
 
-    def _move(self, name: str, given: Sequence[str]) -> None:
+    def _move(self, name: str, given: Sequence[str]) -> Iterator[str]:
         """A load or a store."""
         verb, place, *vector, kind = name.split(".")
         target = given[0] if verb == "st" else given[1]
@@ -155,40 +177,43 @@ class _Thread:
         size, bits = _BYTES[kind], (1 << _BITS[kind]) - 1
         assert len(parts) == (int(vector[0][1:]) if vector else 1)
         if place == "param":
-            self._put(given[0], kind, self._parameters[base])
+            yield self._put(given[0], kind, f"parameters[{base!r}]")
             return
-        address = self._value(base) + int(offset or "0")
+        address = f"{self._value(base)} + {int(offset or '0')}"
         if place == "const":
-            self._put(given[0], kind, self._kernel.constants[(address - _CONSTANTS) // 8])
+            yield self._put(given[0], kind, f"constants[({address} - {_CONSTANTS}) // 8]")
         elif verb == "st":
-            words = [(self._held[one] & bits).to_bytes(size, "little") for one in parts]
-            self._memory.store(address, b"".join(words))
+            words = [f"({self._value(one)} & {bits}).to_bytes({size}, 'little')" for one in parts]
+            yield f"store({address}, {' + '.join(words)})"
         else:
-            found = self._memory.load(address, size * len(parts))
+            yield f"found = load({address}, {size * len(parts)})"
             for at, register in enumerate(parts):
-                self._put(register, kind, int.from_bytes(found[size * at : size * (at + 1)], "little"))
+                part = f"found[{size * at}:{size * (at + 1)}]"
+                yield self._put(register, kind, f"int.from_bytes({part}, 'little')")
 
-    def _compute(self, name: str, given: Sequence[str]) -> None:
+    def _compute(self, name: str, given: Sequence[str]) -> Iterator[str]:
         verb, *kinds = name.split(".")
         kind = kinds[-1]
-        values = [self._joined(one) for one in given[1:] if self._kernel.registers.get(one) != "pred"]
+        values = [self._joined(one) for one in given[1:] if self.registers.get(one) != "pred"]
         target = given[0]
         if target.startswith("{"):
             assert name == "mov.b64"
             low, high = re.findall(r"\w+", target)
-            self._put(low, "b32", values[0])
-            self._put(high, "b32", values[0] >> 32)
+            yield f"both = {values[0]}"
+            yield self._put(low, "b32", "both")
+            yield self._put(high, "b32", "both >> 32")
         elif verb == "mov":
-            self._put(target, kind, values[0])
+            yield self._put(target, kind, values[0])
         elif verb == "setp":
-            self._put(target, "pred", int(_COMPARED[kinds[0]](*values)))
+            yield self._put(target, "pred", f"{values[0]} {_COMPARED[kinds[0]]} {values[1]}")
         elif verb == "selp":
-            self._put(target, kind, values[0] if self._held[given[3]] else values[1])
+            yield self._put(target, kind, f"{values[0]} if {self._value(given[3])} else {values[1]}")
         elif name in ("cvt.u64.u32", "cvt.u32.u64", "cvt.u64.u16"):
-            self._put(target, kinds[0], values[0])
+            yield self._put(target, kinds[0], values[0])
         elif name in ("mad.wide.u32", "mad.lo.u32", "mad.lo.u64"):
-            self._put(target, "u64" if kinds[0] == "wide" else kind, values[0] * values[1] + values[2])
+            wide = "u64" if kinds[0] == "wide" else kind
+            yield self._put(target, wide, f"{values[0]} * {values[1]} + {values[2]}")
         elif name.removesuffix(f".{kind}") in _COMPUTED:
-            self._put(target, kind, _COMPUTED[name.removesuffix(f".{kind}")](*values))
+            yield self._put(target, kind, _COMPUTED[name.removesuffix(f".{kind}")].format(*values))
         else:
             raise AssertionError(f"an instruction that is not known: {name}")

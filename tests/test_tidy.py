@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import re
 import tokenize
@@ -101,6 +102,7 @@ def _layer(path: Path) -> str:
     return rest[0].removesuffix(".py") if package == PACKAGE.name else package
 
 
+@functools.cache  # several tests ask for each file
 def _imports(path: Path, *, lazy: bool = True) -> list[str]:
     """Modules that a file imports, dotted; without those under TYPE_CHECKING, and optionally only at top level."""
     tree = ast.parse(path.read_text())
@@ -231,16 +233,20 @@ def test_nobody_pickles() -> None:
         assert not banned.search(code), f"{path.name} uses {banned.search(code)}"
 
 
-def _functions(path: Path) -> list[tuple[str, int]]:
-    tree = ast.parse(path.read_text())
-    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
-    return [(n.name, (n.end_lineno or n.lineno) - n.lineno + 1) for n in ast.walk(tree) if isinstance(n, kinds)]
+@functools.cache
+def _functions(path: Path) -> list[tuple[str, int, list[str]]]:
+    """The name of each, its lines, and its parameters."""
+    return [
+        (n.name, (n.end_lineno or n.lineno) - n.lineno + 1,
+         [a.arg for a in (*n.args.posonlyargs, *n.args.args, *n.args.kwonlyargs)])
+        for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
 
 
 @pytest.mark.parametrize("folder", ["src", "tests", "bench"])
 def test_functions_and_files_stay_short(folder: str) -> None:
     for path in sorted((ROOT / folder).rglob("*.py")):
-        long = [f"{name} ({lines})" for name, lines in _functions(path) if lines > FUNCTION_LINES_MAX]
+        long = [f"{name} ({lines})" for name, lines, _ in _functions(path) if lines > FUNCTION_LINES_MAX]
         assert not long, f"{path.relative_to(ROOT)}: over {FUNCTION_LINES_MAX} lines: {', '.join(long)}"
         lines = len(path.read_text().splitlines())
         assert lines <= FILE_LINES_MAX[folder], f"{path.relative_to(ROOT)} has {lines} lines"
@@ -260,11 +266,10 @@ OPTIONS = {
 
 @pytest.mark.parametrize("path", _sources(), ids=lambda p: str(p.relative_to(SRC)))
 def test_parameter_lists_stay_short(path: Path) -> None:
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (path.name, node.name) not in OPTIONS:
-            names = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+    for function, _, names in _functions(path):
+        if (path.name, function) not in OPTIONS:
             count = len(names) - (names[:1] in (["self"], ["cls"]))
-            assert count <= PARAMETERS_MAX, f"{path.relative_to(SRC)}: {node.name} has {count} parameters"
+            assert count <= PARAMETERS_MAX, f"{path.relative_to(SRC)}: {function} has {count} parameters"
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "native").rglob("*.[ch]*")), ids=lambda p: p.name)

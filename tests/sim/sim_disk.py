@@ -8,8 +8,8 @@ watched, at each change on its way: one run then shows what a power loss at any 
 
 The model is as adverse as docs/ORDERING.md allows: each entry not synced is there or not,
 independently of all others, a renamed one at either name; a file not synced holds any mixture of
-4 KiB blocks, any length up to its own. What keeps a promise here keeps it on a journalling file
-system, whose states are fewer.
+4 KiB blocks, any length between the one that was synced and its own. What keeps a promise here
+keeps it on a journalling file system, whose states are fewer.
 """
 
 from __future__ import annotations
@@ -124,7 +124,8 @@ class Image:
         now = self.now[number]
         if seed == 2:
             return now
-        lengths = [len(node.durable), len(now), len(now), chance.randrange(len(now) + 1)]
+        least = min(len(node.durable), len(now))  # what was synced does not go with what follows it
+        lengths = [len(node.durable), len(now), len(now), chance.randrange(least, len(now) + 1)]
         return _torn(node.durable, now, chance.choice(lengths), chance)
 
 

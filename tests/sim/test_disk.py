@@ -56,6 +56,19 @@ def test_name_alone_promises_no_content(disk, tmp_path):
     assert any(0 < len(content) < 8192 for content in contents)
 
 
+def test_what_is_appended_to_a_synced_file_leaves_it_no_shorter_than_it_was(disk, tmp_path):
+    put(disk, "file", b"1" * 8192)
+    disk.sync_directory(disk.sandbox)
+    fd = os.open(disk.sandbox / "file", os.O_WRONLY)
+    disk._open[fd] = disk._find(disk.sandbox / "file")
+    disk.extend(fd, 20480)
+    disk.write_at(fd, [memoryview(b"2" * 4096), memoryview(b"3" * 4096)], 8192)
+    os.close(fd)
+    contents = {state[0][1] for state in outcomes(disk, tmp_path)}
+    assert {content[:8192] for content in contents} == {b"1" * 8192}
+    assert {8192, 20480} < {len(content) for content in contents}
+
+
 def test_link_that_is_not_synced_is_there_or_not_and_outlives_the_first_name(disk, tmp_path):
     put(disk, "old", b"content")
     disk.sync_directory(disk.sandbox)

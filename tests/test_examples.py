@@ -16,7 +16,7 @@ _WITHOUT_TORCH = "import runpy, sys; sys.modules['torch'] = None; runpy.run_path
 
 
 def run(*arguments: object) -> str:
-    with warm_start(str(EXAMPLES / "train.py")):
+    with warm_start(str(EXAMPLES / "train.py"), "torch.distributed.run"):
         done = subprocess.run(
             [sys.executable, *map(str, arguments)], capture_output=True, text=True, check=False, timeout=300,
         )

@@ -183,7 +183,7 @@ def test_the_end_of_a_script_ends_the_overlap_budget(store: Path, script: Script
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_the_end_of_a_process_of_multiprocessing_ends_the_overlap_budget(
-    store: Path, script: Script, method: str
+    store: Path, warm_script: Script, method: str
 ) -> None:
     text = _OVERLAP + (
         "import multiprocessing\n"
@@ -193,7 +193,7 @@ def test_the_end_of_a_process_of_multiprocessing_ends_the_overlap_budget(
         "    child.join()\n"
         "    print(child.exitcode)\n"
     )
-    assert finished(script(text, store)) == (0, "False\n0\n", "")
+    assert finished(warm_script(text, store)) == (0, "False\n0\n", "")
     assert fs.open(store).verify().step == 1
 
 

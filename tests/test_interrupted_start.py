@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 SWEEP = '''
-import os, signal, sys, threading, time
+import gc, os, signal, sys, threading, time
 import torch
-import flowstone as fs
+import flowstone as fs, flowstone.checkpointer
 
 root, instants = sys.argv[1], int(sys.argv[2])
 
@@ -41,6 +41,8 @@ def ended(child, limit_s):
     return False
 
 torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)  # imports half of torch: no part of a first save
+gc.collect()
+gc.freeze()
 
 hung = []
 for at in range(-4, instants):

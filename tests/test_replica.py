@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 import torch
 from journaled import Training, adamw, bits, momentum, same
+from warm_start import warm_start
 
 import flowstone as fs
 from flowstone.commit import catalog
@@ -38,10 +39,11 @@ class Job:
 
     def __init__(self, root: Path, last: int, *more: str) -> None:
         self.root = root
-        self.process = subprocess.Popen(
-            [sys.executable, str(JOB), str(root), str(last), *more], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            text=True,
-        )
+        with warm_start(str(JOB)):
+            self.process = subprocess.Popen(
+                [sys.executable, str(JOB), str(root), str(last), *more], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                text=True,
+            )
 
     def told(self, key: str, value: object) -> dict[str, object]:
         """What it says once it says that."""

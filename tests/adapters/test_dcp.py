@@ -433,6 +433,7 @@ def test_an_empty_state_is_saved(tmp_path: Path) -> None:
     assert state_dict_loader._load_state_dict_from_keys(storage_reader=FlowstoneReader(tmp_path / "x")) == {}
 
 
+@pytest.mark.usefixtures("warm")
 def test_what_a_failed_save_leaves_does_not_hold_up_the_next_nor_harm_it(tmp_path: Path) -> None:
     """A claim that another save of the process has taken over removes nothing."""
     first = Claim(tmp_path, "x")

@@ -279,6 +279,7 @@ with fs.Checkpointer(sys.argv[1], every_step=True, recovery_s=0.05) as checkpoin
 """
 
 
+@pytest.mark.usefixtures("warm")
 def test_killed_at_any_instant_the_step_before_comes_back_and_the_end_is_the_same(tmp_path: Path) -> None:
     begun, kills = 0, 0
     for wanted in (9, 31):

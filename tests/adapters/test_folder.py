@@ -15,6 +15,7 @@ from flowstone.adapters.folder import Folder
 from flowstone.adapters.lightning.reading import await_writer
 
 
+@pytest.mark.usefixtures("warm")
 def test_two_that_save_in_one_process_leave_each_other_alone(tmp_path: Path) -> None:
     folder, target = Folder(tmp_path, fs.EngineOptions()), target_of(tmp_path / "x-7", None)
     claim = folder.begin(target, keep_name=True)

@@ -185,6 +185,7 @@ def test_after_a_lost_save_nothing_is_removed_until_one_is_committed(saves: Save
     assert os.listdir(tmp_path) == ["x-3"]
 
 
+@pytest.mark.usefixtures("warm")
 def test_a_killed_save_leaves_no_name_taken_for_the_next_process(tmp_path: Path) -> None:
     script = """if True:
         import os, sys, signal
@@ -252,6 +253,7 @@ def test_a_save_at_once_after_a_lost_one_leaves_nothing(
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.usefixtures("warm")
 def test_a_lost_save_ends_a_process_of_multiprocessing_with_status_1(tmp_path: Path) -> None:
     script = """if True:
         import multiprocessing, resource, sys, torch

@@ -232,9 +232,11 @@ def test_the_script_runs_the_flowstone_that_is_there(tmp_path: Path) -> None:
     assert {at.name for at in (tmp_path / "out").iterdir()} == {"session.json", "table.txt", "log.txt"}
 
 
-def test_without_a_gpu_a_session_says_so_and_fails(tmp_path: Path) -> None:
-    done = script("run", str(tmp_path / "out"), "--only", "facts", "--scratch", str(tmp_path), CUDA_VISIBLE_DEVICES="")
-    assert done.returncode == 1
+@pytest.mark.usefixtures("conductor")
+def test_without_a_gpu_a_session_says_so_and_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with warm_start("bench.gpu.stage"):
+        assert session.main(["--out", str(tmp_path / "out"), "--only", "facts", "--scratch", str(tmp_path)]) == 1
     assert "torch sees no CUDA device; --simulate plays one" in (tmp_path / "out" / "log.txt").read_text()
 
 

@@ -8,6 +8,7 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
+from warm_start import warm_start
 
 from bench import in_place
 from bench.in_place import Sample, lines, load, save
@@ -60,5 +61,7 @@ def test_a_small_run_from_end_to_end(tmp_path: Path) -> None:
 def test_what_was_in_the_directory_stays(command: list[str], tmp_path: Path) -> None:
     (tmp_path / "ours").write_text("kept")
     module, *options = command
-    subprocess.run([sys.executable, "-m", module, str(tmp_path), *options], cwd=ROOT, capture_output=True, check=True)
+    with warm_start(module, name="bench"):
+        done = subprocess.run([sys.executable, "-m", module, str(tmp_path), *options], cwd=ROOT, capture_output=True)
+    assert done.returncode == 0, done.stderr
     assert [at.name for at in tmp_path.iterdir()] == ["ours"]

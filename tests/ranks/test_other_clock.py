@@ -19,6 +19,7 @@ from memory_agent import agent_process, kill
 from other_clock import DAY_S, compiler, environment
 from peer_acts import SECRET
 from peer_nodes import agent_below, at, nodes_below
+from warm_start import warm_start
 
 import flowstone as fs
 from flowstone.errors import LockedError
@@ -53,8 +54,12 @@ def _run(off_s: dict[int, int], files: Path, act: str, *arguments: object) -> li
         where, path = [store.port, "127.0.0.1", ""], files / f"{act}-{rank}"
         path.unlink(missing_ok=True)
         words = json.dumps([rank, NODES, where, "peer_acts", act, json.dumps(arguments), str(path)])
-        other = environment(files, off_s[rank]) if rank in off_s else {}
-        ranks.append(subprocess.Popen([sys.executable, "-c", _RANK, words], env=os.environ | other))
+        command = [sys.executable, "-c", _RANK, words]
+        if rank in off_s:
+            ranks.append(subprocess.Popen(command, env=os.environ | environment(files, off_s[rank])))
+        else:
+            with warm_start("-c"):
+                ranks.append(subprocess.Popen(command))
     try:
         codes = [process.wait(120) for process in ranks]
     finally:

@@ -44,7 +44,7 @@ MUTANTS = {
         journals, "frames", (("journal.opening.torn_max", "1"),), "lags"
     ),
     "ranks_count_a_step_that_one_lacks": Mutant(
-        journals, "_common_steps", (("range(journal.opening.ranks)", "range(1)"),), ""
+        journals, "common_steps", (("range(journal.opening.ranks)", "range(1)"),), ""
     ),
 }
 

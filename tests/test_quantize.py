@@ -99,7 +99,7 @@ def test_each_way_to_read_gives_the_same_values(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_without_such_rules_says_nothing_of_loss(tmp_path: Path) -> None:
-    with fs.Checkpointer(tmp_path / "run", rules=[fs.Quantize("nothing.*")]) as checkpointer:
+    with fs.Checkpointer(tmp_path / "run", rules=[fs.Quantize("model.*.bias")]) as checkpointer:  # small ones
         saved = checkpointer.save(1, Job().state).committed.result()
         assert saved.manifest.critical == ()
         assert not saved.manifest.lossy
@@ -107,6 +107,50 @@ def test_a_checkpoint_without_such_rules_says_nothing_of_loss(tmp_path: Path) ->
         report = checkpointer.load(Job().state)
         assert (report.lossy, report.bounds) == ((), ())
     assert "lossy" not in CliRunner().invoke(app, ["show", str(tmp_path / "run")]).stdout
+
+
+@pytest.mark.parametrize(("pattern", "nearest"), [
+    ("optimizer.*.exp_average*", "optimizer.state.model.*.weight.exp_avg"), ("optimiser.*", "optimizer.state.model."),
+    ("*.exp_avgs", "optimizer.state.model.*.weight.exp_avg"), ("model", "model.*.weight"), ("step", "optimizer.state."),
+])
+def test_a_rule_that_names_nothing_is_refused_with_the_nearest_names(
+    tmp_path: Path, pattern: str, nearest: str
+) -> None:
+    job = Job().train(1)
+    with fs.Checkpointer(tmp_path / "run", rules=[RULE, fs.Quantize(pattern)]) as checkpointer:
+        for step in (1, 2):
+            with pytest.raises(fs.NoTensorError, match=r"names no tensor of the state") as caught:
+                checkpointer.save(step, job.state)
+            assert pattern in caught.value.message
+            assert nearest in str(caught.value.facts["found"])
+            assert "correct the pattern" in str(caught.value.facts["next"])
+    assert not list((tmp_path / "run").glob("step-*"))
+
+
+def test_a_rule_for_what_an_optimizer_has_not_made_yet_is_told_once_and_then_followed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    job, rules = Job(), [RULE, fs.Quantize("optimizer.*.exp_avgs")]
+    with fs.Checkpointer(tmp_path / "run", rules=rules) as checkpointer:
+        for step in (1, 2):
+            assert not checkpointer.save(step, job.state).committed.result().manifest.lossy
+        told = [one.getMessage() for one in caplog.records if "names no tensor yet" in one.getMessage()]
+        assert len(told) == 2, "once for each"
+        with pytest.raises(fs.NoTensorError, match="exp_avgs"):
+            checkpointer.save(3, job.train().state)
+    with fs.Checkpointer(tmp_path / "run", rules=RULE) as checkpointer:
+        assert checkpointer.save(3, job.state).committed.result().manifest.lossy
+        fresh = Job()
+        assert checkpointer.save(4, fresh.state).committed.result(), "it has named something"
+
+
+def test_state_dicts_of_an_optimizer_without_state_are_saved_by_a_rule_for_it(tmp_path: Path) -> None:
+    job = Job()
+    state_dict = {"model": job.model.state_dict(), "optimizer": job.optimizer.state_dict()}
+    with fs.Checkpointer(tmp_path / "run", rules=fs.Quantize("optimizer.*.exp_avg*")) as checkpointer:
+        checkpointer.save_state_dict(1, state_dict).committed.result()
+        state_dict = {"model": job.train().model.state_dict(), "optimizer": job.optimizer.state_dict()}
+        assert checkpointer.save_state_dict(2, state_dict).committed.result().manifest.lossy
 
 
 def test_what_is_not_finite_and_what_is_no_float_stays_exact(tmp_path: Path) -> None:

@@ -27,3 +27,12 @@ def saves(rank: int, path: str, ranks: int) -> bool:
         mine.fill_(5)
         saver.load(state)
     return torch.equal(mine, part(rank))
+
+
+def by_rules(rank: int, path: str, pattern: str) -> str:
+    """A save by a rule for this name, of tensors that each rank has its own of. What went wrong; "" if nothing did."""
+    state = {"m": {f"table{rank}": torch.randn(ROWS, 100)}}
+    with opened(path, rules=fs.Quantize(pattern)) as saver:
+        save = saver.save(1, state)
+        failure = save.committed.exception(120)
+    return "" if failure is None else f"{type(failure).__name__}: {failure}"

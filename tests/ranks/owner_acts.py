@@ -11,14 +11,15 @@ from acts import opened, outcome
 from flowstone.errors import FlowstoneError
 from flowstone.pipeline.rank_zero import RankZero
 from flowstone.pipeline.save_coordinator import SaveCoordinator
+from flowstone.pipeline.unmatched_rules import UnmatchedRules
 from flowstone.ranks import Agreement
 
 
 class _Owned(SaveCoordinator):
     """Knows which threads have set each attribute since it was made, by what their names begin with."""
 
-    def __init__(self, agreement: Agreement, host: str) -> None:
-        super().__init__(agreement, host)
+    def __init__(self, agreement: Agreement, host: str, unmatched: UnmatchedRules | None = None) -> None:
+        super().__init__(agreement, host, unmatched)
         vars(self)["owners"] = {}
 
     def __setattr__(self, name: str, value: object) -> None:

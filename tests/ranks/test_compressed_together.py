@@ -21,3 +21,15 @@ def test_of_ranks_that_gain_by_it_and_that_do_not_every_part_is_read(tmp_path: P
     assert torch.equal(table[ROWS:], part(1))
     codecs = checkpoint.index.chunks.codecs().tolist()
     assert set(codecs) == {0, 1}
+
+
+def test_a_rule_is_looked_for_among_the_tensors_of_all_ranks(tmp_path: Path) -> None:
+    assert run(2, "compress_acts", "by_rules", str(tmp_path / "one"), "m.table1") == ["", ""]
+    assert fs.open(tmp_path / "one").manifest.lossy
+    told = run(2, "compress_acts", "by_rules", str(tmp_path / "none"), "m.tables*")
+    assert len(told) == 2
+    for one in told:
+        assert "Quantize(pattern='m.tables*', bits=8, block=256) names no tensor of the state" in one
+        assert "m.table0" in one
+    assert told[0].startswith("NoTensorError")
+    assert not list((tmp_path / "none").glob("step-*"))

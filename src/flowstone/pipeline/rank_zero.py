@@ -6,7 +6,7 @@ import secrets
 import zlib
 from collections import deque
 from collections.abc import Mapping, Sequence, Set
-from typing import NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, NoReturn, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -42,6 +42,9 @@ from flowstone.ranks import Decision
 from flowstone.store.base import Store
 from flowstone.table.chunks import CODEC_XOR, ChunkBases
 from flowstone.table.pieces import Alias, Pieces, TensorColumns
+
+if TYPE_CHECKING:
+    from flowstone.pipeline.unmatched_rules import UnmatchedRules
 
 
 class _GlobalIndex(msgspec.Struct, frozen=True, eq=False):
@@ -85,7 +88,8 @@ def _all_bases(forms: Sequence[ChunkForms]) -> ChunkBases | None:
 class RankZero:
     """What rank 0 knows of all ranks."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, unmatched: UnmatchedRules | None = None) -> None:
+        self._unmatched = unmatched
         self.job = secrets.token_hex(8)
         self._plan = ""
         self._layouts: list[Pieces | None] = [None] * size
@@ -181,6 +185,9 @@ class RankZero:
         """
         _all_equal({rank: one.plan for rank, one in enumerate(said)}, "write by plan {}")
         _all_equal({rank: one.draft for rank, one in enumerate(said)}, "write into {}")
+        if self._unmatched is not None and self._unmatched.any_left:
+            known = dict.fromkeys(name for one in self._layouts if one is not None for name in one.tensors.names)
+            self._unmatched.check(self._plan, list(known))
         segments: list[SegmentRow] = []
         columns = []
         for rank, one in enumerate(said):

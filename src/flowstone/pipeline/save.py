@@ -49,6 +49,7 @@ from flowstone.pipeline.save_coordinator import SaveCoordinator
 from flowstone.pipeline.save_run import SaveRun, Sections
 from flowstone.pipeline.shared import SaveOptions, Shared
 from flowstone.pipeline.sole_writer import SoleWriter
+from flowstone.pipeline.unmatched_rules import UnmatchedRules
 from flowstone.plan.write import Writer
 from flowstone.ranks import error_for_others
 from flowstone.runtime.ending import Ending, without_frames
@@ -94,7 +95,8 @@ class Saves:
         self._turn, self._emit, self._frozen, self._outcome = shared.turn, shared.emit, shared.frozen, shared.outcome
         self._saves_in_flight, self._store_writer = options.saves_in_flight, store_writer
         self._owner = weakref.ref(owner)
-        self._coordinator = SaveCoordinator(shared.group.agreement, socket.gethostname())
+        self._unmatched = UnmatchedRules(options.quantize)
+        self._coordinator = SaveCoordinator(shared.group.agreement, socket.gethostname(), self._unmatched)
         self._threads = Threads(shared.turn.leave_out_this_thread)
         self.captures = Captures(shared.store, options.budget_bytes, shared.options.write_bytes_per_s)
         self.in_flight = InFlight(
@@ -195,6 +197,7 @@ class Saves:
         queued = self.captures.wait_for_plan()  # this rank's part may change until earlier saves have a plan
         known = None if self._plan is None or queued else self._plan
         described = self._describe(state, known)
+        self._unmatched.look(described, is_all=self._group.size == 1)
         await_pinned(described.places.owners)
         describing = spans.lap("described")
         assignment = None if queued else self._coordinator.assignment(described.layout)

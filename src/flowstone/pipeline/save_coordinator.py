@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec.structs import replace
@@ -53,6 +54,9 @@ from flowstone.ranks import Agreed, Agreement, Decision, Encoding
 from flowstone.store.base import Store
 from flowstone.table.pieces import Layout
 
+if TYPE_CHECKING:
+    from flowstone.pipeline.unmatched_rules import UnmatchedRules
+
 
 class _Tries(msgspec.Struct, frozen=True):
     """highest: the highest step that was tried; tries: number of tries of each step that was tried more than once."""
@@ -69,7 +73,7 @@ class SaveCoordinator:
     assignment, so that `save` sees all of it or nothing. Each attribute has one owner, which alone sets it.
     """
 
-    def __init__(self, agreement: Agreement, host: str) -> None:
+    def __init__(self, agreement: Agreement, host: str, unmatched: UnmatchedRules | None = None) -> None:
         self.rank, self.size = agreement.rank, agreement.size
         self._agreement, self._host = agreement, host
         self._mine: Assignment | None = None  # set by the writer's thread alone; what it refers to never changes
@@ -77,7 +81,7 @@ class SaveCoordinator:
         # in which pieces are captured late.
         self._everything: Assignment | None = None
         self._captured_otherwise: tuple[Assignment, Assignment] | None = None
-        self._rank_zero = RankZero(agreement.size) if agreement.rank == 0 else None
+        self._rank_zero = RankZero(agreement.size, unmatched) if agreement.rank == 0 else None
         # The identity of this run of the job, once all ranks know it; it never changes.
         self._job = "" if self._rank_zero is None else self._rank_zero.job
         # Counted without a lock, which an interrupt could leave locked: one verb at a time changes the first two, and

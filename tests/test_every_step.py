@@ -156,6 +156,39 @@ def test_steps_after_a_step_of_the_journal_are_saved_anew_once_the_others_are_se
         assert same(bits(again), at[step])
 
 
+def test_steps_after_the_checkpoint_of_a_journal_are_not_saved_anew_before_a_rewind(tmp_path: Path) -> None:
+    at = six_steps(tmp_path)
+    training = Training(seed=9)
+    with fs.Checkpointer(tmp_path, every_step=True) as checkpointer:
+        assert checkpointer.load(training.state(), step=1).step == 1
+        training.learn(2)
+        with pytest.raises(fs.StepExistsError, match=r"rewind\(1\)"):
+            checkpointer.save(2, training.state(2))
+    again, report = loaded(tmp_path, {})
+    assert report.step == 6
+    assert same(bits(again), at[6])
+
+
+def test_a_step_that_goes_on_from_an_older_checkpoint_is_saved_whole(tmp_path: Path) -> None:
+    run(Training(), tmp_path, 1, 1)
+    training = Training(seed=9)
+    with fs.Checkpointer(tmp_path) as checkpointer:  # without a journal
+        checkpointer.load(training.state())
+        for step in (2, 3):
+            training.learn(step)
+            checkpointer.save(step, training.state(step))
+    events: list[fs.Event] = []
+    with fs.Checkpointer(tmp_path, every_step=True, on_event=events.append) as checkpointer:
+        checkpointer.load(training.state(), step=1)
+        for step in (4, 5):
+            training.learn(step)
+            assert checkpointer.save(step, training.state(step)).committed.result().step == 4
+    assert (of(events, fs.Committed), of(events, fs.Journaled)) == ([4], [5])
+    again, report = loaded(tmp_path, {})
+    assert report.step == 5
+    assert same(bits(again), bits(training))
+
+
 def test_a_rewind_into_a_journal_ends_it_there(tmp_path: Path) -> None:
     training = Training()
     run(training, tmp_path, 1, 6)

@@ -40,6 +40,22 @@ def test_a_checkpoint_that_cannot_be_read_now_does_not_make_an_older_step_the_ne
             look(refusing(journal, code))
 
 
+def test_a_journal_that_a_job_removes_while_its_frames_are_read_is_missed_by_nothing(journal: Path) -> None:
+    """There is a newer checkpoint then."""
+    (name,) = (path.name for path in journal.glob("journal-*"))
+    reads = []
+
+    def removing(verb: str, path: str) -> StorageError | None:
+        if (verb, path) == ("read", f"{name}/rank-00000.journal"):
+            reads.append(path)
+            if len(reads) == 4:
+                (journal / name).rename(journal / ".deleting-00000001-0000000000000000")
+        return None
+
+    assert journals.newest_chain(Faulty(LocalStore(journal), removing)) is None
+    assert len(reads) == 4, "it was removed in the middle"
+
+
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOENT])
 def test_from_a_checkpoint_that_is_damaged_or_gone_nothing_leads_on(journal: Path, code: int) -> None:
     assert journals.newest_chain(refusing(journal, code)) is None

@@ -42,6 +42,8 @@ from flowstone.format.manifest import Manifest
 from flowstone.log import log
 from flowstone.store.base import Names, Store
 
+_LOOKS = 5  # while a job removes journals
+
 
 class FramePlace(msgspec.Struct, frozen=True):
     """A frame of a step in its file."""
@@ -266,7 +268,20 @@ def newest_chain(store: Names) -> Chain | None:
 
 
 def newest_end(store: Names) -> Chain | None:
-    """The same, also if no journal has a step yet that leads beyond the checkpoint; None if none begins there."""
+    """The same, also if no journal has a step yet that leads beyond the checkpoint; None if none begins there.
+
+    Looks again where a job removes one meanwhile, as it has a newer checkpoint.
+    """
+    for _ in range(_LOOKS - 1):
+        try:
+            return _newest_end(store)
+        except StorageError as error:
+            if error.errno != errno.ENOENT:
+                raise
+    return _newest_end(store)
+
+
+def _newest_end(store: Names) -> Chain | None:
     committed = catalog.steps(store)
     if not committed:
         return None

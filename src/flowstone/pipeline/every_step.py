@@ -394,9 +394,9 @@ class EveryStep:
         is_all = stored == own if self._ranks is None else own <= stored and not report.skipped  # others have the rest
         if not is_all or sections != {*state}:
             return
-        chain = None if replay is None else journals.newest_chain(self._store)
-        if replay is not None and (chain is None or chain.newest != report.step):
-            return
+        chain = journals.newest_chain(self._store)
+        if report.step != (journals.newest_step(self._store) if chain is None else chain.newest):
+            return  # no journal leads on from an older step: readers would not find it behind a newer checkpoint
         parent = None if chain is None else chain.parts[-1].journal.opening.id
         self._loaded = checkpoint
         self._replay_s, self._replay_bytes = 0.0 if replay is None else replay.seconds, 0  # reads are in these seconds

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from forge import content, flip, place_of
 from specimen import STEP, state
 
 import flowstone as fs
+from flowstone.commit.writer import StoreWriter
 
 Script = Callable[..., "subprocess.Popen[str]"]
 
@@ -253,6 +255,29 @@ def test_rewind_to_a_step_that_is_not_there_changes_nothing(store: Path) -> None
         with pytest.raises(fs.NoCheckpointError, match="no checkpoint of step 2"):
             checkpointer.rewind(2)
     assert steps(store) == ["step-00000001", "step-00000003"]
+
+
+def test_a_rewind_to_a_step_that_retention_gives_up_meanwhile_changes_nothing(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_remove, find = threading.Event(), StoreWriter.find
+
+    def newest(committed: Sequence[int]) -> Sequence[int]:
+        assert len(committed) < 2 or may_remove.wait(60)
+        return committed[-1:]
+
+    def finding(writer: StoreWriter, step: int) -> None:
+        find(writer, step)
+        may_remove.set()
+
+    monkeypatch.setattr(StoreWriter, "find", finding)
+    with fs.Checkpointer(store, keep=newest) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, {"x": torch.full((3,), float(step))}).committed.result()
+        with pytest.raises(fs.NoCheckpointError, match="no checkpoint of step 1"):
+            checkpointer.rewind(1)
+    assert steps(store) == ["step-00000002"]
+    assert fs.open(store).read("x").tolist() == [2, 2, 2]
 
 
 # Loads that do not fit

@@ -64,6 +64,7 @@ class SoleWriter:
         self._store_writer.find(step)
         self.check()
         self.drain()
+        self._store_writer.find(step)  # retention may have given it up: with newer ones set aside nothing would be left
         aside = self._store_writer.rewind(step)
         self._in_flight.newest = step
         return aside

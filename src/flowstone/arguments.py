@@ -142,7 +142,9 @@ def to_quantize(rules: object, every_step: object) -> tuple[Quantize, ...]:
     from flowstone.quantize import Quantize  # imported here: most saves have no rules
 
     given = (rules,) if isinstance(rules, Quantize) else rules
-    if isinstance(given, Sequence) and all(isinstance(rule, Quantize) for rule in given):
+    if isinstance(given, Sequence) and not isinstance(given, str | bytes) and (
+        all(isinstance(rule, Quantize) for rule in given)
+    ):
         if given and every_step:
             raise ArgumentError(
                 "rules with every_step: steps cannot be replayed exactly from a state of less precision",
@@ -184,6 +186,12 @@ def store_path(path: object) -> Path:
             f"the path {text!r} does not name a directory",
             next="give the directory for the checkpoints; '.' is the current one. Is a variable unset?",
         )
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ArgumentError(
+            f"the path {text!r} is no UTF-8", next="rename the directory, or give another path"
+        ) from None
     url = _URL.match(text)
     if url is not None and (url[2] == "//" or url[1].lower() in _SCHEMES):
         _refuse_url(text, url[1].lower())
@@ -196,6 +204,44 @@ def store_path(path: object) -> Path:
             f"the path {text!r} is relative, and the current directory is gone", errno=error.errno or 0,
             reason=error.strerror, next="change to a directory that exists, or give an absolute path",
         ) from error
+
+
+def new_place(path: object) -> Path | ObjectUrl:
+    """Where a conversion is to write: a directory or file that may not be there yet, or the URL of an object store.
+
+    raises  ArgumentError
+    """
+    url = object_url(path)
+    if url is not None:
+        return url
+    if not isinstance(path, str | os.PathLike):
+        raise ArgumentError(
+            f"{shown(path)} is not a path to write to", expected="a str or a pathlib.Path", found=type_name(path),
+            next="give a new directory, or file; or the URL of an object store",
+        )
+    return store_path(path)
+
+
+def to_section(section: object) -> str:
+    """The name of a section. Raises ArgumentError."""
+    if isinstance(section, str):
+        return section
+    raise ArgumentError(
+        f"section {shown(section)} is not a name", found=type_name(section), next="give a str, as in section='model'"
+    )
+
+
+def check_work(*, on_progress: object = None, cluster: object = None) -> None:
+    """Raise ArgumentError unless one can be called, and the other does work."""
+    if on_progress is not None and not callable(on_progress):
+        raise ArgumentError(
+            f"on_progress {shown(on_progress)} is not callable",
+            next="give a function of two arguments, the bytes done and the bytes in all",
+        )
+    if cluster is not None and not hasattr(cluster, "each"):
+        raise ArgumentError(
+            f"cluster {shown(cluster)} is none", next="leave it out, or give one of flowstone.cluster"
+        )
 
 
 def _refuse_url(text: str, scheme: str) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 import numpy as np
 
-from flowstone.arguments import is_list, step_number, store_at, striped_above, to_store
+from flowstone.arguments import check_work, is_list, step_number, store_at, striped_above, to_store
 from flowstone.commit import catalog
 from flowstone.commit import read as contents
 from flowstone.commit.entries import step_directory
@@ -348,12 +348,12 @@ class Checkpoint:
 
         raises        what `read` raises, for names and regions at once, for what is stored as it comes
         """
-        from flowstone.streaming import Streaming, Wanted
+        from flowstone.streaming import Streaming, Wanted, checked
 
         if not isinstance(window_bytes, int) or isinstance(window_bytes, bool) or window_bytes < 1:
             raise ArgumentError(f"window_bytes {window_bytes!r:.60} is no number of bytes", next="give 1 << 20 or more")
         wanted: list[Wanted] = []
-        parts = dict(regions or {})
+        parts, device = checked(names, regions, device)
         for name in self._named(names):
             row = self._row(name)
             box, shape = to_box(parts.pop(name, None), self.index.tensors.shapes[row], name)
@@ -394,7 +394,7 @@ class Checkpoint:
 
     def _row(self, name: str) -> int:
         """The index row of a tensor; NoTensorError lists similar names."""
-        row = self.index.rows().get(name)
+        row = self.index.rows().get(name) if isinstance(name, str) else None
         if row is not None:
             return row
         place = str(name).partition(".")[0]
@@ -424,7 +424,7 @@ class Checkpoint:
     ) -> Verified:
         """As `verify`, but damage is returned in the result instead of raised."""
         from flowstone.verification import inspect  # here: loads need nothing of it
-
+        check_work(on_progress=on_progress, cluster=cluster)
         return inspect(self._store, self._directory, on_progress, cluster)
 
     def stored_bytes(self, name: str, offset: int, length: int) -> bytes:

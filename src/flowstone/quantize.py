@@ -31,7 +31,7 @@ class Quantize:
 
     def __post_init__(self) -> None:
         check_text("Quantize", pattern=self.pattern)
-        if self.bits != 8 or isinstance(self.bits, bool):
+        if type(self.bits) is not int or self.bits != 8:
             raise ArgumentError(f"Quantize: {self.bits!r:.200} bits are not offered", next="leave it out: 8")
         if type(self.block) is not int or not _BLOCK_MIN <= self.block <= _BLOCK_MAX:
             raise ArgumentError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from math import prod
 from typing import TYPE_CHECKING
@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from flowstone.errors import BudgetError
+from flowstone.errors import ArgumentError, BudgetError
 from flowstone.format.index import Index
 from flowstone.plan.read import plan_reads
 from flowstone.stage.arena import open_read_arena
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     import torch
 
     from flowstone import _native
+    from flowstone.regions import Region
 
 _ALIGN = 64  # bytes; of each tensor in its window, as torch aligns its own
 _AHEAD = 1  # windows that are read while the reader is at one
@@ -171,6 +172,19 @@ class Streaming(msgspec.Struct, frozen=True, eq=False):
             own = torch_tensors.viewed(whole[offset : offset + length], dtype, one.shape)
             made.append((one.name, own if str(self.device) == "cpu" else own.to(self.device)))
         return made
+
+
+def checked(
+    names: object, regions: Mapping[str, Region] | None, device: object
+) -> tuple[dict[str, Region], torch.device]:
+    """The arguments of a stream. Raises ArgumentError."""
+    from flowstone.state.tensors import device_of  # as above
+
+    if not isinstance(names, Iterable | None) or isinstance(names, bytes):
+        raise ArgumentError(f"names {names!r:.60} are none", next="give a list of names, or a pattern: 'model.*'")
+    if not isinstance(regions, Mapping | None):
+        raise ArgumentError(f"regions {regions!r:.60} are none", next="give a dict: {name: slice(0, 128)}")
+    return dict(regions or {}), device_of(device)
 
 
 def _memory(owner: object, address: int, shape: tuple[int, ...], item_bytes: int) -> Memory:

@@ -20,10 +20,10 @@ def cast_target(name: str | None) -> DType | None:
     """The type that `name` says, short forms (bf16) included. Raises ArgumentError."""
     if name is None:
         return None
-    full = _NAMES.get(name, name)
+    full = _NAMES.get(name, name) if isinstance(name, str) else ""
     if full not in CASTABLE:
         raise ArgumentError(
-            f"dtype {name!r} is none that values are cast to", expected=", ".join(CASTABLE),
+            f"dtype {name!r:.60} is none that values are cast to", expected=", ".join(CASTABLE),
             next="leave it out to keep every tensor as it is stored",
         )
     return DTYPES[full]

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from flowstone import _native
 from flowstone.cluster import PARTS_OF_CPU, Cluster, not_shared
-from flowstone.config import CHUNK_BYTES, GIB, MIB
+from flowstone.config import CHUNK_BYTES, GIB, MIB, whole_number
 from flowstone.convert.fetch import Fetcher, Wanted
 from flowstone.convert.file_io import AlignedMemory, Writes
 from flowstone.convert.journal import Durable, Journal
@@ -83,6 +83,7 @@ class Copied(msgspec.Struct, frozen=True):
 
 def window_bytes(budget_bytes: int) -> int:
     """How long a window is. Raises BudgetError."""
+    budget_bytes = whole_number("budget_bytes", budget_bytes)
     if budget_bytes < BUDGET_BYTES_MIN:
         raise BudgetError(
             f"a conversion cannot work within {budget_bytes} bytes", expected=f"at least {BUDGET_BYTES_MIN} bytes",

@@ -16,8 +16,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from flowstone.arguments import check_work, to_section
 from flowstone.checkpoint import Checkpoint
-from flowstone.config import CHUNK_BYTES, MIB
+from flowstone.config import CHUNK_BYTES, MIB, whole_number
 from flowstone.convert.copy import BUDGET_BYTES_DEFAULT, BUDGET_BYTES_MIN
 from flowstone.convert.digests import unequal_chunks, unequal_runs
 from flowstone.convert.elements import Differences, Tolerance, compare, has_numbers
@@ -157,11 +158,11 @@ def diff(
     raises  NoTensorError where no name matches; UnsupportedFormatError for values that are not known and not skipped;
             DamagedError, NotAStoreError, ArgumentError, ...
     """
-    begun = time.monotonic()
-    tolerance = _tolerance(rtol, atol)
+    begun, section = time.monotonic(), to_section(section)
+    check_work(on_progress=on_progress)
+    tolerance, select = _tolerance(rtol, atol), _Selection(_patterns(names), _patterns(skip))
     _check_alone(digests_only, rtol, atol, ignore_dtype, trust_digests)
     sources = open_source(a, step_a), open_source(b, step_b)
-    select = _Selection(_patterns(names), _patterns(skip))
     prefixes = [f"{section}." if one.is_flat and not all(s.is_flat for s in sources) else "" for one in sources]
     known = check_rules(rules, sources[0], section), Rules((), ())
     tensors, values = [], []
@@ -215,7 +216,7 @@ class _Selection(msgspec.Struct, frozen=True):
 
 
 def _patterns(given: str | Sequence[str]) -> tuple[str, ...]:
-    found = (given,) if isinstance(given, str) else tuple(given)
+    found = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, Sequence) else (given,)
     if not all(isinstance(one, str) and one for one in found):
         raise ArgumentError(f"{given!r:.60} is no pattern of names", next="write \"model.*\", or a list of such")
     return found
@@ -310,6 +311,7 @@ class _Work:
         self, sources: tuple[Source, Source], pairs: Sequence[_Pair], tolerance: Tolerance, trust_digests: bool,
         budget_bytes: int,
     ) -> None:
+        budget_bytes = whole_number("budget_bytes", budget_bytes)
         if budget_bytes < BUDGET_BYTES_MIN:
             raise BudgetError(
                 f"checkpoints cannot be compared within {budget_bytes} bytes",

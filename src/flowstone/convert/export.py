@@ -11,9 +11,10 @@ from typing import Literal
 
 from msgspec.structs import replace
 
-from flowstone.arguments import object_url
+from flowstone.arguments import ObjectUrl, check_work, new_place, store_path, to_section
 from flowstone.checkpoint import Checkpoint
 from flowstone.cluster import Cluster
+from flowstone.config import whole_number
 from flowstone.convert.bucket_draft import BucketDraft
 from flowstone.convert.cast import cast_target
 from flowstone.convert.copy import BUDGET_BYTES_DEFAULT, Job, copy, resumable, window_bytes, windows
@@ -106,15 +107,18 @@ def export(
     begun = time.monotonic()
     if to not in FORMATS:
         raise ArgumentError(f"to={to!r} is no known format", expected=", ".join(FORMATS), next="give one of them")
-    source, url = open_source(checkpoint, step), object_url(path)
-    place = url or os.path.abspath(path)
+    check_work(on_progress=on_progress, cluster=cluster)
+    beside, section = _directory_of(documents), None if section is None else to_section(section)
+    target, most_bytes = new_place(path), whole_number("shard_bytes", shard_bytes)
+    source, url = open_source(checkpoint, step), target if isinstance(target, ObjectUrl) else None
+    place = url or os.path.abspath(target)
     if to == "universal":
         mapped, lost, layout, texts = _lay_out_universal(source, section, dtype, rules)
     else:
         mapped, lost = _mapped(source, to, section, dtype, rules)
-        layout, texts = _lay_out(to, mapped, os.path.basename(place), int(shard_bytes))
+        layout, texts = _lay_out(to, mapped, os.path.basename(place), most_bytes)
     if to == "hf":
-        texts = {**documents_of(source, None if documents is None else Path(documents)), **texts}
+        texts = {**documents_of(source, beside), **texts}
     job = Job(source, layout, Path(place), budget_bytes)
     if url is None:
         digest = plan_digest(source, layout, [to, window_bytes(budget_bytes), texts])
@@ -128,6 +132,13 @@ def export(
             draft.finish(layout)
     files = (*(file.name for file in layout.files), *texts)
     return _report(place, to, files, mapped, lost, (layout.bytes, resumed, time.monotonic() - begun))
+
+
+def _directory_of(documents: str | os.PathLike[str] | None) -> Path | None:
+    found = None if documents is None else store_path(documents)
+    if found is not None and not found.is_dir():
+        raise ArgumentError(f"documents: {found} is no directory", next="give the one of config.json and tokenizer")
+    return found
 
 
 def _write(

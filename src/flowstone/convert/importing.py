@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from flowstone.arguments import step_number, store_at, to_store
+from flowstone.arguments import check_work, step_number, store_at, to_section, to_store
 from flowstone.cluster import Cluster
 from flowstone.commit import catalog, publish
 from flowstone.commit.entries import import_journal, saving_directory, step_directory
@@ -89,9 +89,10 @@ def import_checkpoint(
     raises  StepExistsError, LockedError, DamagedError, UnsupportedFormatError, NotAStoreError, ArgumentError, ...
     """
     begun = time.monotonic()
+    check_work(on_progress=on_progress, cluster=cluster)
     place = to_store(store)
+    wanted, section = step_number(step, verb="import"), to_section(section)
     opened = open_source(source)
-    wanted = step_number(step, verb="import")
     if not section or "@" in section or section.startswith("__") or "\0" in section:
         raise ArgumentError(f"{section!r:.60} cannot name a section", next="give a name without '@' and NUL")
     known = check_rules(rules, opened, section)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from flowstone.arguments import object_url
+from flowstone.arguments import ObjectUrl, check_work, new_place
 from flowstone.checkpoint import Checkpoint, open_checkpoint
 from flowstone.cluster import Cluster
 from flowstone.commit import publish
@@ -65,9 +65,11 @@ def pack(
 
     raises  StorageError where something else is at `path`, DamagedError, NoCheckpointError, ArgumentError, ...
     """
-    begun, url = time.monotonic(), object_url(path)
+    check_work(on_progress=on_progress, cluster=cluster)
+    begun, target = time.monotonic(), new_place(path)
+    url = target if isinstance(target, ObjectUrl) else None
     opened = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint, step)
-    place = url or os.path.abspath(path)
+    place = url or os.path.abspath(target)
     name = os.path.basename(place)
     if step_of(name) not in (None, opened.step):
         raise ArgumentError(

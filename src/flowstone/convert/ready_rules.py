@@ -61,7 +61,7 @@ def ready_rules(name: str, config: Mapping[str, Any] | str | bytes | None = None
 
     raises  ArgumentError for a set that is not known, and a size that is neither given nor in the configuration
     """
-    model = name.removeprefix("megatron-to-").removesuffix("-to-megatron")
+    model = name.removeprefix("megatron-to-").removesuffix("-to-megatron") if isinstance(name, str) else ""
     if model not in _MODELS or name not in (f"megatron-to-{model}", f"{model}-to-megatron"):
         raise ArgumentError(
             f"there are no ready rules {name!r:.60}", expected=", ".join(names()), next="give one of them, or a file"

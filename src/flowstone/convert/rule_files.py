@@ -9,6 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from flowstone.arguments import store_path
 from flowstone.config import MIB
 from flowstone.errors import ArgumentError
 from flowstone.layout_rules import KINDS, ConversionRule, RuleSet
@@ -24,7 +25,7 @@ def read_rules(path: str | Path) -> RuleSet:
 
     raises  ArgumentError naming the rule that says nothing sensible; StorageError
     """
-    place = Path(path).expanduser()
+    place = store_path(path)
     with translated(place.parent, "read", place.name):
         if place.stat().st_size > _FILE_BYTES_MAX:
             raise ArgumentError(

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from operator import attrgetter
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import msgspec
 import numpy as np
@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from flowstone import _native
-from flowstone.errors import UnsupportedStateError
+from flowstone.errors import ArgumentError, UnsupportedStateError
 from flowstone.format.objects import unsupported
 from flowstone.table.dtype import DTYPES, DType
 from flowstone.table.pieces import Memory
@@ -38,6 +38,16 @@ _version = attrgetter("_version")
 _UNKNOWN = -1  # the version of inference tensors, which have no counter
 _BLOCK = 256  # tensors whose own records stay in the CPU cache while they are examined
 _CONVERT = "convert it to a dense tensor (to_dense(), dequantize(), full_tensor(), ...), or leave it out of the state"
+
+
+def device_of(device: object) -> torch.device:
+    """The device that a caller names. Raises ArgumentError."""
+    try:
+        return torch.device(cast("str", device))
+    except (RuntimeError, TypeError, UnicodeError) as error:
+        raise ArgumentError(
+            f"device {device!r:.60} is none", found=f"{error!s:.200}", next="give 'cpu', 'cuda', or a torch.device"
+        ) from error
 
 
 def dtype_of(tensor: torch.Tensor) -> DType:

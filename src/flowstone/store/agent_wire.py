@@ -202,9 +202,10 @@ def socket_path(directory_fd: int) -> str:
 
 def run_name(name: str) -> str:
     """The name of a run in memory. Raises ArgumentError for one that cannot be."""
-    if len(name) > _RUN_CHARS_MAX or not _RUN.fullmatch(name) or any(set(part) == {"."} for part in name.split("/")):
+    is_text = isinstance(name, str) and len(name) <= _RUN_CHARS_MAX
+    if not is_text or not _RUN.fullmatch(name) or any(set(part) == {"."} for part in name.split("/")):
         raise ArgumentError(
-            f"memory://{name:.60} names no run in memory",
+            f"memory://{name!s:.60} names no run in memory",
             expected=f"letters, digits, '.', '_', '-', parts apart by '/'; at most {_RUN_CHARS_MAX}",
             next="write memory://run, with a name of your own",
         )

@@ -19,7 +19,7 @@ from flowstone.pipeline.replica_samples import look
 from flowstone.pipeline.unplanned import Unplanned
 from flowstone.pipeline.unplanned import unplanned as made_of
 from flowstone.stage.bounce import host_array
-from flowstone.stage.early_snapshot import snapshot_one
+from flowstone.stage.early_snapshot import snapshot_one, within_room
 from flowstone.state import Described, describe
 
 ROOM = 1 << 30
@@ -35,7 +35,7 @@ def weights() -> dict[str, torch.Tensor]:
 def begun(state: dict[str, torch.Tensor]) -> Unplanned:
     described = describe(state)
     _, samples = look(1, described, None, digests=False).sampled
-    return made_of(1, described, samples, fence="manual")
+    return made_of(1, described, samples, fence="manual", room_bytes=ROOM)
 
 
 def values(described: Described) -> dict[str, np.ndarray]:
@@ -138,7 +138,7 @@ def _copied_at_once(strided: bool) -> tuple[tuple[str, ...], bool]:
     libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
     libc.munmap(address, length)  # by another thread, while `save` runs
     try:
-        made_of(1, described, samples, fence="auto")
+        made_of(1, described, samples, fence="auto", room_bytes=ROOM)
     except StateChangedError as error:
         return error.names, error.gone
     return (), False
@@ -160,6 +160,47 @@ def test_a_step_waits_where_the_system_has_no_memory_for_copies(caplog: pytest.L
     assert same(one.take(), kept)
 
 
+
+def test_copies_that_save_makes_count_and_what_does_not_fit_is_left_for_save_to_wait_for() -> None:
+    state = {"short": torch.randn(10), "long": torch.randn(300, 200), "longer": torch.randn(600, 200)}
+    kept, described = kept_of(state), describe(state)
+    _, samples = look(1, described, None, digests=False).sampled
+    for room_bytes, copied in ((ROOM, 40 + 3 * 240_000), (300_000, 40 + 240_000), (1000, 40), (0, 0)):
+        one = made_of(1, described, samples, fence="auto", room_bytes=room_bytes)
+        assert (one.early_bytes, one.holds_caller) == (copied, copied < 40 + 3 * 240_000)
+        assert one.is_copied == (not one.holds_caller)
+        assert same(one.take(), kept)
+        one.let_go()
+        assert one.early_bytes == 0
+
+
+
+def test_what_has_no_bytes_always_fits() -> None:
+    lengths, wanted = np.array([0, 64, 1 << 20, 0, 0, 65], np.uint64), np.array([1, 1, 1, 1, 0, 1], np.bool_)
+    for room_bytes, fits in ((-5, [0, 3]), (0, [0, 3]), (63, [0, 3]), (64, [0, 1, 3]), (191, [0, 1, 3]),
+                             (192, [0, 1, 3, 5]), (1 << 21, [0, 1, 2, 3, 5])):
+        assert np.flatnonzero(within_room(lengths, wanted, room_bytes)).tolist() == fits
+
+
+def test_a_tensor_without_elements_is_not_taken_for_moved_where_nothing_fits() -> None:
+    state = {"none": torch.empty(0, 4), "cut": torch.randn(30)[30:], "short": torch.randn(10)}
+    described = describe(state)
+    _, samples = look(1, described, None, digests=False).sampled
+    one = made_of(1, described, samples, fence="auto", room_bytes=0)
+    assert (one.early_bytes, one.holds_caller) == (0, True)
+    assert same(one.take(), kept_of(state))
+
+
+def test_who_waits_is_let_go_on_once_all_is_copied_or_lost() -> None:
+    for end in (lambda one: one.snapshot(ROOM), Unplanned.let_go):
+        described = describe({"long": torch.randn(300, 200), "short": torch.randn(10)})
+        _, samples = look(1, described, None, digests=False).sampled
+        one = made_of(1, described, samples, fence="auto", room_bytes=1000)
+        assert (one.holds_caller, one.released.is_open) == (True, False)
+        assert not one.snapshot(1000)
+        assert not one.released.is_open
+        end(one)
+        assert one.released.is_open
 
 
 def test_a_save_that_fails_while_a_step_copies_it_ends_the_copying_and_not_the_step() -> None:

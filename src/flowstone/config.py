@@ -48,7 +48,9 @@ DEVICE_WINDOW_BYTES = 32 * MIB
 """Of memory on devices, as long as a block of the arena then: 0.6 ms of a bus of 55 GB/s, and one event for it."""
 GATHERED_BYTES_MAX = 256 * MIB  # of small pieces of a save; more are copied as larger ones are
 DEVICE_BLOCKS_MIN = 16  # an arena of fewer has shorter blocks: some are written while others are filled
+COPIED_PART_BYTES = 16 * MIB  # of strided memory of a device that torch copies: it takes as much of the device's
 BOUNCE_BYTES = 256 * MIB  # of a load's bounce buffers at once: each further round leaves the device idle for a moment
+COPIES_BYTES, COPIES_SHARE = 64 * MIB, 1 / 16  # of the budget, at most, the room for copies of what has no plan yet
 FIRST_ARENA_BYTES = 128 * MIB  # of staging memory for a first save: sixteen requests of 8 MiB
 RING_HALF_BYTES = 16 * MIB  # of half a ring buffer, which passes bytes to other ranks of the node
 READ_AHEAD_BYTES_MIN = 16 * MIB  # less is read faster than a second way to read it is prepared
@@ -106,6 +108,7 @@ LEAVE_S = 10.0  # that rank 0 waits for the other ranks to leave first
 REMINDER_S = 10.0  # between two log lines about ranks that are waited for
 NOTICE_S = 5.0  # until the first such line
 REJOIN_S = 2.0  # for other ranks to come to their next call, after they gave up the call that this rank missed
+HELD_S = 60.0  # for ranks that live and have not called, while a `save` waits for them; then UNANSWERED_S
 UNANSWERED_S = 10.0  # for ranks that have not called, if they are known not to, or others are held up
 
 # The memory agent of a node (store/agent_client.py, agent/).

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
+import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from acts import fill, opened, outcome, state_of, tensors
 
 import flowstone as fs
+from flowstone.pipeline import handover as handovers
+from flowstone.pipeline import save as saving
+from flowstone.pipeline.handover import Handover
+from flowstone.pipeline.save_coordinator import SaveCoordinator
+from flowstone.pipeline.unplanned import Unplanned
 
 DEADLINE_S = 20.0  # far more than it takes, far less than a run may take: a rank that waits for the other fails
 
@@ -96,6 +106,151 @@ def no_room(rank: int, path: str) -> object:
         save.committed.result(60)
     dist.barrier()
     return [is_saved(path, 1, kept, state), captured, *([] if rank else told.said)]
+
+
+def _early() -> dict[str, object]:
+    """A state without an optimizer: all must be captured before `save` returns, and `narrow` has no room for copies."""
+    return {"x": {str(at): torch.full((1 << 20,), float(at)) for at in range(3)}, "few": torch.ones(10), "step": 1}
+
+
+def _own(state: dict[str, object]) -> list[torch.Tensor]:
+    return [*state["x"].values(), state["few"]]  # type: ignore[attr-defined]
+
+
+def narrow(path: str, **options: object) -> fs.Checkpointer:
+    engine = fs.EngineOptions(request_bytes=2 << 20)
+    return opened(path, **{"budget_bytes": 8 << 20, "engine": engine, "deadline_s": DEADLINE_S} | options)
+
+
+def told_of_waits() -> _Told:
+    told = _Told("save waits until all ranks have reached it", lambda: True)
+    logging.getLogger("flowstone").addHandler(told)
+    return told
+
+
+def no_room_for_what_must_not_wait(rank: int, path: str) -> object:
+    """Rank 0's copies would not fit into its budget: its `save` waits for rank 1, and the log says so."""
+    state = _early()
+    own = _own(state)
+    kept, events, told = [tensor.clone() for tensor in own], list[object](), told_of_waits()
+    with narrow(path, on_event=events.append) as saver:
+        if rank == 1:
+            _store().wait(["told"])
+        begin = time.monotonic()
+        save = saver.save(1, state)
+        took_s, captured = time.monotonic() - begin, save.captured.done()
+        for tensor in own:
+            tensor.fill_(-1)
+        found = save.committed.result(60)
+        copied = saver._saves.captures._copied_bytes
+    dist.barrier()
+    names = [*(f"x.{at}" for at in range(3)), "few"]
+    equal = all(torch.equal(found.read(name), one) for name, one in zip(names, kept, strict=True))
+    blocked = next(event.blocked_s for event in events if isinstance(event, fs.Captured))
+    # What is said of the time that `save` has blocked has the wait in it; afterwards nothing of the budget is in use.
+    return [equal, captured, rank == 1 or blocked > took_s / 2, copied == 0, *(one for one, _ in told.said)]
+
+
+def no_room_but_for_small_ones(rank: int, path: str) -> list[object]:
+    """Staging memory has all that it may have of the budget before the first save. Only small pieces must not wait."""
+    state = {"large": torch.ones(36 << 20), "few": {str(at): torch.full((1000,), float(at)) for at in range(200)}}
+    told = told_of_waits()
+    with narrow(path, budget_bytes=64 << 20) as saver:
+        prepared = saver.prepare(state)
+        if rank == 1:
+            _store().wait(["saved"])
+        save = saver.save(1, state, fence="manual")
+        for tensor in state["few"].values():  # type: ignore[union-attr]
+            tensor.fill_(-1)
+        _store().set("saved", "1")
+        found = save.committed.result(60)
+        right = all((found.read(f"few.{at}") == at).all().item() for at in range(200))
+        return [right, len(told.said), prepared.bytes]
+
+
+def dies_while_another_waits(rank: int, path: str, when: str) -> object:
+    """Rank 0's `save` waits, and rank 1 is killed: before it calls it, in the middle of the plan, or of the capture."""
+    state, told = _early(), told_of_waits()
+    saver = narrow(path, on_error="continue", deadline_s=8.0)
+    if rank == 1:
+        _store().wait(["told"])
+        points: dict[str, tuple[object, str]] = {
+            "before": (fs.Checkpointer, "save"), "plan": (SaveCoordinator, "assign"), "capture": (saving, "watch"),
+        }
+        with mock.patch.object(*points[when], lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)):
+            saver.save(1, state).committed.result(60)
+    save = saver.save(1, state)
+    error = save.committed.exception(60)
+    saver.fence()
+    saver.close()
+    return [f"{type(error).__name__}: {error}", len(told.said)]
+
+
+def is_elsewhere_while_another_waits(rank: int, path: str, deadline_s: float) -> str:
+    """Rank 1 waits for rank 0, in training's own way, before it calls `save`; and rank 0 waits for it in there."""
+    state = _early()
+    with mock.patch.object(handovers, "HELD_S", 1.0), narrow(path, on_error="continue", deadline_s=deadline_s) as saver:
+        if rank == 1:
+            dist.barrier()
+        error = outcome(saver, 1, state)
+        if rank == 0:
+            dist.barrier()
+        assert outcome(saver, 2, state) is None
+    return f"{type(error).__name__}: {error}"
+
+
+def is_interrupted_while_it_waits(rank: int, path: str, when: str) -> object:
+    """Ctrl-C ends the wait of rank 0's `save`, and the state changes at once. Then all save that step again.
+
+    when  before rank 1 has come to it; after the capture; or twice, so that nothing could be done at the first time
+    """
+    state, awaited = _early(), Handover.await_release
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def interrupted(handover: Handover, waiting: Unplanned, pressing: object) -> None:
+        if when != "before":
+            _store().set("go", "1")
+            awaited(handover, waiting, pressing)  # type: ignore[arg-type]
+        os.kill(os.getpid(), signal.SIGINT)
+        for _ in range(100):  # the handler runs here
+            time.sleep(0.01)
+
+    twice = mock.patch.object(Handover, "forget", side_effect=KeyboardInterrupt) if when == "twice" else nullcontext()
+    with narrow(path, on_error="continue") as saver:
+        told = "nothing"
+        try:
+            if rank == 1:
+                _store().wait(["go"])
+                saver.save(1, state).committed.result(60)
+            with mock.patch.object(Handover, "await_release", interrupted), twice:
+                saver.save(1, state)
+        except (fs.FlowstoneError, KeyboardInterrupt) as error:
+            told = f"{type(error).__name__}: {error}"
+        saver.fence()
+        for tensor in _own(state):
+            tensor.fill_(-1)
+        _store().set("go", "1")
+        found = saver.save(1, state).committed.result(60)
+    return [told, all((found.read(name) == -1).all().item() for name in ("x.0", "x.2", "few"))]
+
+
+def layouts_that_wait(rank: int, path: str) -> list[object]:
+    """Saves of three layouts, one after the other; each is waited for, and one has a tensor larger than the budget."""
+    told, right = told_of_waits(), []
+    with narrow(path) as saver:
+        for step, added in enumerate(({}, {"large": torch.ones(3 << 20)}, {"other": torch.ones(1 << 20)}), 1):
+            state: dict[str, object] = _early() | added
+            saves = [saver.save(2 * step - 1, state)]
+            for tensor in (*_own(state), *added.values()):
+                tensor += 1
+            saves.append(saver.save(2 * step, state))
+            for tensor in (*_own(state), *added.values()):
+                tensor.fill_(-1)
+            for number, save in enumerate(saves):
+                found = save.committed.result(60)
+                names = {"x.1": 1.0, "few": 1.0, **dict.fromkeys(added, 1.0)}
+                right += [bool((found.read(name) == value + number).all()) for name, value in names.items()]
+    return [right, len(told.said)]
 
 
 def changed_before_the_plan(rank: int, path: str, how: str) -> str:

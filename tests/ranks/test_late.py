@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+import signal
 from pathlib import Path
 
 import pytest
 from late_acts import DEADLINE_S
-from processes import run
+from processes import Ranks, run
+
+import flowstone as fs
 
 
 @pytest.mark.parametrize("saves", [1, 2])
@@ -31,6 +35,61 @@ def test_a_step_waits_for_ranks_that_are_late_where_no_copy_fits_the_budget_and_
     assert (equal, captured, was_unchanged) == (True, True, True)
     assert "step 1: the next step waits until other ranks have reached this save: copies of" in said
     assert "raise budget_bytes" in said
+
+
+def test_save_itself_waits_where_what_must_not_wait_does_not_fit_the_budget(tmp_path: Path) -> None:
+    first, second = run(2, "late_acts", "no_room_for_what_must_not_wait", str(tmp_path / "run"))
+    assert isinstance(first, list)
+    assert isinstance(second, list)
+    assert first[:4] == second[:4] == [True] * 4
+    assert len(first) == 5, "it is told once"
+    assert "step 1: save waits until all ranks have reached it: copies of 12582952 bytes do not fit" in first[4]
+    assert "raise budget_bytes" in first[4]
+
+
+def test_small_tensors_have_room_for_copies_however_large_the_arena_has_become(tmp_path: Path) -> None:
+    for found in run(2, "late_acts", "no_room_but_for_small_ones", str(tmp_path / "run")):
+        assert found == [True, 0, 60 << 20]
+
+
+@pytest.mark.parametrize("when", ["before", "plan", "capture"])
+def test_a_save_that_waits_returns_with_a_named_error_where_another_rank_has_died(tmp_path: Path, when: str) -> None:
+    first, second = Ranks(2, "late_acts", "dies_while_another_waits", str(tmp_path / "run"), when).end()
+    assert second.code == -signal.SIGKILL
+    assert first.code == 0, first.said
+    assert isinstance(first.result, list)
+    assert re.match(r"RankError: nothing heard from rank 1 for \d+ s", first.result[0])
+    assert first.result[1] == 1
+    assert not list((tmp_path / "run").glob("step-*"))
+
+
+@pytest.mark.parametrize("deadline_s", [6.0, 600.0])
+def test_a_save_that_waits_for_a_rank_that_waits_for_it_ends_by_its_deadline_or_sooner(
+    tmp_path: Path, deadline_s: float
+) -> None:
+    first, second = run(2, "late_acts", "is_elsewhere_while_another_waits", str(tmp_path / "run"), deadline_s)
+    assert str(first).startswith("RankError: rank 1 did not reach 'the plan of step 1' in "), first
+    assert "is alive, but has not made this call" in str(first)
+    assert str(second).startswith("RankError: rank 1 "), second
+    assert fs.open(tmp_path / "run").step == 2
+
+
+@pytest.mark.parametrize("when", ["before", "after", "twice"])
+def test_ctrl_c_while_save_waits_gives_that_save_up_on_all_ranks(tmp_path: Path, when: str) -> None:
+    first, second = run(2, "late_acts", "is_interrupted_while_it_waits", str(tmp_path / "run"), when)
+    assert isinstance(first, list)
+    assert isinstance(second, list)
+    assert first[0].startswith("KeyboardInterrupt")
+    assert second[0].startswith("RankError: rank 0 failed: save() was interrupted"), second
+    assert first[1]
+    assert second[1]
+    fs.open(tmp_path / "run").verify()
+
+
+def test_saves_of_several_layouts_wait_one_after_the_other(tmp_path: Path) -> None:
+    for right, waits in run(2, "late_acts", "layouts_that_wait", str(tmp_path / "run")):  # type: ignore[misc]
+        assert right == [True] * 16
+        assert waits == 3
 
 
 @pytest.mark.parametrize(

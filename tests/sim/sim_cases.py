@@ -21,6 +21,7 @@ from flowstone import FlowstoneError, Keep, StepExistsError
 from flowstone.commit.entries import DELETING, SAVING, step_directory
 from flowstone.events import RemovalFailed
 from flowstone.format.manifest import MANIFEST_NAME, MARKER_NAME
+from flowstone.pipeline.pacing import Captures
 from flowstone.plan import compaction
 
 POWER, KILL, ERROR, FREEZE = 0, 1, 2, 3
@@ -260,6 +261,22 @@ def _overlapping(job: GroupJob) -> None:
     job.save_both(3, 4)
 
 
+def _held(act: Callable[[GroupJob], None]) -> Callable[[GroupJob], None]:
+    """No copy fits the budget: where there is no plan yet, `save` itself waits for the other rank and its capture."""
+
+    def held(job: GroupJob) -> None:
+        with mock.patch.object(Captures, "room_for_copies", 0):
+            act(job)
+
+    return held
+
+
+def _overlapping_layouts(job: GroupJob) -> None:
+    """The second begins before the first is committed, and has no plan yet."""
+    job.save(1)
+    job.save_both(2, 51)
+
+
 def _by_dcp(name: str, *steps: int, **options: object) -> Scenario:
     """Of dcp.save. Its ranks meet by collectives: one that freezes holds up all, until they are dead or go on."""
 
@@ -335,6 +352,12 @@ SCENARIOS: Sequence[Scenario] = (
     Scenario(
         "team_deltas_compacted", _compacted(51, 52, 53, 54), keep=Keep(last=1), repeat=_compacted(58, 59), ranks=2,
         start=".saving-00000053",
+    ),
+    Scenario("team_held", _held(_save(2)), _saved(1), ranks=2),
+    Scenario("team_held_two_tries", _held(_two_tries), _saved(1), ranks=2, modes=("freeze",)),
+    Scenario(
+        "team_held_overlapping", _held(_overlapping_layouts), keep=Keep(last=2), repeat=_held(_save(59)), ranks=2,
+        start=".saving-00000002", at_once=True,
     ),
 )
 

@@ -38,7 +38,10 @@ SAMPLED_SEEDS: dict[str, Seeds] = {  # a few of the changes each: the order of w
 LIFE_SEEDS: dict[str, Seeds] = SOME_SEEDS | {"power": lambda at: (0, 3 + at)}
 _SEEDS_OF = {
     "life": LIFE_SEEDS, "team_life": LIFE_SEEDS, "team_two_tries": TRIES_SEEDS,
-    **dict.fromkeys(("team_overlapping", "deltas_resumed", "team_deltas_resumed", "deltas_compacted"), SOME_SEEDS),
+    "team_held_two_tries": TRIES_SEEDS,
+    **dict.fromkeys((
+        "team_overlapping", "deltas_resumed", "team_deltas_resumed", "deltas_compacted", "team_held_overlapping",
+    ), SOME_SEEDS),
     **dict.fromkeys(("saves_beside_training", "deltas", "team_deltas"), SOME_SEEDS | {"power": SEEDS["power"]}),
     **dict.fromkeys(("deltas_rewound", "deltas_fallback", "team_deltas_compacted"), SAMPLED_SEEDS),
     **{scenario.name: SAMPLED_SEEDS for scenario in SCENARIOS if scenario.coding is not None},

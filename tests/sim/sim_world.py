@@ -24,6 +24,7 @@ from flowstone.commit.entries import SUPERSEDED, step_directory
 from flowstone.config import EngineOptions
 from flowstone.errors import FlowstoneError, StorageError
 from flowstone.events import Committed, Event
+from flowstone.pipeline.unplanned import Unplanned
 from flowstone.store.base import Receipt
 from flowstone.store.local import LocalStore
 from flowstone.store.system import System
@@ -238,12 +239,23 @@ class Job:
         self.attempt, self.again, self._part = attempt, again, part
         self.events: list[Event] = []
         self.fence: Literal["auto", "manual"] = "auto"
+        self._before_wait: Callable[[], None] = lambda: None
         self._tags: dict[int, str] = {}
         self.checkpointer = Checkpointer(
             self.store, keep=keep, budget_bytes=4 * _MIB, engine=self.store.options, on_event=self._hear,
             **options,  # type: ignore[arg-type]
         )
         self._sweep_first()
+        self._wait_with_power()
+
+    def _wait_with_power(self) -> None:
+        """A `save` that waits for its capture lets the thread go on that captures, and ends where the power does."""
+        def wait(unplanned: Unplanned, pressing: object) -> None:
+            self._before_wait()
+            while not unplanned.released.wait(0.01):
+                self._check_power()
+
+        self.checkpointer._saves._handover.await_release = wait  # type: ignore[method-assign]
 
     def _sweep_first(self) -> None:
         """What a dead job left goes before the first save goes on: the changes' numbers must not depend on chance."""
@@ -274,7 +286,7 @@ class Job:
         errors: list[FlowstoneError] = []
         if change == 0:
             self.checkpointer._saves._threads.writer.submit(handover.pause)
-        self.system.before_change = handover.before_change
+        self.system.before_change, self._before_wait = handover.before_change, handover.go_on
         try:
             for step in (first, second):
                 try:
@@ -286,7 +298,7 @@ class Job:
                     self._check_power()
                     wait_futures([idle], timeout=0.01)
         finally:
-            self.system.before_change = lambda: None
+            self.system.before_change = self._before_wait = lambda: None
             handover.go_on()
         for save in saves:
             self._until_ended(save)

@@ -76,6 +76,16 @@ def test_scenarios_of_codecs_use_these(name: str, codecs: set[str], scratch: Pat
     assert refers != (name in ("derived", "team_derived"))
 
 
+@pytest.mark.parametrize(("name", "waits"), [
+    ("team_held", 2), ("team_held_two_tries", 2), ("team_held_overlapping", 4), ("team_second_save", 0),
+])
+def test_scenarios_of_saves_that_wait_have_them(
+    name: str, waits: int, scratch: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    Simulation([s.name for s in SCENARIOS].index(name), scratch).play_through()
+    assert sum("save waits until all ranks have reached it" in one for one in caplog.messages) == waits
+
+
 @pytest.mark.skipif(ONLY is not None, reason="SIM repeats one case")
 def test_deletion_is_durable_before_the_next_writer_sweeps_it(scratch: Path) -> None:
     """Found by `make soak`: step-2 came back with its manifest and without its objects."""

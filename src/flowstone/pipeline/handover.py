@@ -10,8 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from functools import partial
+from typing import TYPE_CHECKING
 
+from flowstone.config import HELD_S
 from flowstone.errors import CancelledError, ClosedError
 from flowstone.events import Event
 from flowstone.pipeline.in_flight import InFlight
@@ -19,6 +22,9 @@ from flowstone.pipeline.pacing import Captures
 from flowstone.pipeline.save_run import SaveRun
 from flowstone.runtime.turns import Turn
 from flowstone.store.base import Store
+
+if TYPE_CHECKING:
+    from flowstone.pipeline.unplanned import Unplanned
 
 _LOOK_S = 1.0  # between two looks at whether the caller is still there
 
@@ -86,6 +92,63 @@ class Handover:
             if not self._turn.is_in(run.call):
                 self._give_up(run)
         return not run.given_up
+
+    def start_unplanned(
+        self, run: SaveRun, waiting: Unplanned, *, enlist: Callable[[], None],
+        pressing: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        """Hand on a save that has no plan yet. If it holds its caller, that waits here, and what ends the wait ends it.
+
+        enlist    passes it to the thread that finishes saves; called uninterrupted
+        pressing  as of RankGroup
+        """
+        try:
+            self._turn.uninterrupted(enlist)
+            if waiting.holds_caller:
+                self.await_release(waiting, pressing)
+                run.blocked_s = run.spans.whole("blocked").seconds
+                run.handed_on.open()
+                if run.capture is None or not run.outlasts_save:  # it has failed, or nothing is left to be captured
+                    run.save.captured.await_end()
+        except BaseException:
+            if waiting.holds_caller and run.unplanned is not None:
+                self._turn.uninterrupted(partial(self.forget, run))
+            raise
+
+    def await_release(self, waiting: Unplanned, pressing: Callable[[], AbstractContextManager[None]]) -> None:
+        """Until what must not change once `save` returns is captured, or copied, or the save has failed."""
+        if not waiting.released.wait(HELD_S):
+            with pressing():
+                waiting.released.wait()
+
+    def let_go_on(self, run: SaveRun) -> None:
+        """End the wait of a caller which had no plan and no room for copies. Runs on the thread that finishes saves.
+
+        raises  CancelledError  it was interrupted: what was captured may have changed meanwhile
+        """
+        assert run.unplanned is not None, "what has a plan is captured by its caller"
+        if not run.unplanned.holds_caller:
+            run.handed_on.open()
+        run.unplanned.released.open()
+        while not run.handed_on.wait(_LOOK_S):
+            if not self._turn.is_in(run.call):
+                self.forget(run)
+        self.check_wanted(run)
+
+    def check_wanted(self, run: SaveRun) -> None:
+        """Raise CancelledError if the caller was interrupted while it waited."""
+        if run.given_up:
+            raise CancelledError("save() was interrupted", next="save again")
+
+    def forget(self, run: SaveRun) -> None:
+        """The caller was interrupted while it waited, and may change the state. The writer's thread ends the save."""
+        if run.handed_on.is_open:
+            return
+        run.given_up = True
+        run.save.captured.tell()
+        run.save.committed.reported = True  # the call raises the cause itself
+        self._in_flight.forget(run.save)
+        run.handed_on.open()
 
     def watch(self, run: SaveRun) -> None:
         """Complete `captured` when the last lazy byte is captured. On the watcher's thread, or the caller's."""

@@ -9,7 +9,15 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from flowstone import _native
-from flowstone.config import CAPTURE_SHARE_OF_OVERLAP, COPY_BYTES_PER_S, FENCE_WAIT_S, FIRST_ARENA_BYTES, Tuning
+from flowstone.config import (
+    CAPTURE_SHARE_OF_OVERLAP,
+    COPIES_BYTES,
+    COPIES_SHARE,
+    COPY_BYTES_PER_S,
+    FENCE_WAIT_S,
+    FIRST_ARENA_BYTES,
+    Tuning,
+)
 from flowstone.events import Fenced
 from flowstone.pipeline.save_run import SaveRun
 from flowstone.plan.write import WritePlan
@@ -26,9 +34,10 @@ _BLOCKS_MIN = 4  # for a save: some are written while others are filled
 class Captures:
     """Captures that run during training. The overlap budget begins with `save` and ends with the fence."""
 
-    def __init__(self, store: Store, budget_bytes: int | None, cap: int | None) -> None:
-        """`cap`: bytes per second that saves may write; None: no limit."""
+    def __init__(self, store: Store, budget_bytes: int | None, cap: int | None, *, copies: bool = False) -> None:
+        """`cap`: bytes per second that saves may write; None: no limit. `copies`: states may wait for a plan."""
         self._store, self._budget_bytes, self._cap = store, budget_bytes, cap
+        self._copies = copies
         self._arena: _native.Arena | None = None
         self._runs: list[SaveRun] = []  # replaced, never changed: `expedite` may run on any thread
         self._overlap_since: float | None = None  # since when the last save runs beside training
@@ -93,20 +102,37 @@ class Captures:
         """Copy the states of saves without a plan, oldest first, as far as the arena's budget allows. Any thread."""
         if os.getpid() != self._pid:
             return
-        arena = self.arena
-        kept_bytes = max(arena.touched_bytes, min(FIRST_ARENA_BYTES, arena.budget_bytes // 2))
         for run in self._runs:
-            if not run.save.captured.done() and run.copy(self.spare_bytes - kept_bytes):
+            if not run.save.captured.done() and run.copy(self.room_for_copies):
                 run.save.captured.tell()
 
     @property
-    def spare_bytes(self) -> int:
-        """The budget that such copies leave; the arena does not grow beyond it."""
-        return self.arena.budget_bytes - sum(run.copied_bytes for run in self._runs)
+    def _copied_bytes(self) -> int:
+        return sum(run.copied_bytes for run in self._runs)
+
+    @property
+    def arena_bytes_max(self) -> int:
+        """The arena does not grow beyond what copies of states without a plan leave of the budget.
+
+        Where there may be some, a part of it is theirs for good. So small ones fit, and `save` need not wait for other
+        ranks, however large the arena has become. An arena of few blocks has none to spare.
+        """
+        arena, copied = self.arena, self._copied_bytes
+        if not self._copies or arena.budget_bytes < arena.block_bytes / COPIES_SHARE:
+            return arena.budget_bytes - copied
+        most = arena.budget_bytes - max(copied, min(COPIES_BYTES, int(arena.budget_bytes * COPIES_SHARE)))
+        return most // arena.block_bytes * arena.block_bytes
+
+    @property
+    def room_for_copies(self) -> int:
+        """For further copies: the arena keeps what it has, or needs for a first save."""
+        arena = self.arena
+        kept_bytes = max(arena.touched_bytes, min(FIRST_ARENA_BYTES, arena.budget_bytes // 2))
+        return arena.budget_bytes - self._copied_bytes - kept_bytes
 
     def grow(self, total_bytes: int) -> None:
         """Grow the arena once no save uses it."""
-        self.arena.grow(min(total_bytes, self.spare_bytes), when_idle=True)
+        self.arena.grow(min(total_bytes, self.arena_bytes_max), when_idle=True)
 
     def pace(self, plan: WritePlan, tuning: Tuning) -> Pace:
         """Make lazy capture end just before the fence, no sooner, so that training keeps the machine.

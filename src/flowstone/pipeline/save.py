@@ -98,7 +98,8 @@ class Saves:
         self._unmatched = UnmatchedRules(options.quantize)
         self._coordinator = SaveCoordinator(shared.group.agreement, socket.gethostname(), self._unmatched)
         self._threads = Threads(shared.turn.leave_out_this_thread)
-        self.captures = Captures(shared.store, options.budget_bytes, shared.options.write_bytes_per_s)
+        cap, copies = shared.options.write_bytes_per_s, not self._coordinator.knows_every_layout
+        self.captures = Captures(shared.store, options.budget_bytes, cap, copies=copies)
         self.in_flight = InFlight(
             shared.store, self.captures.expedite, on_error=options.on_error,
             max_unsaved_steps=options.max_unsaved_steps,
@@ -155,7 +156,7 @@ class Saves:
         needed = staging_bytes(described.layout, self._group.size)
         if captures.preparation.device:
             needed = with_rests(needed, captures.arena)
-        captures.preparation.grow(captures.arena, min(needed, captures.spare_bytes))
+        captures.preparation.grow(captures.arena, min(needed, captures.arena_bytes_max))
         told = captures.preparation.report(captures.arena, began)
         self._emit(told)
         return told
@@ -276,7 +277,7 @@ class Saves:
         target = WriteTarget(self._store, draft.directory, arena)
         capture = begin_capture(target, draft, cached, described, run.watched, pace, self._known_base())
         try:
-            arena.grow(min(capture.arena_bytes, FIRST_ARENA_BYTES, self.captures.spare_bytes))
+            arena.grow(min(capture.arena_bytes, FIRST_ARENA_BYTES, self.captures.arena_bytes_max))
             if not capture.is_reserved:
                 hand_over(self._threads.reserver, capture.writing.reserve)
             if capture.sources.streams:
@@ -289,9 +290,8 @@ class Saves:
     def _capture_once_planned(
         self, run: SaveRun, described: Described, fence: FenceMode, tell: Callable[[CachedPlan], None]
     ) -> None:
-        """The first save of a layout by several ranks: its capture begins once they have agreed on a plan.
-
-        Pieces that must not change before their capture are copied. The rest is lazy; the fence copies what is left.
+        """The first save of a layout by several ranks, which is captured once they have agreed on a plan. What must not
+        change once `save` returns is copied, or waited for if the budget has no room. The fence copies the rest.
         """
         from flowstone.pipeline.unplanned import unplanned  # a group of one has a plan at once
 
@@ -300,30 +300,34 @@ class Saves:
         streams = as_on_this_thread(described.places.devices)
         assert run.looked is not None, "what has no plan is looked at whole"
         with run.spans.phase("copied"):
-            waiting = unplanned(run.save.step, described, run.looked.sampled[1], fence=fence)
-        run.blocked_s = run.spans.whole("blocked").seconds
+            room, seen = self.captures.room_for_copies, run.looked.sampled[1]
+            waiting = unplanned(run.save.step, described, seen, fence=fence, room_bytes=room)
+        if not waiting.holds_caller:
+            run.blocked_s = run.spans.whole("blocked").seconds
         run.save.captured.expedite, run.save.committed.expedite = self.captures.snapshot, self.in_flight.expedite
 
         def begin_later(cached: CachedPlan) -> None:
+            self._handover.check_wanted(run)
             tell(cached)
             with streams():
                 held = waiting.take()
                 self._begin_capture(run, cached, held)
                 try:
                     encode(run, held)
+                    self._handover.let_go_on(run)
                 except BaseException:
                     run.begun.abandon(self._store)
                     raise
 
         def enlist() -> None:
-            run.unplanned = waiting
+            run.unplanned, run.call = waiting, self._turn.calls
             if waiting.is_copied:
                 run.save.captured.tell()
             self.captures.add(run)
             self._submit(self._begin_and_finish, run, waiting, described, fence, begin_later)
             self.in_flight.add(run.save)
 
-        self._turn.uninterrupted(enlist)
+        self._handover.start_unplanned(run, waiting, enlist=enlist, pressing=self._group.pressing)
 
     def _submit(self, act: Callable[..., None], *arguments: object) -> None:
         """Run `act` on the writer's thread. The Checkpointer is kept alive until it is done."""
@@ -412,15 +416,14 @@ class Saves:
                     base=self._find_base(assignment),
                 )
                 begin(cached)
-            except Exception as error:
-                self._coordinator.give_up(step, error)
+            except BaseException as error:
+                self._coordinator.give_up(step, error_for_others("save", error))
                 raise
-        except Exception as error:
+        except BaseException as error:  # whatever it is: the caller may wait
             run.unwatch()
             waiting.let_go()
             self._end_badly(run, error)
             return
-        run.handed_on.open()
         run.expedite()
         self._handover.watch(run)
         waiting.let_go()

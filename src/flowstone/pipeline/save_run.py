@@ -6,14 +6,15 @@
                      └──► failed
 
 called     described; nothing has been read yet. A failure here leaves nothing to clean up
-waiting    the ranks have not agreed on a plan: `unplanned` has the state, or copies of it
+waiting    the ranks have not agreed on a plan: `unplanned` has the state, or copies of it. Where the budget has no room
+           for copies, the caller waits, too, until what is not lazy is captured
 capturing  `capture`: the engine reads the sources. The threads that finish saves know the save, and wait for the
            caller's part: it encodes values that are not tensors, and waits until everything not lazy is captured
            (handover.py)
 handed on  `handed_on` is open, and the caller is no longer needed: it has done its part, or the save began in the
-           background. `save.captured` follows once no source is read any more
-given up   the call was interrupted before that: `handed_on` is open, and `given_up` has the cause. The caller gives it
-           up; if the caller was interrupted even there, the writer's thread does, once it sees that the call ended
+           background, and it does not wait any more. `save.captured` follows once no source is read any more
+given up   the call was interrupted before that: `handed_on` is open, and `given_up` is true. The caller gives it up; if
+           the caller was interrupted even there, the writer's thread does, once it sees that the call ended
 ended      `save.committed` is done
 """
 
@@ -103,8 +104,8 @@ class SaveRun:
 
     @property
     def copied_bytes(self) -> int:
-        """Bytes of copies that a step has made because there was no plan."""
-        return 0 if self.unplanned is None else self.unplanned.snapshot_bytes
+        """Bytes of copies that were made because there was no plan."""
+        return 0 if self.unplanned is None else self.unplanned.early_bytes + self.unplanned.snapshot_bytes
 
     def copy(self, room_bytes: int) -> bool:
         """Copy what is left of a state without a plan, if there is room. Returns whether the state may change now."""

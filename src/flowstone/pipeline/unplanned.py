@@ -1,8 +1,9 @@
 """A save that cannot begin yet: the ranks have not agreed on its plan.
 
-Until then its state stays in the caller's memory, except for what must be captured early, which is copied. A step that
-comes before the plan does not wait for it: it copies the rest of the state, if there is memory for all of it, and the
-save continues from the copies. Changes of the state in the meantime are detected and reported here.
+Until then its state stays in the caller's memory, except for what must be captured early, which is copied; what the
+budget has no room for, `save` waits for. A step that comes before the plan does not wait for it: it copies the rest of
+the state, if there is memory for all of it, and the save continues from the copies. Changes of the state meanwhile are
+detected and reported here.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from flowstone.errors import StateChangedError
 from flowstone.log import log
 from flowstone.pipeline.changed import state_changed
 from flowstone.pipeline.plan_cache import FenceMode, lazy_pieces, waiter_of
-from flowstone.stage.early_snapshot import snapshot, snapshot_one
+from flowstone.runtime.uninterrupted import Latch
+from flowstone.stage.early_snapshot import snapshot, snapshot_one, within_room
 from flowstone.stage.moved import moved
 from flowstone.stage.samples import Samples, take_samples
 from flowstone.state import CounterCheck, Counters, Described
@@ -29,11 +31,15 @@ class Unplanned:
     """The state of such a save, shared by two threads: the fence's, which may `snapshot` it, and the writer's, which
     calls `take`.
 
-    snapshot_bytes  size of the copies that a step made, until `let_go`
+    early_bytes     size of the copies that `save` made, until `let_go`
+    snapshot_bytes  that of those that a step made, until then
+    holds_caller    there was no room for copies of all that must not change once `save` has returned: so it waits
+    released        open once it need not wait any longer
     """
 
     def __init__(
-        self, step: int, described: Described, late: NDArray[np.bool_], seen: Samples, guarded: Sequence[bool]
+        self, step: int, described: Described, late: NDArray[np.bool_], seen: Samples, guarded: Sequence[bool], *,
+        holds_caller: bool,
     ) -> None:
         """`described` refers to copies of every piece that is not `late`.
 
@@ -46,10 +52,11 @@ class Unplanned:
         self._late, self._seen, self._guarded = late, seen, guarded
         self._left = np.flatnonzero(late).tolist()
         self._lengths = described.pieces.lengths()
-        self.snapshot_bytes = 0
+        self.early_bytes, self.snapshot_bytes = int(self._lengths[~late].sum()), 0
+        self.holds_caller, self.released = holds_caller, Latch()
         self._copying = Lock()  # one thread copies; guards the next, and is never held for long
         self._lock = Lock()
-        self._is_taken = self._is_told = False
+        self._is_taken, self._is_told = False, holds_caller
         self._failure: StateChangedError | None = None
         if not self._left:
             self._close(described)
@@ -111,6 +118,7 @@ class Unplanned:
         self._check_memory(described)
         names = CounterCheck(described.counters, described.layout, self._late, self._guarded).changed()
         self._described = replace(described, counters=Counters.none())
+        self.released.open()
         if names:
             self._fail(names)
 
@@ -164,18 +172,32 @@ class Unplanned:
     def let_go(self) -> None:
         """The save was captured, or has failed: release the copies."""
         with self._lock:
-            self._described, self._copies, self.snapshot_bytes = None, {}, 0
+            self._described, self._copies, self.early_bytes, self.snapshot_bytes = None, {}, 0, 0
+        self.released.open()
 
 
-def unplanned(step: int, described: Described, seen: Samples, *, fence: FenceMode) -> Unplanned:
-    """The state of a save that waits for its plan, with copies of everything to capture before `save` returns."""
+def unplanned(step: int, described: Described, seen: Samples, *, fence: FenceMode, room_bytes: int) -> Unplanned:
+    """The state of a save that waits for its plan, with copies of what to capture before `save` returns.
+
+    room_bytes  for these copies. What does not fit stays where it is: then `save` waits until it is captured
+    """
     lazy = lazy_pieces(described.layout, waiter_of(described, fence))
     pieces = described.pieces
-    late = (pieces.lengths() >= PACKED_BELOW_BYTES) & np.array(lazy or False, np.bool_)
-    described.counters.begin(late)
-    early = np.flatnonzero(~late).tolist()
+    lengths = pieces.lengths()
+    early = ~((lengths >= PACKED_BELOW_BYTES) & np.array(lazy or False, np.bool_))
+    copied = within_room(lengths, early, room_bytes)
+    described.counters.begin(~copied)
     _ = described.objects, described.per_rank
-    places, gone = snapshot(pieces, described.places, early)
+    places, gone = snapshot(pieces, described.places, np.flatnonzero(copied).tolist())
     if gone:
         raise state_changed(tuple(pieces.names[at] for at in gone), path="", gone=True)
-    return Unplanned(step, replace(described, places=places), late, seen, lazy or (False,) * len(pieces))
+    holds_caller = bool((early & ~copied).any())
+    if holds_caller:
+        log.warning(
+            "step %d: save waits until all ranks have reached it: copies of %d bytes do not fit into the rest of the "
+            "budget, %d bytes; raise budget_bytes", step, int(lengths[early].sum()), max(0, room_bytes),
+        )
+    return Unplanned(
+        step, replace(described, places=places), ~copied, seen, lazy or (False,) * len(pieces),
+        holds_caller=holds_caller,
+    )

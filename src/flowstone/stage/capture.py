@@ -41,7 +41,7 @@ import torch
 from numpy.typing import NDArray
 
 from flowstone import _native
-from flowstone.config import BLOCK_BYTES, DIGESTED_ON_DEVICES, Watch
+from flowstone.config import BLOCK_BYTES, COPIED_PART_BYTES, DIGESTED_ON_DEVICES, Watch
 from flowstone.errors import StorageError, UnsupportedStateError
 from flowstone.format.digest import digest
 from flowstone.format.segment import encode_chunks_header, encode_header
@@ -288,5 +288,15 @@ def host_copy(memory: Memory) -> Memory:
     """The elements of device memory, in new host memory."""
     twin = host_twin(memory)
     assert isinstance(twin.owner, torch.Tensor)
-    twin.owner.copy_(on_device(memory))
+    _copy_parts(twin.owner, on_device(memory))
     return twin
+
+
+def _copy_parts(target: torch.Tensor, source: torch.Tensor) -> None:
+    """torch puts strided elements in order first, in new memory of the device: a part of them at a time."""
+    if source.is_contiguous() or source.numel() * source.itemsize <= COPIED_PART_BYTES:
+        target.copy_(source)
+        return
+    dim = next(dim for dim, length in enumerate(source.shape) if length > 1)  # so parts of the target are dense, too
+    for to, of in zip(target.tensor_split(2, dim), source.tensor_split(2, dim), strict=True):
+        _copy_parts(to, of)

@@ -1,0 +1,110 @@
+"""What a save without a plan copies of a device's memory before it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from far import Far, shown
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flowstone.config import COPIED_PART_BYTES, MIB
+from flowstone.pipeline.replica_samples import look
+from flowstone.pipeline.unplanned import unplanned
+from flowstone.stage import early_snapshot
+from flowstone.stage.bounce import host_array
+from flowstone.stage.capture import host_copy
+from flowstone.state import Described, describe
+from flowstone.state.tensors import memory_of
+
+
+@pytest.fixture
+def far() -> Iterator[Far]:
+    with shown(Far(64 * MIB)) as device:
+        device.sync = False
+        yield device
+
+
+def values(described: Described) -> dict[str, bytes]:
+    """What would be captured now."""
+    pieces, places = described.pieces, described.places
+    return {piece.name: host_array(places.memory(at, piece)).tobytes() for at, piece in enumerate(pieces)}
+
+
+def taken(state: dict[str, torch.Tensor]) -> Described:
+    described = describe(state)
+    _, samples = look(1, described, None, digests=False).sampled
+    one = unplanned(1, described, samples, fence="auto", room_bytes=1 << 30)
+    assert one.early_bytes == sum(tensor.nbytes for tensor in state.values())
+    for tensor in state.values():
+        tensor.data.zero_()
+    return one.take()
+
+
+def numbers(*shape: int) -> torch.Tensor:
+    return torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)
+
+
+def test_small_tensors_are_gathered_at_once_and_not_copied_one_by_one(far: Far) -> None:
+    state = {str(at): far.tensor(numbers(at * 7)) for at in range(1, 40)}
+    state["turned"] = far.tensor(numbers(30, 50)).t()
+    state |= {"on the host": numbers(77), "none": far.tensor(numbers(30))[30:]}
+    expected = {name: tensor.clone().contiguous().numpy().tobytes() for name, tensor in state.items()}
+    described = describe(state)
+    _, samples = look(1, described, None, digests=False).sampled
+    samples.digests()
+    launches, copies = far.native.launches, far.native.copies
+    with mock.patch.object(early_snapshot, "host_copy", side_effect=AssertionError("copied by torch")):
+        one = unplanned(1, described, samples, fence="auto", room_bytes=1 << 30)
+    assert far.native.launches == launches + 2, "one for runs of memory, and one for what is strided"
+    assert far.native.copies == copies
+    for tensor in state.values():
+        tensor.data.zero_()
+    for _ in range(3):  # the device gathers into the same memory again
+        look(2, described, None, digests=False).sampled[1].digests()
+    held = one.take()
+    assert not held.places.devices
+    assert values(held) == expected
+
+
+def test_long_ones_are_copied_and_gathers_have_an_end(far: Far, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(early_snapshot, "GATHERED_BYTES_MAX", 1000)
+    state = {"long": far.tensor(numbers(100_000)), "long and turned": far.tensor(numbers(300, 400)).t()}
+    state |= {f"short {at}": far.tensor(numbers(100 + at)) for at in range(5)}
+    expected = {name: tensor.clone().contiguous().numpy().tobytes() for name, tensor in state.items()}
+    assert values(taken(state)) == expected
+
+
+def test_where_the_driver_refuses_the_kernel_small_strided_tensors_are_copied_by_torch() -> None:
+    with shown(Far(8 * MIB, refuses_kernels=True)) as far:
+        state = {"turned": far.tensor(numbers(30, 50)).t(), "dense": far.tensor(numbers(55)), "none": numbers(0)}
+        expected = {name: tensor.clone().contiguous().numpy().tobytes() for name, tensor in state.items()}
+        assert values(taken(state)) == expected
+
+
+class Copies(TorchDispatchMode):
+    """The sizes of what is copied, in bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func is torch.ops.aten.copy_.default:
+            self.sizes.append(args[1].nbytes)
+            assert args[0].is_contiguous()
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("turn", [lambda one: one.t(), lambda one: one[None, None, :, 1:], lambda one: one[:1]])
+def test_torch_copies_strided_memory_in_parts_that_take_as_much_of_the_device(turn: object) -> None:
+    tensor = turn(torch.arange(10_000_000, dtype=torch.int64).view(2000, 5000))  # type: ignore[operator]
+    with Copies() as copies:
+        found = host_copy(memory_of(tensor))
+    assert np.array_equal(host_array(found), tensor.numpy())
+    assert sum(copies.sizes) == tensor.nbytes
+    assert max(copies.sizes) <= COPIED_PART_BYTES
+    assert len(copies.sizes) == (8 if tensor.nbytes > COPIED_PART_BYTES else 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from far import Far, shown
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import flowstone as fs
 from flowstone.config import COPIED_PART_BYTES, MIB
 from flowstone.pipeline.replica_samples import look
 from flowstone.pipeline.unplanned import unplanned
@@ -83,6 +85,19 @@ def test_where_the_driver_refuses_the_kernel_small_strided_tensors_are_copied_by
         state = {"turned": far.tensor(numbers(30, 50)).t(), "dense": far.tensor(numbers(55)), "none": numbers(0)}
         expected = {name: tensor.clone().contiguous().numpy().tobytes() for name, tensor in state.items()}
         assert values(taken(state)) == expected
+
+
+def test_a_device_that_fails_is_named_and_its_memory_is_not_said_to_have_gone_away(far: Far, tmp_path: Path) -> None:
+    state = {"small": far.tensor(numbers(300)), "long": far.tensor(numbers(100_000))}
+    described = describe(state)
+    _, samples = look(1, described, None, digests=False).sampled
+    one = unplanned(1, described, samples, fence="auto", room_bytes=2000)
+    with fs.Checkpointer(tmp_path / "run", budget_bytes=32 * MIB, on_error="continue") as checkpointer:
+        far.native.fail_after(0)
+        assert checkpointer.save(1, {"x": far.tensor(numbers(MIB))}).committed.exception(60) is not None
+    for ask in (one.take, samples.digests):
+        with pytest.raises(fs.StorageError, match="a device refuses to copy"):
+            ask()
 
 
 class Copies(TorchDispatchMode):

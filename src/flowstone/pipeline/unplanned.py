@@ -146,6 +146,7 @@ class Unplanned:
 
         On devices, the current streams must be those that were current when `save` was called.
         raises  StateChangedError  the state has changed since then, according to samples, counters and storages
+                StorageError       a device has failed
         """
         with self._lock:
             self._is_taken = True

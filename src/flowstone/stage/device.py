@@ -57,6 +57,12 @@ class SideStream(Protocol):
         raises  StateError if the current stream records a graph
         """
 
+    def synchronize(self) -> None:
+        """Wait until all copies that are queued now are over. Any thread.
+
+        raises  StorageError if the device has failed
+        """
+
     def gather(
         self, *, address: NDArray[np.uint64], begin: NDArray[np.uint64], length: NDArray[np.uint32],
         layout: NDArray[np.int64], layouts: Sequence[_native.GatherLayout],

@@ -88,7 +88,7 @@ def _gathered(places: Places, far: NDArray[np.int64], lengths: NDArray[np.uint64
     for row in np.flatnonzero(reach.device < 0).tolist():  # torch has copied them, or they have no bytes
         copies[int(far[row])] = int(reach.address[row]), reach
     for stream, (mine, found, begins) in zip(reach.streams, gathered, strict=True):
-        stream.native.synchronize()
+        stream.synchronize()
         made = found.copy()  # the memory that devices gather into is for the next gather
         for at, begin in zip(far[mine].tolist(), begins.tolist(), strict=True):
             copies[at] = made.ctypes.data + begin, made

@@ -59,7 +59,7 @@ def _gathered(
         layout=np.full(len(begin), -1, np.int64), layouts=(),
     )
     stream.wait_current()
-    stream.native.synchronize()
+    stream.synchronize()
     rows = lines.reshape(len(pieces), _ELEMENTS, _native.GATHERED_ALIGNMENT_BYTES)
     return {at: rows[row, :, :item].tobytes() for row, (at, item, _) in enumerate(pieces)}
 

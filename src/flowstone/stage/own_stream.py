@@ -62,6 +62,12 @@ class OwnStream:
             with suppress(OSError):  # the save tells how its copies ended
                 self.native.synchronize()
 
+    def synchronize(self) -> None:
+        try:
+            self.native.synchronize()
+        except OSError as error:
+            raise _refusal(error) from error
+
     @property
     def is_recording(self) -> bool:
         """Whether the current stream records a graph."""

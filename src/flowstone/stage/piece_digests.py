@@ -30,9 +30,12 @@ class PieceDigests(msgspec.Struct, frozen=True, eq=False):
     chunks: tuple[NDArray[np.int64], ...]
 
     def digests(self) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
-        """Positions of pieces, and their digests. Blocks until the devices have made them. Any thread."""
+        """Positions of pieces, and their digests. Blocks until the devices have made them. Any thread.
+
+        raises  StorageError  a device has failed
+        """
         for stream in self.streams:
-            stream.native.synchronize()
+            stream.synchronize()
         found = [whole_digests(one.digests(), chunks) for one, chunks in zip(self.made, self.chunks, strict=True)]
         return np.concatenate([np.zeros(0, np.int64), *self.rows]), np.concatenate([np.zeros(0, np.uint64), *found])
 

@@ -31,12 +31,15 @@ class Samples(msgspec.Struct, frozen=True, eq=False):
     device: NDArray[np.bool_]
 
     def digests(self) -> NDArray[np.uint16]:
-        """The digests. Blocks until the devices have gathered their samples. Any thread."""
+        """The digests. Blocks until the devices have gathered their samples. Any thread.
+
+        raises  StorageError  a device has failed
+        """
         found = np.zeros(len(self.device), np.uint64)
         found[~self.device] = self.host
         if self.far is not None:
             for stream in self.streams:
-                stream.native.synchronize()
+                stream.synchronize()
             found[self.device] = self.far.sample_digests()
         return found.astype(np.uint16)
 

@@ -1,10 +1,12 @@
 """What a durable checkpoint of every step costs a training, and how fast its journal replays.
 
-    python -m bench.every_step [--directory DIR] [--rounds 4] [--steps 25] [--lags 1 4]
+    python -m bench.every_step [--directory DIR] [--rounds 4] [--steps 25] [--lags 1 4] [--sync-ms 0]
 
 The demo's GPT (25.4 million parameters, fp32, fused AdamW, both cores) trains in one process; blocks of steps with
 `every_step`, of each `lag_steps` by turns, each between two blocks without (bench/paired.py), so that all meet the same
 machine. A step's time includes its call of `save`. Then a fresh training loads, which replays the last block.
+
+With `--sync-ms`, each sync of a journal takes that much longer, as one of a network file system does: the thread waits.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -26,6 +28,9 @@ import torch
 import flowstone as fs
 from bench.paired import Block, summary
 from flowstone.events import Event
+from flowstone.store.base import Appending, Store
+from flowstone.store.local import LocalStore
+from flowstone.store.wrap import Wrapper
 from flowstone_demo.sizes import FULL
 from flowstone_demo.train import Training
 from flowstone_study import machine
@@ -48,8 +53,27 @@ def journal_cpu_s() -> float:
     return sum(int(Path(f"/proc/self/task/{number}/schedstat").read_text().split()[0]) for number in own) / 1e9
 
 
+class SlowSyncs(Wrapper):
+    """A store in which each sync of a file that grows takes longer by `seconds`."""
+
+    def __init__(self, inner: Store, seconds: float, sleep: Callable[[float], None] = time.sleep) -> None:
+        super().__init__(inner)
+        self._seconds, self._sleep = seconds, sleep
+
+    def append_to_new(self, path: str) -> Appending:
+        appending = super().append_to_new(path)
+        sync = appending.sync
+
+        def slow_sync() -> None:
+            sync()
+            self._sleep(self._seconds)
+
+        appending.sync = slow_sync  # type: ignore[method-assign]
+        return appending
+
+
 def journaled(
-    training: Training, root: Path, steps: int, lag_steps: int
+    training: Training, root: Path, steps: int, lag_steps: int, sync_s: float = 0.0
 ) -> tuple[list[float], list[Event], int, list[float]]:
     """Seconds of each step, all of them durable in the end; what was told; how many steps, at most, were not durable
     yet when a `save` had returned; seconds of a processor, of each `save`, and last the mean of the journal's threads.
@@ -59,8 +83,9 @@ def journaled(
     """
     events: list[Event] = []
     found, behind, cpu, before = [], 0, list[float](), 0.0
+    place = SlowSyncs(LocalStore(root), sync_s) if sync_s else root
     with fs.Checkpointer(
-        root, every_step=True, recovery_s=600, lag_steps=lag_steps, on_event=events.append
+        place, every_step=True, recovery_s=600, lag_steps=lag_steps, on_event=events.append
     ) as checkpointer:
         saves = []
         for step in range(1, steps + 4):
@@ -122,6 +147,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--steps", type=int, default=25, help="of a block; the last one has twice as many")
     parser.add_argument("--lags", type=int, nargs="+", default=[1], help="lag_steps, of which blocks take turns")
+    parser.add_argument("--sync-ms", type=float, default=0.0, help="by which each sync of the journal takes longer")
     chosen = parser.parse_args(arguments)
     work = Path(tempfile.mkdtemp(prefix="every-step-", dir=chosen.directory))
     training = Training(FULL, seed=1)
@@ -133,7 +159,9 @@ def main(arguments: Sequence[str]) -> None:
         for number, lag_steps in enumerate(turns):
             last, one = number == len(turns) - 1, found[lag_steps]
             steps = chosen.steps * (2 if last else 1)
-            times, told, most, cpu = journaled(training, work / str(number), steps, lag_steps)
+            times, told, most, cpu = journaled(
+                training, work / str(number), steps, lag_steps, chosen.sync_ms / 1e3
+            )
             replay, is_same = replayed(training, work / str(number)) if last else (None, False)
             shutil.rmtree(work / str(number))
             os.sync()  # what is removed is on the device before plain steps are counted again
@@ -147,7 +175,7 @@ def main(arguments: Sequence[str]) -> None:
     assert replay is not None
     median = statistics.median(step for one in found.values() for block in one.blocks for step in block.without)
     print(json.dumps({
-        "machine": machine.describe(work.parent),
+        "machine": machine.describe(work.parent), "sync_ms": chosen.sync_ms,
         "lag_steps": {str(lag_steps): one.row() for lag_steps, one in found.items()},
         "replay": {
             "steps": replay.steps, "seconds": round(replay.seconds, 2), "exactness": replay.exactness,

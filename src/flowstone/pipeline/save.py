@@ -53,7 +53,7 @@ from flowstone.pipeline.unmatched_rules import UnmatchedRules
 from flowstone.plan.write import Writer
 from flowstone.ranks import error_for_others
 from flowstone.runtime.ending import Ending, without_frames
-from flowstone.runtime.threads import Threads, hand_over
+from flowstone.runtime.threads import Threads, hand_over, while_held
 from flowstone.runtime.writer_lock import Owner
 from flowstone.stage.capture import WriteTarget
 from flowstone.stage.device import as_on_this_thread, await_pinned, check_not_recording, let_streams_go
@@ -331,7 +331,7 @@ class Saves:
 
     def _submit(self, act: Callable[..., None], *arguments: object) -> None:
         """Run `act` on the writer's thread. The Checkpointer is kept alive until it is done."""
-        self._threads.writer.submit(_while_held, self._owner(), act, *arguments)
+        self._threads.writer.submit(while_held, self._owner(), act, *arguments)
 
     # On the writer's thread
 
@@ -496,8 +496,3 @@ def encode(run: SaveRun, described: Described) -> None:
     for stream in run.begun.sources.streams:
         stream.block_current(early=True)
     run.spans.lap("early")
-
-
-def _while_held(_: object, act: Callable[..., None], *arguments: object) -> None:
-    """Call `act`; the first argument stays alive while this is queued or runs."""
-    act(*arguments)

@@ -99,3 +99,8 @@ def hand_over(executor: ThreadPoolExecutor, act: Callable[[], None]) -> None:
         executor.submit(act)
     except RuntimeError:
         act()
+
+
+def while_held(_: object, act: Callable[..., None], *arguments: object) -> None:
+    """Call `act`; the first argument stays alive while this is queued or runs."""
+    act(*arguments)

@@ -16,6 +16,8 @@ from flowstone.cli import app
 from flowstone.convert.diff import diff
 from flowstone.errors import ArgumentError, DamagedError
 from flowstone.format.codec import QUANTIZED
+from flowstone.pipeline.unmatched_rules import UnmatchedRules
+from flowstone.state import describe
 from flowstone.store.memory import MemoryStore
 
 RULE = fs.Quantize("optimizer.*.exp_avg*")
@@ -142,6 +144,18 @@ def test_a_rule_for_what_an_optimizer_has_not_made_yet_is_told_once_and_then_fol
         assert checkpointer.save(3, job.state).committed.result().manifest.lossy
         fresh = Job()
         assert checkpointer.save(4, fresh.state).committed.result(), "it has named something"
+
+
+def test_a_rule_is_judged_by_the_tensors_of_the_save_that_is_committed_and_not_by_those_of_the_next() -> None:
+    rules, job = UnmatchedRules([RULE]), Job()
+    first = describe(job.state, rank=0)
+    rules.look(first, is_all=False)
+    second = describe(job.train().state, rank=0)
+    rules.look(second, is_all=False)  # the next `save` is called before the first is committed
+    rules.check("first", first.pieces.names)
+    assert rules.any_left
+    rules.check("second", second.pieces.names)
+    assert not rules.any_left
 
 
 def test_state_dicts_of_an_optimizer_without_state_are_saved_by_a_rule_for_it(tmp_path: Path) -> None:

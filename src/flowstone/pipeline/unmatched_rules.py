@@ -28,22 +28,21 @@ class UnmatchedRules:
     def __init__(self, rules: Sequence[Quantize]) -> None:
         self._left, self._told = list(rules), set[str]()
         self._seen: object = None
-        self._fresh: tuple[str, ...] = ()
+        self._optimizers: tuple[str, ...] = ()  # sections that have some; one more save may begin before a commit
 
     @property
     def any_left(self) -> bool:
         return bool(self._left)
 
     def look(self, described: Described, *, is_all: bool) -> None:
-        """Note which sections have an optimizer, and no tensor; and `check`, if no other rank has more tensors."""
+        """Note which sections have an optimizer; and `check`, if no other rank has more tensors."""
         if not self._left:
             return
-        names = described.pieces.tensors.names
-        self._fresh = tuple(
-            section for section, value in (*described.objects.items(), *described.per_rank.items())
-            if _has_groups(value, _NESTED_MAX) and not any(one.startswith(_begins(section)) for one in names)
-        )
+        sections = (*described.objects.items(), *described.per_rank.items())
+        found = [section for section, value in sections if _has_groups(value, _NESTED_MAX)]
+        self._optimizers = tuple(dict.fromkeys([*self._optimizers, *found]))
         if is_all:
+            names = described.pieces.tensors.names
             self.check(names, names)
 
     def check(self, plan: object, names: Sequence[str]) -> None:
@@ -54,8 +53,9 @@ class UnmatchedRules:
         if not self._left or plan == self._seen:
             return
         self._left = [rule for rule in self._left if not any(map(rule.matches, names))]
+        none_yet = [one for one in self._optimizers if not any(name.startswith(_begins(one)) for name in names)]
         for rule in self._left:
-            fresh = next((section for section in self._fresh if _reaches(rule.pattern, section)), None)
+            fresh = next((section for section in none_yet if _reaches(rule.pattern, section)), None)
             if fresh is None:
                 raise NoTensorError(
                     f"{rule} names no tensor of the state", found=", ".join(_nearest(rule.pattern, names)) or "none",

@@ -19,7 +19,7 @@ from flowstone.pipeline.base import Base, captured_digests, places_of, root_dige
 from flowstone.pipeline.messages import Assignment, Contribution
 from flowstone.pipeline.save_coordinator import SaveCoordinator
 from flowstone.pipeline.save_run import SaveRun
-from flowstone.store.base import Store
+from flowstone.store.base import Store, sync_further_paths
 
 
 def agree(run: SaveRun, coordinator: SaveCoordinator, store: Store) -> Assignment:
@@ -46,8 +46,11 @@ def write(
         emit(run.written(receipt))
         written = run.contribution(receipt)
         begun, plan = run.begun, run.begun.plan
-        for name in unneeded(plan, begun.referred, written.segments):
+        unwanted = unneeded(plan, begun.referred, written.segments)
+        for name in unwanted:
             store.remove(inside(begun.draft.directory, name))
+        if unwanted:
+            sync_further_paths(store, begun.draft.directory)
         places = written.places or places_of(plan, begun.sources.offsets)
         run.base = Base(
             begun.draft.step, begun.draft.id, plan.pieces, begun.assignment.lazy(),

@@ -382,10 +382,22 @@ class Spreads(Protocol):
         (format/segment.py).
         """
 
+    def sync_segments(self, directory: str) -> None:
+        """Make durable which segments further paths have for a draft, as far as this process has made or removed them.
+
+        raises  StorageError
+        """
+
 
 def shares_of(store: Store) -> tuple[Share, ...]:
     """The shares of its paths; none where there is one."""
     return cast("Spreads", store).shares() if store.capabilities.spreads else ()
+
+
+def sync_further_paths(store: Store, directory: str) -> None:
+    """See Spreads.sync_segments; nothing where there is one path: what commits syncs that."""
+    if store.capabilities.spreads:
+        cast("Spreads", store).sync_segments(directory)
 
 
 class Commit(Protocol):

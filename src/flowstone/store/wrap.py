@@ -157,6 +157,9 @@ class Wrapper:
     def shares(self) -> tuple[Share, ...]:
         return cast("Spreads", self.inner).shares()
 
+    def sync_segments(self, directory: str) -> None:
+        self._call("sync_directory", directory, lambda: cast("Spreads", self.inner).sync_segments(directory))
+
     def reads_past_cache(self, path: str, wanted_bytes: int) -> bool:
         return self._call("reads_past_cache", path, lambda: self.inner.reads_past_cache(path, wanted_bytes))
 

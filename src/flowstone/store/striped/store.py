@@ -258,6 +258,8 @@ class StripedStore:
             return
         try:
             self.paths()[number].store.remove(there)
+            if records.of_draft(directory) is not None:
+                self.made(path, number)  # else a loss of power brings it back, beside a manifest that does not name it
         except StorageError as error:
             if error.errno not in _GONE or self._first.exists(f"{directory}/{MANIFEST_NAME}"):
                 raise  # else it went with the manifest
@@ -325,7 +327,7 @@ class StripedStore:
         self.made(target, number)
 
     def made(self, path: str, number: int) -> None:
-        """A name in a draft's directory was made on a path; it is not durable yet."""
+        """A name in a draft's directory was made on a path, or removed there; that is not durable yet."""
         if number:
             self._unsynced.setdefault(path.rpartition("/")[0], set()).add(number)
 
@@ -334,7 +336,7 @@ class StripedStore:
         self._unsynced.get(path.rpartition("/")[0], set()).discard(number)
 
     def sync_segments(self, directory: str, of: int | None = None) -> None:
-        """Make the names durable that this process has made on further paths for a draft; `of`: on that path alone."""
+        """See Spreads. `of`: on that path alone."""
         segments = self.segments_of(directory)
         for number in sorted(self._unsynced.get(directory, ())):
             store = self.paths()[number].store

@@ -67,7 +67,8 @@ def _two_paths(monkeypatch: pytest.MonkeyPatch) -> None:
     told_of: Callable[..., None] = sim_cases._check_told
 
     def check_told(told: Exception | None, hurt: Any, disk: Any) -> None:
-        if told is not None or all(path.is_usable for path in hurt.store.paths().values()):
+        paths = [path for job in getattr(hurt, "members", [hurt]) for path in job.store.paths().values()]
+        if told is not None or all(path.is_usable for path in paths):
             told_of(told, hurt, disk)  # else another path has taken what one refused
 
     monkeypatch.setattr(sim_cases, "_check_told", check_told)

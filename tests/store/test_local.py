@@ -50,6 +50,27 @@ def store(tmp_path: Path):
     store.close()
 
 
+class Beside(System):
+    """Another rank makes the same directories, a moment before each of ours."""
+
+    def make_directory(self, path: Path, at: int | None = None) -> None:
+        super().make_directory(path, at)
+        super().make_directory(path, at)
+
+
+def test_a_root_that_several_ranks_make_at_once_is_there_for_all(tmp_path: Path) -> None:
+    root = tmp_path / "runs" / "gpt"
+    store = LocalStore(root, EngineOptions(), Beside())
+    store.make_directory()
+    assert root.is_dir()
+    with pytest.raises(StorageError) as caught:
+        store.make_directory("step")
+    assert caught.value.errno == errno.EEXIST, "of a draft, only one has made it"
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(StorageError):
+        LocalStore(tmp_path / "file" / "gpt", EngineOptions()).make_directory()
+
+
 @pytest.mark.parametrize("verb", ["read", "size"])
 def test_link_is_not_followed(store: LocalStore, tmp_path: Path, verb: str) -> None:
     (tmp_path / "secret").write_bytes(b"secret")

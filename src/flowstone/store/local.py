@@ -7,7 +7,7 @@ import os
 import shutil
 import stat
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -120,7 +120,8 @@ class LocalStore:
                 return
             missing = [at for at in (self.root, *self.root.parents) if not is_there(at, follow=True)]
             for above in reversed(missing):
-                self.system.make_directory(above)
+                with suppress(FileExistsError):  # another rank has made it meanwhile
+                    self.system.make_directory(above)
             self._sync_way_to_root()
 
     def _sync_way_to_root(self) -> None:

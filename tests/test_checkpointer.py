@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import re
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -263,6 +265,20 @@ def test_a_watcher_that_raises_breaks_nothing(store: Path, caplog: pytest.LogCap
         checkpointer.save(1, filled(1))
     assert fs.open(store).verify().sound
     assert "on_event raised an error for Committed" in caplog.text
+
+
+@pytest.mark.parametrize("wanted", [Committed, Loaded])
+def test_sys_exit_in_a_callback_ends_who_called_and_no_thread_of_ours(store: Path, wanted: type) -> None:
+    def watch(event: Event) -> None:
+        if isinstance(event, wanted):
+            sys.exit("enough")
+
+    with fs.Checkpointer(store, on_event=watch) as checkpointer:
+        assert checkpointer.save(1, {"x": torch.zeros(3)}).committed.result(timeout=60).step == 1
+        ends = pytest.raises(SystemExit, match="enough") if wanted is Loaded else contextlib.nullcontext()
+        with ends:
+            checkpointer.load({"x": torch.ones(3)})
+        checkpointer.save(2, {"x": torch.zeros(3)}).committed.result(timeout=60)
 
 
 def test_the_plan_is_made_once_for_a_layout(store: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from threading import current_thread
 
 from flowstone.errors import StorageError
 from flowstone.events import Committed, Event, LeftAlone, Loaded, OnEvent, RemovalFailed, Removed
@@ -26,7 +27,10 @@ class Teller:
             return
         try:
             self._on_event(event)
-        except Exception:
+        except BaseException as error:
+            # `sys.exit()` there ends the loop that has called us; a thread of ours has nobody who would see it end.
+            if not isinstance(error, Exception) and not current_thread().name.startswith("flowstone-"):
+                raise
             log.exception("on_event raised an error for %s", type(event).__name__)
 
     def removed(self, name: str, reason: str, error: StorageError | None) -> None:

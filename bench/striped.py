@@ -1,11 +1,16 @@
 """What a save reaches over several paths at once: shares that follow measured rates, and a path that is full.
 
     PYTHONPATH=src python -m bench.striped DIRECTORY [--slow DIRECTORY] [--slow-rate 100e6] [--bytes 1e9] [--saves 6]
+    PYTHONPATH=src python -m bench.striped DIRECTORY --bucket [--bytes 1e9] [--saves 6]
 
 Saves of that many bytes, by turns: into one directory; over two directories of its disk; over these and --slow, a
 directory on another device, which is held to --slow-rate by a control group (needs root; 0: no limit). Then --slow is
 filled to its last byte, and a save follows; then it is emptied, and three more. Each line: seconds until the save is
 committed, and which part of the bytes each path has got. Loads read the last step. Rates are bytes per second.
+
+With --bucket: a directory, and a bucket of moto's server on loopback, which gets a quarter. By turns with a
+budget that holds what an upload has sent until its object is complete, and with one that copies most of it into a
+temporary file: seconds until a save is committed, and this process' processor seconds.
 """
 
 from __future__ import annotations
@@ -95,6 +100,26 @@ def measure(paths: Sequence[Path], total_bytes: int, saves: int, *, fills: bool)
     return found
 
 
+def measure_bucket(directory: Path, total_bytes: int, saves: int) -> dict[str, object]:
+    """Medians of the saves but the first two, and all of them."""
+    from bench.objects import local_server  # imported here: it needs obstore and moto
+
+    found: dict[str, object] = {}
+    with local_server() as url:
+        for name, budget_bytes in (("held", 4 << 30), ("copied", 256 << 20)):
+            store = fs.Striped([directory / name, f"{url}/{name}"], weights=[3, 1])
+            lines = []
+            with fs.Checkpointer(store, keep=1, budget_bytes=budget_bytes) as ckpt:
+                for step in range(1, saves + 1):
+                    before = time.process_time()
+                    line = save(ckpt, [directory / name], total_bytes, step)
+                    lines.append((float(str(line["seconds"])), round(time.process_time() - before, 2)))
+            seconds, processor_seconds = zip(*lines[2:], strict=True)
+            found[name] = {"seconds": median(seconds), "processor": median(processor_seconds), "saves": lines}
+            shutil.rmtree(directory / name)
+    return found
+
+
 def _tensors(total_bytes: int) -> dict[int, NDArray[np.uint8]]:
     return dict(enumerate(np.array_split(np.zeros(total_bytes, np.uint8), TENSORS)))
 
@@ -106,7 +131,11 @@ def main() -> None:
     parser.add_argument("--slow-rate", type=float, default=100e6)
     parser.add_argument("--bytes", type=float, default=1e9)
     parser.add_argument("--saves", type=int, default=6)
+    parser.add_argument("--bucket", action="store_true")
     given = parser.parse_args()
+    if given.bucket:
+        print(json.dumps(measure_bucket(given.directory, int(given.bytes), given.saves)))
+        return
     total, fast = int(given.bytes), [given.directory / "one/gpt", given.directory / "two/gpt"]
     ways: list[tuple[str, list[Path]]] = [("one path", fast[:1]), ("two paths of one disk", fast)]
     if given.slow is not None:

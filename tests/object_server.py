@@ -146,7 +146,11 @@ def _is_list(environ: dict[str, Any]) -> bool:
 
 
 def _is_one_of(environ: dict[str, Any], kind: str) -> bool:
-    """Whether a request is of that kind: "": any, "list", "conditional", "part" or "end" (of an upload)."""
+    """Whether a request is of that kind: "": any, "list", "conditional", "in place of a claim", "part" or "end" (of an
+    upload).
+    """
+    if kind == "in place of a claim":
+        return "HTTP_IF_MATCH" in environ
     if kind == "end":
         return environ["REQUEST_METHOD"] == "POST" and "uploadId=" in environ["QUERY_STRING"]
     if kind == "conditional":
@@ -211,8 +215,9 @@ class Server:
     def fail(
         self, *, share: float, seed: int = 0, kinds: tuple[str, ...] = KINDS, method: str = "", only: str = ""
     ) -> None:
-        """From now on that share of the requests (of that HTTP method, and "list", "conditional", "part" or "end"; "":
-        of any) fails. What is "held" fails when this is called again."""
+        """From now on that share of the requests (of that HTTP method, and of that kind: see `_is_one_of`) fails. What
+        is "held" fails when this is called again.
+        """
         asked = {"seed": seed, "share": share, "kinds": list(kinds), "method": method, "only": only}
         self._opener.open(f"{self.url}{CONTROL}", json.dumps(asked).encode()).read()
 

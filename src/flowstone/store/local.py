@@ -21,6 +21,7 @@ from flowstone.store.engines import EngineChoice, open_file
 from flowstone.store.forks import forget_in_children
 from flowstone.store.lock import WriterLock
 from flowstone.store.os_errors import translated
+from flowstone.store.parts import Moving
 from flowstone.store.settings import Settings
 from flowstone.store.system import System
 
@@ -231,7 +232,7 @@ class LocalStore:
         return LocalReading(self._engines, paths, rows, arena, direct=direct, stop_at_bad=stop_at_bad, ahead=ahead)
 
     def open_segments(
-        self, files: Sequence[FilePlan], arena: _native.Arena, *, of_path: int, may_move: bool
+        self, files: Sequence[FilePlan], arena: _native.Arena, *, of_path: int, moving: Moving | None
     ) -> LocalPart:
         from flowstone.store.local_segments import (  # imported here: only striped stores need it
             LocalPart,
@@ -242,7 +243,7 @@ class LocalStore:
         segments = LocalSegments(self.system, self._engines, files, direct)
         try:
             running = self._engines.running("write", arena.block_bytes)
-            return LocalPart(segments, running.engine, of_path=of_path, may_move=may_move)
+            return LocalPart(segments, running.engine, of_path=of_path, may_move=moving is not None)
         except BaseException:
             segments.close()
             raise

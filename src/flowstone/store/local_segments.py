@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 from flowstone.config import Direct
 from flowstone.errors import FlowstoneError
@@ -113,8 +113,14 @@ class LocalPart:
     def error(self) -> FlowstoneError | None:
         return None  # the job knows
 
+    def refusal(self, at: int) -> FlowstoneError | None:  # noqa: ARG002  (of uploads)
+        return None
+
     def end(self, job: _native.WriteJob, ends: Sequence[int]) -> FlowstoneError | None:  # noqa: ARG002  (of uploads)
         return self._segments.make_durable(ends)
+
+    def open_written(self, at: int) -> BinaryIO:
+        return open(self.natives[at].path, "rb", 0)
 
     def close(self) -> None:
         self._segments.close()

@@ -29,7 +29,7 @@ from flowstone.store.base import (
     Watched,
     Writing,
 )
-from flowstone.store.parts import OpenExtents, OpenSegments, Parts
+from flowstone.store.parts import Moving, OpenExtents, OpenSegments, Parts
 from flowstone.store.settings import Settings
 
 T = TypeVar("T")
@@ -137,12 +137,12 @@ class Wrapper:
         return _WrappedReading(reading, lambda act: self._call("read_through", path, act))
 
     def open_segments(
-        self, files: Sequence[FilePlan], arena: _native.Arena, *, of_path: int, may_move: bool
+        self, files: Sequence[FilePlan], arena: _native.Arena, *, of_path: int, moving: Moving | None
     ) -> OpenSegments:
         path = files[0].path if files else ""
         inner = cast("Parts", self.inner)
         opened = self._call(
-            "write", path, lambda: inner.open_segments(files, arena, of_path=of_path, may_move=may_move)
+            "write", path, lambda: inner.open_segments(files, arena, of_path=of_path, moving=moving)
         )
         return _WrappedSegments(opened, lambda verb, act: self._call(verb, path, act))
 
@@ -192,7 +192,7 @@ class _WrappedSegments:
     def __init__(self, inner: OpenSegments, around: Callable[[str, Callable[[], object]], object]) -> None:
         self._inner, self._around = inner, around
         self.engine, self.natives, self.begin, self.close = inner.engine, inner.natives, inner.begin, inner.close
-        self.error = inner.error
+        self.error, self.refusal, self.open_written = inner.error, inner.refusal, inner.open_written
 
     def reserve(self) -> None:
         self._around("reserve", self._inner.reserve)

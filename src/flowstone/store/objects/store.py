@@ -25,8 +25,9 @@ from flowstone.store.objects.failures import begins_behind, storage_error
 from flowstone.store.objects.file_system import PREFIX, FileSystemBucket, open_file_system
 from flowstone.store.objects.lease import LEASE_S, ObjectLease
 from flowstone.store.objects.orphans import abort_unfinished
-from flowstone.store.objects.uploads import ObjectPart, ObjectWriting, Upload, part_bytes
+from flowstone.store.objects.uploads import ObjectPart, ObjectWriting, Spool, Upload, part_bytes
 from flowstone.store.os_errors import MORE_THREADS, translated
+from flowstone.store.parts import Moving
 from flowstone.store.settings import Settings, resolve
 
 if TYPE_CHECKING:
@@ -264,14 +265,16 @@ class ObjectStore:
         uploads: list[Upload] = []
         try:
             for number, (plan, token) in enumerate(zip(files, tokens, strict=True)):
-                uploads.append(Upload(self.client, engine, job, plan, number=number, token=token, tags=self._tags))
+                uploads.append(Upload(
+                    self.client, engine, job, plan, number=number, token=token, tags=self._tags, spool=Spool(),
+                ))
         except RuntimeError as error:
             give_up(engine, job, "write", (tokens.start, tokens.stop))
             raise self._no_thread("write into", error) from error
         return ObjectWriting(self.location, job, settings, self.options.watch, files, uploads)
 
     def open_segments(
-        self, files: Sequence[FilePlan], arena: _native.Arena, *, of_path: int, may_move: bool
+        self, files: Sequence[FilePlan], arena: _native.Arena, *, of_path: int, moving: Moving | None
     ) -> ObjectPart:
         self._check_budget(files, arena)
         claimed: list[str] = []
@@ -284,7 +287,9 @@ class ObjectStore:
                 self.remove(path)
             raise
         tokens = self._numbers(len(files))
-        return ObjectPart(self.client, self._engine(arena), files, tokens, self._tags, of_path=of_path)
+        return ObjectPart(
+            self.client, self._engine(arena), files, tokens, self._tags, arena, of_path=of_path, moving=moving
+        )
 
     def open_extents(
         self, paths: Sequence[str], arena: _native.Arena, *, of_path: int, wanted_bytes: int, past_cache: bool

@@ -3,6 +3,9 @@
 A part is sent from where the engine has captured and digested it; the engine gets its block back once nothing reads it
 any more. obstore takes a file's bytes in their order. Windows that are captured in another order (early pieces lie
 behind lazy ones), and segments whose beginning is known last (an encoder decides their size), wait in a temporary file.
+
+Where another path is to take what the bucket refuses, a segment is kept until its object is complete: its blocks are
+held as far as there is room, and the temporary file has the rest.
 """
 
 from __future__ import annotations
@@ -12,7 +15,9 @@ import errno
 import os
 import tempfile
 import threading
+import traceback
 import weakref
+from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,6 +32,7 @@ from flowstone.store.objects.client import Client, same_tag
 from flowstone.store.objects.downloads import give_up
 from flowstone.store.objects.failures import storage_error
 from flowstone.store.os_errors import MORE_THREADS, explain
+from flowstone.store.parts import Moving
 from flowstone.store.settings import Settings
 
 PART_BYTES_MIN = 8 * MIB  # S3 refuses parts under 5 MiB but for the last one
@@ -61,16 +67,25 @@ def in_order(windows: Sequence[tuple[int, int, int]], file: int) -> tuple[list[t
 
 
 class Spool:
-    """Bytes of a file that are there before their turn; a temporary file without a name, made when the first come."""
+    """Bytes of a file that are there before their turn; a temporary file without a name, made when the first come.
 
-    def __init__(self) -> None:
+    directory  of it; "": that of the system's temporary files
+    """
+
+    def __init__(self, directory: str = "") -> None:
+        self._directory = directory or tempfile.gettempdir()
         self._file: BinaryIO | None = None
 
-    def write(self, offset: int, data: memoryview) -> None:
+    def _opened(self) -> BinaryIO:
         if self._file is None:
-            self._file = tempfile.TemporaryFile(prefix="flowstone-")  # noqa: SIM115  (closed by `close`)
+            self._file = tempfile.TemporaryFile(prefix="flowstone-", dir=self._directory)  # noqa: SIM115  (see `close`)
+        return self._file
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """Raises OSError."""
+        descriptor = self._opened().fileno()
         while data:
-            written = os.pwrite(self._file.fileno(), data, offset)
+            written = os.pwrite(descriptor, data, offset)
             offset, data = offset + written, data[written:]
 
     def read(self, begin: int, end: int) -> Iterator[bytes]:
@@ -81,9 +96,75 @@ class Spool:
             yield piece.ljust(length, b"\0")
             begin += length
 
+    def opened(self, bytes_: int) -> BinaryIO:
+        """All of it to be read, as a file of that length. Raises OSError."""
+        file = self._opened()
+        os.ftruncate(file.fileno(), bytes_)
+        return open(os.dup(file.fileno()), "rb", 0)
+
+    def refusal(self, error: OSError, path: str) -> StorageError:
+        remedy = "" if self._directory != tempfile.gettempdir() else "set TMPDIR to a directory with room"
+        return explain(
+            Path(self._directory), "keep what is uploaded later for", error.errno or 0, path, remedy=remedy
+        )
+
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
+
+
+class Held:
+    """The bytes of blocks that the uploads of one save hold until their objects are complete. Any thread."""
+
+    def __init__(self, arena: _native.Arena, moving: Moving) -> None:
+        self._arena, self._moving = arena, moving
+        self._bytes, self._guard = 0, threading.Lock()
+
+    @property
+    def is_too_much(self) -> bool:
+        return self._bytes > min(self._moving.held_bytes, self._arena.touched_bytes // self._moving.one_in)
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether no block is free."""
+        return self._arena.free_bytes < self._arena.block_bytes
+
+    def add(self, bytes_: int) -> None:
+        with self._guard:
+            self._bytes += bytes_
+
+
+class Kept:
+    """What has been handed over of a segment that may move, until its object is complete: blocks that are held, and the
+    rest in the spool. Of one thread.
+    """
+
+    def __init__(self, held: Held, spool: Spool) -> None:
+        self._held, self._spool = held, spool
+        self._blocks: deque[tuple[int, ctypes.Array[ctypes.c_ubyte]]] = deque()  # with their places in the file
+
+    def add(self, offset: int, block: ctypes.Array[ctypes.c_ubyte]) -> None:
+        """Hold a block that is about to be handed over. Raises OSError, and holds it nevertheless."""
+        self._blocks.append((offset, block))
+        self._held.add(len(block))
+        while self._held.is_too_much and self._blocks:
+            self._copy_oldest()
+
+    def make_room(self) -> None:
+        """The next blocks do not come: they may lack those that are held here. Raises OSError."""
+        while self._held.is_wanted and self._blocks:
+            self._copy_oldest()
+
+    def _copy_oldest(self) -> None:
+        offset, block = self._blocks[0]
+        self._spool.write(offset, memoryview(block).cast("B"))
+        self._blocks.popleft()
+        self._held.add(-len(block))
+
+    def let_go(self) -> None:
+        """Nothing is handed over any more."""
+        self._held.add(-sum(len(block) for _, block in self._blocks))
+        self._blocks.clear()
 
 
 class Upload:
@@ -91,16 +172,18 @@ class Upload:
 
     number   of the file in the save; `token`: its number in the engine
     tags     of this store's segments: first of the object that keeps the segment's name, then of the segment itself
-    error    why it failed, once the thread has ended
+    spool    closed by the caller, once the upload has ended
+    kept     None: the segment stays there, whatever becomes of it
+    error    why it failed; set on its thread
     """
 
     def __init__(
         self, client: Client, engine: _native.Engine, job: _native.WriteJob, plan: FilePlan, *, number: int, token: int,
-        tags: dict[str, str | None],
+        tags: dict[str, str | None], spool: Spool, kept: Kept | None = None,
     ) -> None:
         self._client, self._engine, self._job, self._plan = client, engine, job, plan
         self._number, self._token, self._tags, self._claim = number, token, tags, tags[plan.path]
-        self._spool = Spool()
+        self._spool, self._kept = spool, kept
         self._ranges, self._early = in_order(job.windows, number)
         self._spooled: set[int] = set()  # offsets of what the spool has
         self._arrived: dict[int, tuple[int, int, int]] = {}  # by offset: number, address, length
@@ -109,10 +192,23 @@ class Upload:
         self._thread = threading.Thread(target=self._run, name="flowstone-upload")
         self._thread.start()
 
+    @property
+    def may_move(self) -> bool:
+        """Whether what the bucket has refused is to be written elsewhere. What another job has taken is not."""
+        return self._kept is not None and not isinstance(self.error, LockedError)
+
     def wait(self, timeout_s: float) -> bool:
         """Whether it has ended."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
+
+    def open_written(self) -> BinaryIO:
+        """What does not go through the engine again. Raises OSError."""
+        return self._spool.opened(self._plan.bytes)
+
+    def close(self) -> None:
+        """Once it has ended."""
+        self._spool.close()
 
     def _run(self) -> None:
         try:
@@ -121,30 +217,37 @@ class Upload:
             pass  # the job has the reason
         except FlowstoneError as error:
             self.error = error
+            _clear_frames(error)
         except OSError as error:
-            self.error = explain(
-                Path(tempfile.gettempdir()), "keep what is uploaded later for", error.errno or 0, self._plan.path,
-                remedy="set TMPDIR to a directory with room",
-            )
+            self.error = self._spool.refusal(error, self._plan.path)
         except BaseException as error:
             self.error = storage_error(self._client.location, "upload", self._plan.path, error)
+            _clear_frames(error)
         finally:
+            if self._kept is not None:
+                self._kept.let_go()
             self._give_back()
-            self._spool.close()
 
     def _give_back(self) -> None:
-        """Nothing more is sent. The job ends, and its blocks are free again."""
-        if self.error is not None:
+        """Nothing more is sent. The job ends, and its blocks are free again; or what is not there moves."""
+        if self.error is not None and not self.may_move:
             self._job.cancel()
         for number, _, length in self._arrived.values():
-            self._engine.complete(number, length)  # of a job that has stopped: nothing follows from it
+            self._end_block(number, length)
         self._arrived.clear()
         while True:
             self._wakes = self._engine.wakes
             if self._job.wait(0):
                 return
             for number, _, _, _, length, _ in self._taken():
-                self._engine.complete(number, length)
+                self._end_block(number, length)
+
+    def _end_block(self, number: int, length: int) -> None:
+        """Nothing reads a block any more. Of a job that has stopped, nothing follows from it."""
+        if self.error is not None and self.may_move:
+            self._engine.complete(number, 0, errno.EIO)
+        else:
+            self._engine.complete(number, length)
 
     def _send(self) -> None:
         if self._plan.header is None:
@@ -211,6 +314,8 @@ class Upload:
         for piece in pieces:
             if piece is None:
                 held = [b"".join(held)]
+                if self._kept is not None:
+                    self._kept.make_room()
                 continue
             rest = memoryview(piece)
             del piece
@@ -246,7 +351,7 @@ class Upload:
                 while begin not in self._arrived:
                     if not self._take():
                         yield None
-                yield self._view(*self._arrived.pop(begin))[: end - begin]
+                yield self._view(begin, *self._arrived.pop(begin))[: end - begin]
             at = end
         yield from self._spool.read(at, self._plan.bytes)
 
@@ -282,11 +387,20 @@ class Upload:
         if self._job.cancelled or self._job.fault is not None:
             raise StoppedError
 
-    def _view(self, number: int, address: int, length: int) -> memoryview:
+    def _view(self, offset: int, number: int, address: int, length: int) -> memoryview:
         """A block's bytes; the engine gets the block back once nothing refers to them."""
-        memory = (ctypes.c_ubyte * length).from_address(address)
-        weakref.finalize(memory, self._engine.complete, number, length, 0).atexit = False
-        return memoryview(memory).cast("B")
+        block = (ctypes.c_ubyte * length).from_address(address)
+        weakref.finalize(block, self._end_block, number, length).atexit = False
+        if self._kept is not None:
+            self._kept.add(offset, block)
+        return memoryview(block).cast("B")
+
+
+def _clear_frames(error: BaseException | None) -> None:
+    """Frames of an error that is kept would keep the engine's blocks."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def _memory(address: int, length: int) -> memoryview:
@@ -311,6 +425,7 @@ class ObjectWriting(WriteWaits):
         for upload in self._uploads:
             while not upload.wait(POLL_S):
                 pass
+            upload.close()
         tuning = self._settings.tuning
         failed = next((upload.error for upload in self._uploads if upload.error is not None), None)
         io = self._io(
@@ -324,21 +439,29 @@ class ObjectPart:
 
     def __init__(
         self, client: Client, engine: _native.Engine, plans: Sequence[FilePlan], tokens: range,
-        tags: dict[str, str | None], *, of_path: int,
+        tags: dict[str, str | None], arena: _native.Arena, *, of_path: int, moving: Moving | None,
     ) -> None:
         self._client, self._plans, self._tokens, self._tags, self.engine = client, plans, tokens, tags, engine
+        self._arena, self._moving = arena, moving
         self._uploads: list[Upload] = []
         self.natives = [
-            _native.File(fd=token, path=f"{client.location}/{plan.path}", alignment=1, of_path=of_path)
+            _native.File(
+                fd=token, path=f"{client.location}/{plan.path}", alignment=1, of_path=of_path,
+                may_move=moving is not None,
+            )
             for token, plan in zip(tokens, plans, strict=True)
         ]
 
     def begin(self, job: _native.WriteJob, numbers: Sequence[int]) -> None:
+        moving = self._moving
+        held = None if moving is None else Held(self._arena, moving)
         try:
             for number, token, plan in zip(numbers, self._tokens, self._plans, strict=True):
-                self._uploads.append(
-                    Upload(self._client, self.engine, job, plan, number=number, token=token, tags=self._tags)
-                )
+                spool = Spool("" if moving is None else moving.directory)
+                self._uploads.append(Upload(
+                    self._client, self.engine, job, plan, number=number, token=token, tags=self._tags, spool=spool,
+                    kept=None if held is None else Kept(held, spool),
+                ))
         except RuntimeError as error:
             give_up(self.engine, job, "write", (self._tokens.start, self._tokens.stop))
             raise StorageError(
@@ -350,14 +473,26 @@ class ObjectPart:
         """Nothing to do: a bucket reserves no space."""
 
     def end(self, job: _native.WriteJob, ends: Sequence[int]) -> FlowstoneError | None:  # noqa: ARG002  (uploads know)
-        self.close()
+        self._join()
         return self.error()
 
     def error(self) -> FlowstoneError | None:
         """Why an upload has failed, and with it the job."""
-        return next((upload.error for upload in self._uploads if upload.error is not None), None)
+        return next((one.error for one in self._uploads if one.error is not None and not one.may_move), None)
 
-    def close(self) -> None:
+    def refusal(self, at: int) -> FlowstoneError | None:
+        upload = self._uploads[at]
+        return upload.error if upload.may_move else None
+
+    def open_written(self, at: int) -> BinaryIO:
+        return self._uploads[at].open_written()
+
+    def _join(self) -> None:
         for upload in self._uploads:
             while not upload.wait(POLL_S):
                 pass
+
+    def close(self) -> None:
+        self._join()
+        for upload in self._uploads:
+            upload.close()

@@ -17,15 +17,17 @@ from flowstone import _native
 from flowstone.config import MIB, POLL_S
 from flowstone.errors import DamagedError, FlowstoneError, StorageError
 from flowstone.format.digest import digest
+from flowstone.format.segment import path_of
 from flowstone.log import log
 from flowstone.store.base import FilePlan, Pace, Receipt
 from flowstone.store.jobs import GAP_BYTES, ReservingWriting, code_of, reach
 from flowstone.store.os_errors import MORE_THREADS, explain, translated
-from flowstone.store.parts import OpenSegments
+from flowstone.store.parts import Moving, OpenSegments
 from flowstone.store.striped.path import StripedPath, Striping
 
 _COPIED_AT_ONCE_BYTES = 8 * MIB
 _EVERY_GAP_BYTES = 1 << 40  # of an object every byte is written: gaps are zeros
+_HELD_ONE_IN = 4  # of so many bytes that a save may use of the arena, until objects are complete
 
 
 class _Part(msgspec.Struct, eq=False):
@@ -44,7 +46,8 @@ class StripedWriting(ReservingWriting):
 
     What another path refuses goes to one of those that are left: segments that cannot be made or get no room, before a
     byte of them is written; what fails later, from the blocks that have it, and what is there already is read back and
-    compared with the digests. Only where it does not come back does the save fail.
+    compared with the digests. Of a bucket's incomplete objects nothing comes back: what they are to have is kept here
+    until they are complete. Only where it does not come back does the save fail.
     """
 
     def __init__(
@@ -55,7 +58,7 @@ class StripedWriting(ReservingWriting):
         self._store, self._plans, self._arena = store, files, arena
         self._root = Path(store.location)
         self._settings = store.settings("write")
-        self._watch = store.watch
+        self._watch, self._held = store.watch, _held(store, files, arena, pace)
         self._moving = Lock()  # held while segments move; guards the next
         self._instead: dict[int, OpenSegments] = {}  # on another path, by the number of a segment that moves
         self._targets: dict[int, StripedPath] = {}  # that path
@@ -151,7 +154,7 @@ class StripedWriting(ReservingWriting):
     def _part(self, path: StripedPath, numbers: list[int]) -> _Part:
         opened = path.store.open_segments(
             [self._planned(number, path.number) for number in numbers], self._arena, of_path=len(self._parts),
-            may_move=path.number != 0 and path.store.capabilities.directory_sync,
+            moving=Moving(*self._held, self._store.location) if path.number else None,
         )
         for number in numbers:
             self._store.made(self._plans[number].path, path.number)
@@ -183,7 +186,7 @@ class StripedWriting(ReservingWriting):
         try:
             part.opened.reserve()
         except StorageError as error:
-            if not part.path.number or not part.path.store.capabilities.directory_sync:
+            if not part.path.number:
                 raise
             part.path.failed(error)
             for number in part.numbers:
@@ -212,7 +215,7 @@ class StripedWriting(ReservingWriting):
             target = self._store.paths()[of_path]
             file = self._planned(number, of_path)
             try:
-                opened = target.store.open_segments([file], self._arena, of_path=queues[of_path], may_move=False)
+                opened = target.store.open_segments([file], self._arena, of_path=queues[of_path], moving=None)
                 try:
                     opened.reserve()
                 except BaseException:
@@ -234,11 +237,11 @@ class StripedWriting(ReservingWriting):
             return  # another thread is looking
         try:
             for part in self._parts[:-1]:
-                for number in part.numbers:
+                for at, number in enumerate(part.numbers):
                     fault = self._engine.failed(part.native(number))
                     if fault is None or number in self._instead:
                         continue
-                    error = explain(part.path.root, fault.operation, code_of(fault), fault.path, reach=reach(fault))
+                    error = self._fault_of(part, at, fault)
                     part.path.failed(error)
                     try:
                         if self._job.cancelled or self._job.fault is not None:
@@ -252,6 +255,12 @@ class StripedWriting(ReservingWriting):
             log.warning("%s cannot take what a path has refused: %s", self._store.location, error)
         finally:
             self._moving.release()
+
+    def _fault_of(self, part: _Part, at: int, fault: _native.Fault) -> FlowstoneError:
+        """The error for a fault of a path's file."""
+        return part.opened.refusal(at) or explain(
+            part.path.root, fault.operation, code_of(fault), fault.path, reach=reach(fault)
+        )
 
     def _until(self, is_over: Callable[[float], bool]) -> None:
         while not is_over(POLL_S):
@@ -301,8 +310,10 @@ class StripedWriting(ReservingWriting):
         fault = self._job.fault
         if fault is not None and fault.operation != "capture":
             for part in self._parts:
-                if any(native.path == fault.path for native in part.opened.natives):
-                    error = explain(part.path.root, fault.operation, code_of(fault), fault.path, reach=reach(fault))
+                for at, native in enumerate(part.opened.natives):
+                    if native.path != fault.path:
+                        continue
+                    error = self._fault_of(part, at, fault)
                     if part.path.number:
                         part.path.failed(error)
                     return error
@@ -321,6 +332,8 @@ class StripedWriting(ReservingWriting):
         """On a thread of its own."""
         stays = not any(number in self._instead for number in part.numbers)
         error = part.opened.end(self._job, [ends[number] for number in part.numbers])
+        if not part.path.store.capabilities.directory_sync:
+            return error or self._end_uploads(part, ends)
         if error is None and stays:
             try:
                 self._sync_names(part)
@@ -330,22 +343,37 @@ class StripedWriting(ReservingWriting):
             if part.numbers:
                 part.path.worked()
             return None
-        if not part.path.number or not part.path.store.capabilities.directory_sync:
-            if part.path.number and error is not None:
-                part.path.failed(error)
+        if not part.path.number:
             return error
         if stays and error is not None:
             part.path.failed(error)
-        return self._bring_all(part, ends, error)
+        error = self._bring_all(part, part.numbers, ends, error)
+        if error is None:
+            self._remove(part.numbers, part.path.number)
+        return error
+
+    def _end_uploads(self, part: _Part, ends: Sequence[int]) -> FlowstoneError | None:
+        """Objects that are complete stay. What keeps the name of another one goes with the checkpoint."""
+        refused = {
+            number: error for at, number in enumerate(part.numbers) if (error := part.opened.refusal(at)) is not None
+        }
+        if not refused:
+            part.path.worked()
+            return None
+        if not any(number in self._causes for number in refused):
+            part.path.failed(next(iter(refused.values())))
+        return self._bring_all(part, [*refused], ends, next(iter(refused.values())))
 
     def _sync_names(self, part: _Part) -> None:
         if part.path.number:
             for directory in {self._plans[number].path.rpartition("/")[0] for number in part.numbers}:
                 self._store.sync_segments(directory, of=part.path.number)
 
-    def _bring_all(self, part: _Part, ends: Sequence[int], cause: FlowstoneError | None) -> FlowstoneError | None:
-        """Bring a failed path's segments to others."""
-        for number in part.numbers:
+    def _bring_all(
+        self, part: _Part, numbers: Sequence[int], ends: Sequence[int], cause: FlowstoneError | None
+    ) -> FlowstoneError | None:
+        """Bring segments of a failed path to others."""
+        for number in numbers:
             try:
                 if number not in self._instead:
                     self._open_instead(part, number)
@@ -364,8 +392,7 @@ class StripedWriting(ReservingWriting):
             if error is not None:
                 log.warning("what is on %s does not come back: %s", part.path.store.location, error)
                 return self._causes.get(number) or cause or error
-        self._remove(part.numbers, part.path.number)
-        for number in part.numbers:
+        for number in numbers:
             self._store.brought(self._plans[number].path, part.path.number)
         return None
 
@@ -381,13 +408,16 @@ class StripedWriting(ReservingWriting):
 
         raises  OSError
         """
-        source, target = part.native(number).path, self._instead[number].natives[0].path
+        at_part, target = part.numbers.index(number), self._instead[number].natives[0].path
         at, gaps = 0, []
         for begin, end in [*sorted(moved), (size, size)]:
             if at < begin:
                 gaps.append((at, min(begin, size)))
             at = max(at, end)
-        with mmap.mmap(-1, _COPIED_AT_ONCE_BYTES) as room, open(source, "rb", 0) as old, open(target, "r+b", 0) as new:
+        with (
+            mmap.mmap(-1, _COPIED_AT_ONCE_BYTES) as room, part.opened.open_written(at_part) as old,
+            open(target, "r+b", 0) as new,
+        ):
             view = memoryview(room)
             try:
                 for begin, end in gaps:
@@ -430,6 +460,18 @@ class StripedWriting(ReservingWriting):
         """Nothing may wait for a decision that will not come."""
         if hasattr(self, "_job") and not self._job.wait(0):
             self.cancel()
+
+
+def _held(store: Striping, files: Sequence[FilePlan], arena: _native.Arena, pace: Pace) -> tuple[int, int]:
+    """How much each path may hold for objects that are not complete: one byte in so many, and so many bytes at most. A
+    part of what the save may use, so that windows find blocks.
+    """
+    paths = store.paths()
+    buckets = {number for number in (path_of(one.path.rpartition("/")[2]) for one in files)
+               if number and not paths[number].store.capabilities.directory_sync}
+    one_in = _HELD_ONE_IN * max(len(buckets), 1)
+    blocks = arena.budget_bytes // arena.block_bytes
+    return one_in, min(blocks, pace.blocks or blocks) * arena.block_bytes // one_in
 
 
 def _copy(source: int, target: int, begin: int, end: int, room: memoryview) -> None:

@@ -27,7 +27,7 @@ from flowstone.store.striped.path import StripedPath, Striping
 
 _COPIED_AT_ONCE_BYTES = 8 * MIB
 _EVERY_GAP_BYTES = 1 << 40  # of an object every byte is written: gaps are zeros
-_HELD_ONE_IN = 4  # of so many bytes that a save may use of the arena, until objects are complete
+_HELD_ONE_IN = 2  # of so many bytes of the arena, until objects are complete
 
 
 class _Part(msgspec.Struct, eq=False):
@@ -58,7 +58,7 @@ class StripedWriting(ReservingWriting):
         self._store, self._plans, self._arena = store, files, arena
         self._root = Path(store.location)
         self._settings = store.settings("write")
-        self._watch, self._held = store.watch, _held(store, files, arena, pace)
+        self._watch, self._held = store.watch, _held(store, files, arena)
         self._moving = Lock()  # held while segments move; guards the next
         self._instead: dict[int, OpenSegments] = {}  # on another path, by the number of a segment that moves
         self._targets: dict[int, StripedPath] = {}  # that path
@@ -81,7 +81,7 @@ class StripedWriting(ReservingWriting):
         with translated(self._root, "begin to write into", "", remedy=MORE_THREADS):
             job = self._engine.write(
                 self._arena, [(natives[number], file.bytes) for number, file in enumerate(self._plans)], rows,
-                gap_bytes=GAP_BYTES if is_plain else _EVERY_GAP_BYTES, blocks=pace.blocks,
+                gap_bytes=GAP_BYTES if is_plain else _EVERY_GAP_BYTES, blocks=self._blocks(pace),
                 bytes_per_s=pace.bytes_per_s or 0, cap_bytes_per_s=pace.cap or 0, watch=self._watch,
                 files_ready=files_ready,
             )
@@ -94,6 +94,12 @@ class StripedWriting(ReservingWriting):
                 pass
             raise
         return job
+
+    def _blocks(self, pace: Pace) -> int | None:
+        """How many lazy windows may use: what is held for objects does not slow down the others."""
+        buckets = [part for part in self._parts if not part.path.store.capabilities.directory_sync]
+        held_bytes = len(buckets) * self._held[1]
+        return None if pace.blocks is None else pace.blocks + held_bytes // self._arena.block_bytes
 
     # Where they lie
 
@@ -462,16 +468,15 @@ class StripedWriting(ReservingWriting):
             self.cancel()
 
 
-def _held(store: Striping, files: Sequence[FilePlan], arena: _native.Arena, pace: Pace) -> tuple[int, int]:
-    """How much each path may hold for objects that are not complete: one byte in so many, and so many bytes at most. A
-    part of what the save may use, so that windows find blocks.
+def _held(store: Striping, files: Sequence[FilePlan], arena: _native.Arena) -> tuple[int, int]:
+    """How much of the arena each path may hold for objects that are not complete: one byte in so many of what is there,
+    and so many bytes at most.
     """
     paths = store.paths()
     buckets = {number for number in (path_of(one.path.rpartition("/")[2]) for one in files)
                if number and not paths[number].store.capabilities.directory_sync}
     one_in = _HELD_ONE_IN * max(len(buckets), 1)
-    blocks = arena.budget_bytes // arena.block_bytes
-    return one_in, min(blocks, pace.blocks or blocks) * arena.block_bytes // one_in
+    return one_in, arena.budget_bytes // one_in
 
 
 def _copy(source: int, target: int, begin: int, end: int, room: memoryview) -> None:

@@ -235,7 +235,7 @@ def test_only_a_directory_has_a_replica() -> None:
 def test_a_replica_that_is_busy_hears_the_farewell_behind_all_that_it_was_told(tmp_path: Path) -> None:
     """Else it would take training for dead, and save its last step whole."""
     shared: Any = SimpleNamespace(
-        group=SimpleNamespace(size=1), store=LocalStore(tmp_path / "run"), emit=None, options=fs.EngineOptions()
+        group=SimpleNamespace(rank=0, size=1), store=LocalStore(tmp_path / "run"), emit=None, options=fs.EngineOptions()
     )
     link, steps = ReplicaLink(shared, fs.Replica("replica_job:build")), 20_000
     own, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -253,3 +253,29 @@ def test_a_replica_that_is_busy_hears_the_farewell_behind_all_that_it_was_told(t
     ending.join()
     assert 0 < len(heard) < steps, "it was too busy to hear all"
     assert heard[-1] == Farewell()
+
+
+def test_replicas_of_several_ranks_are_invited_where_each_rank_has_one_and_all_are_on_one_node(tmp_path: Path) -> None:
+    told: list[object] = []
+    shared: Any = SimpleNamespace(
+        group=SimpleNamespace(rank=0, size=2), store=LocalStore(tmp_path / "run"), emit=told.append,
+        options=fs.EngineOptions(),
+    )
+    link = ReplicaLink(shared, fs.Replica("replica_job:build"))
+    port, why = link.invite([link.node, link.node])
+    try:
+        assert port
+        assert not why
+        assert link.invite([link.node, link.node]) == (port, ""), "the journal after that one"
+        with socket.create_connection(("127.0.0.1", port), 10.0):
+            pass
+    finally:
+        link.end()
+    lost = ReplicaLink(shared, fs.Replica("replica_job:build"))
+    for nodes, expected in ((["a", ""], "rank 1 has none"), (["a", "b"], "several nodes")):
+        port, why = lost.invite(nodes)
+        assert not port
+        assert expected in why
+        lost.meet_at(port, why)
+    lost.note(2, "a journal")
+    assert [type(one) for one in told] == [fs.ReplicaLost], "told once"

@@ -53,7 +53,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "config", "errors", "format", "store", "commit", "tiers", "runtime", "_version",
     },
     "state_replica": {"errors"},
-    "replica": _BASE | {"checkpointer", "pipeline", "runtime", "store"},  # the process that has a state, too
+    "replica": _BASE | {"checkpointer", "pipeline", "ranks", "runtime", "store"},  # the process that has a state, too
     "tiers": _BASE | {"arguments", "format", "store", "commit", "_native"},
     "cluster": {"errors", "_version"},
     "notebook": set(),

@@ -162,6 +162,10 @@ REPLICA_BEHIND_STEPS = 100  # a replica that lacks more is told of
 REPLICA_END_S = 10.0  # for it to end when training does; then it is killed
 REPLICA_ANSWER_S = 10.0  # for it to say what it has come to
 REPLICA_PERSIST_S = 600.0  # that the next start waits for what the replica of a dead training makes durable
+REPLICA_MEET_S = 120.0  # for the replicas of several ranks to find each other: each imports torch first
+REPLICA_ROUND_S = 1.0  # after which those of other ranks than 0 hear of it at the latest
+REPLICA_REST_S = 60.0  # from the end of one rank of a training to that of the last one; then its replicas give up
+REPLICA_TRIES_MAX = 5  # loads, and steps, that fail one after the other, as training removes what it needs no more
 REPLICA_NICE = 10  # its priority is lower than training's by so much
 
 # Tiers.

@@ -13,7 +13,8 @@ class Replica:
     brings it to each step that the journal gets. When training is killed, it saves the newest step whole.
 
     build      "module:function", by which it makes the state: the function takes nothing, and returns what training
-               gives to `save`, on the host. The module is imported as training would import it
+               gives to `save`, on the host. The module is imported as training would import it. Of several ranks each
+               calls it, in a gloo group of their replicas
     tolerance  save also a state that is not proven to be the training's bit for bit. That removes the journal, from
                which a machine like the training's could have replayed it exactly
     """

@@ -23,7 +23,7 @@ from flowstone.store.appending import LocalAppending
 
 
 class Training:
-    """A network by AdamW, with something of its own on each rank. `how`: ddp, or fsdp."""
+    """A network by AdamW, with something of its own on each rank. `how`: ddp, fsdp; plain: alone, as ddp begins."""
 
     def __init__(self, how: str, rank: int) -> None:
         torch.manual_seed(3)
@@ -33,7 +33,7 @@ class Training:
             for one in (*net, net):  # type: ignore[misc]
                 if not isinstance(one, nn.ReLU):
                     fully_shard(one, mesh=mesh)
-        else:
+        elif how == "ddp":
             net = DistributedDataParallel(net)
         self.model, self.rank = net, rank
         self.optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)

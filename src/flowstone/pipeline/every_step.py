@@ -85,7 +85,7 @@ class EveryStep:
         self._is_handed_over = False  # the step of the save that is under way, to the journal's thread
         self._lost = ""  # why nothing leads from the last save to the next
         self._frozen.compare_always()
-        self._replica = link_of(shared, how)
+        self._replica = link_of(shared, how, self._ranks)
         self.read_rate = 0.0  # bytes per second of the last load; 0: there was none
 
     # Saves

@@ -1,6 +1,7 @@
 """The ranks that write one journal together, each a file; a step counts once all have it (docs/ORDERING.md, Journal).
 
-    begin      each rank says which parameters it steps; rank 0 says which of them each logs, and names the journal
+    begin      each rank says which parameters it steps; rank 0 says which of them each logs, and names the journal;
+               and where replicas of the state meet, if the ranks have any
     end_step   each rank has made its frame durable, or says why there is none; rank 0 commits the step, or gives it up
 
 Both run on the journal's thread, and talk over a connection of their own, so no step waits for them. The next call of
@@ -10,6 +11,7 @@ Both run on the journal's thread, and talk over a connection of their own, so no
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -80,7 +82,9 @@ class Said(msgspec.Struct, frozen=True):
 
 
 class _Begins(msgspec.Struct, frozen=True):
-    """What a rank says where a journal begins. `after`: the step that it goes on from; `lag_steps`: as it was told."""
+    """What a rank says where a journal begins. `after`: the step that it goes on from; `lag_steps`: as it was told;
+    `node`: of its replica, "" without one.
+    """
 
     refusal: str
     after: int = 0
@@ -88,10 +92,11 @@ class _Begins(msgspec.Struct, frozen=True):
     keys: bytes = b""
     lengths: bytes = b""
     proven: int = 0
+    node: str = ""
 
 
 class _Begun(msgspec.Struct, frozen=True):
-    """Rank 0's answer. `refusal`: why there is no journal."""
+    """Rank 0's answer. `refusal`: why there is no journal; `port`: where replicas meet; 0, and why, if they cannot."""
 
     refusal: str
     id: str = ""
@@ -99,6 +104,8 @@ class _Begun(msgspec.Struct, frozen=True):
     checkpoint: str | None = None
     parent: str | None = None
     alike: bool = False
+    port: int = 0
+    why_no_replicas: str = ""
 
 
 class _Ended(msgspec.Struct, frozen=True):
@@ -108,11 +115,24 @@ class _Ended(msgspec.Struct, frozen=True):
     whole: bool = False
 
 
+class Invited(Protocol):
+    """The replica of this rank's state, which has to find those of others (pipeline/replica_link.py)."""
+
+    @property
+    def node(self) -> str: ...
+    def invite(self, nodes: Sequence[str], /) -> tuple[int, str]: ...
+    def meet_at(self, port: int, why_not: str, /) -> None: ...
+
+
 class JournalRanks:
-    """One rank's side. Of `begin` and `end_step`, all ranks make the same calls in the same order."""
+    """One rank's side. Of `begin` and `end_step`, all ranks make the same calls in the same order.
+
+    replica  of this rank's state, if it has one
+    """
 
     def __init__(self, shared: Shared) -> None:
         group = shared.group
+        self.replica: Invited | None = None
         self._group = RankGroup(group.deadline_s, f"{shared.store.location} (journal)", shared.turn)
 
     def comes_to(self, step: int) -> None:
@@ -128,16 +148,19 @@ class JournalRanks:
         number  of the journal; called on rank 0
         raises  ReplayError if some rank cannot; RankError
         """
-        words = mine if isinstance(mine, Exception) else msgspec.msgpack.encode(_begins(mine))
+        node = "" if self.replica is None else self.replica.node
+        words = mine if isinstance(mine, Exception) else msgspec.msgpack.encode(_begins(mine, node))
 
         def decide(said: Sequence[bytes]) -> Decision:
-            return _begin([msgspec.msgpack.decode(one, type=_Begins) for one in said], mine, number)
+            return _begin([msgspec.msgpack.decode(one, type=_Begins) for one in said], mine, number, self._invite)
 
         agreed = self._group.agreement.agree(f"the journal that begins with step {step}", words, decide, position=step)
         begun = msgspec.msgpack.decode(agreed.common, type=_Begun)
         if begun.refusal:
             raise refused(step, begun.refusal)
         assert isinstance(mine, tuple), "what one rank cannot do, none does"
+        if self.replica is not None:
+            self.replica.meet_at(begun.port, begun.why_no_replicas)
         opening, stepped = mine
         owner, holders = np.frombuffer(agreed.own, "<i4").reshape(2, -1)
         ends = [*stepped.starts[1:], len(owner)]
@@ -146,6 +169,12 @@ class JournalRanks:
             owners=tuple(tuple(owner[a:b].tolist()) for a, b in zip(stepped.starts, ends, strict=True)),
         )
         return Joint(opening, stepped, Owners(owner, holders), begun.alike)
+
+    def _invite(self, nodes: Sequence[str]) -> tuple[int, str]:
+        """On rank 0."""
+        return (0, "rank 0 has none: give every_step=Replica(...) on all ranks") if self.replica is None else (
+            self.replica.invite(nodes)
+        )
 
     def end_step(self, step: int, mine: Said | Exception) -> bool:
         """Commit a step that all ranks have. Returns whether all are to save the next one whole as well.
@@ -178,17 +207,19 @@ def refused(step: int, why: str) -> ReplayError:
     )
 
 
-def _begins(mine: tuple[Opening, Stepped] | str) -> _Begins:
+def _begins(mine: tuple[Opening, Stepped] | str, node: str) -> _Begins:
     if isinstance(mine, str):
         return _Begins(mine)
     opening, stepped = mine
     return _Begins(
         "", opening.after, opening.torn_max, stepped.keys.astype("<u8").tobytes(),
-        stepped.lengths.astype("<u8").tobytes(), stepped.proven,
+        stepped.lengths.astype("<u8").tobytes(), stepped.proven, node,
     )
 
 
-def _begin(said: Sequence[_Begins], mine: object, number: Callable[[], int]) -> Decision:
+def _begin(
+    said: Sequence[_Begins], mine: object, number: Callable[[], int], invite: Callable[[Sequence[str]], tuple[int, str]]
+) -> Decision:
     """On rank 0: name the journal, and share out what the ranks log."""
     refusal = _first([one.refusal for one in said])
     others = [rank for rank, one in enumerate(said) if one.lag_steps != said[0].lag_steps]
@@ -206,7 +237,9 @@ def _begin(said: Sequence[_Begins], mine: object, number: Callable[[], int]) -> 
         [np.frombuffer(one.lengths, "<u8").astype(np.uint64) for one in said],
     )
     alike = all((one.keys, one.proven) == (said[0].keys, said[0].proven) for one in said)
-    begun = _Begun("", opening.id, number(), opening.checkpoint, opening.parent, alike)
+    nodes = [one.node for one in said]
+    port, why = invite(nodes) if any(nodes) else (0, "")
+    begun = _Begun("", opening.id, number(), opening.checkpoint, opening.parent, alike, port, why)
     return Decision(
         msgspec.msgpack.encode(begun),
         [np.stack([one.rank, one.holders]).astype("<i4").tobytes() for one in shared_out],

@@ -292,7 +292,7 @@ def _frames(store: Store, fitted: Fitted) -> Iterator[ReadFrame]:
             if theirs is None or theirs.step != place.step:
                 raise _damaged(store, part, rank, place.step, "the whole file")
             found[rank] = read_frame(store, part, theirs, opening, buffers[number % 2][rank])
-        return _joined(found, fitted.rank)
+        return joined(found, fitted.rank)
 
     with ThreadPoolExecutor(1, thread_name_prefix="flowstone-replay") as ahead:
         following = ahead.submit(read, 0) if count else None
@@ -303,7 +303,7 @@ def _frames(store: Store, fitted: Fitted) -> Iterator[ReadFrame]:
             yield found
 
 
-def _joined(found: Mapping[int, ReadFrame], rank: int) -> ReadFrame:
+def joined(found: Mapping[int, ReadFrame], rank: int) -> ReadFrame:
     """A rank's frame, with the gradients that it borrows from others': of parameters that both step in the same act."""
     own = found[rank]
     if len(found) == 1:

@@ -161,16 +161,17 @@ class Saves:
         self._emit(told)
         return told
 
-    def save_journaled(self, step: int, state: Mapping[str, object], spans: Spans) -> Save:
-        """Save whole a step that only journals have, of which it is the newest. The state must not change meanwhile."""
+    def check_journaled(self, step: int) -> None:
+        """Become the writer, to save whole a step that only journals have. Raises unless it is the newest one."""
         self.sole_writer.check()
         newest, committed = newest_step(self._store), catalog.steps(self._store)
         if newest != step or step in committed:
-            raise StepExistsError(
-                f"cannot save step {step} whole", found=f"newest step {newest}",
-                next="load the newest step, and go on from there",
-            )
+            remedy = "load the newest step, and go on from there"
+            raise StepExistsError(f"cannot save step {step} whole", found=f"newest step {newest}", next=remedy)
         self.in_flight.newest = committed[-1] if committed else None
+
+    def save_journaled(self, step: int, state: Mapping[str, object], spans: Spans) -> Save:
+        """Save whole what `check_journaled` has found, on all ranks. The state must not change meanwhile."""
         return self.save(step, state, "manual", spans)
 
     def tell_absence(self, step: int, error: Exception) -> None:

@@ -1,0 +1,99 @@
+"""A job of its own, of processes on one node: they join torch.distributed by a store that rank 0 hosts, and watch each
+other, so that none waits for one that has ended.
+
+    join     store, gloo group, then the process of each rank, by its number
+    watch    thread `flowstone-joined`: a rank that ends without a word is lost
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+
+from flowstone.config import DEADLINE_S
+
+_HOST = "127.0.0.1"
+
+
+class JoinedJob:
+    """This process's side."""
+
+    def __init__(self, rank: int, size: int, on_lost: Callable[[str], None]) -> None:
+        """`on_lost`: called on the thread, with the reason, once a rank has ended that had not left."""
+        self._rank, self._size, self._on_lost = rank, size, on_lost
+        self._store: Any = None
+        self._processes: dict[int, int] = {}  # descriptors, by rank
+        self._is_leaving = False
+
+    def join(self, port: int, listener: int, timeout_s: float) -> None:
+        """Become a rank of the default group. Blocks until all ranks have come.
+
+        listener  rank 0: a descriptor that listens at `port`; the store owns it from now on. Else -1
+        raises    RuntimeError (torch's), OSError if not all come in time
+        """
+        timeout = timedelta(seconds=timeout_s)
+        store = dist.TCPStore(  # type: ignore[attr-defined]  # torch exports it for users, and not for mypy
+            _HOST, port, self._size, self._rank == 0, timeout, wait_for_workers=False,
+            master_listen_fd=None if listener < 0 else listener,
+        )
+        own = PrefixStore("flowstone-joined", store.clone())  # type: ignore[attr-defined]  # not in the stubs
+        own.set(_process(self._rank), str(os.getpid()))
+        for rank in range(self._size):
+            if rank != self._rank:
+                with suppress(ProcessLookupError):  # it is lost: below
+                    self._processes[rank] = os.pidfd_open(int(own.get(_process(rank))))
+        self._store = own
+        threading.Thread(target=self._watch, name="flowstone-joined", daemon=True).start()
+        dist.init_process_group(
+            "gloo", store=store, rank=self._rank, world_size=self._size, timeout=timedelta(seconds=DEADLINE_S)
+        )
+
+    def leave(self, reason: str = "") -> None:
+        """Tell the others that this process is about to end; `reason`: why, if they cannot go on without it."""
+        has_left, self._is_leaving = self._is_leaving, True
+        if self._store is not None and not has_left:
+            with suppress(RuntimeError):  # rank 0's has ended
+                self._store.set(_last_words(self._rank), reason)
+
+    def _watch(self) -> None:
+        processes = dict(self._processes)
+        lost = {*range(self._size)} - {*processes, self._rank}
+        while not lost and processes:
+            ready, _, _ = select.select(list(processes.values()), [], [])
+            ended = [rank for rank, descriptor in processes.items() if descriptor in ready]
+            lost = {rank for rank in ended if not self._has_left(rank)}
+            for rank in ended:
+                os.close(processes.pop(rank))
+        for rank in sorted(lost)[:1]:
+            if not self._is_leaving:
+                self._on_lost(f"that of rank {rank} has ended{self._reason_of(rank)}")
+
+    def _has_left(self, rank: int) -> bool:
+        return self._words_of(rank) == b""
+
+    def _reason_of(self, rank: int) -> str:
+        words = self._words_of(rank)
+        return f": {words.decode(errors='replace')}" if words else ""
+
+    def _words_of(self, rank: int) -> bytes | None:
+        with suppress(RuntimeError):  # rank 0's has ended, and the store with it
+            if self._store.check([_last_words(rank)]):
+                found: bytes = self._store.get(_last_words(rank))
+                return found
+        return None
+
+
+def _process(rank: int) -> str:
+    return f"process/{rank}"
+
+
+def _last_words(rank: int) -> str:
+    return f"left/{rank}"

@@ -1,5 +1,6 @@
 """Replicas of the state of several ranks: together they follow the journal, and save its newest step when all of the
-training is gone. Trainings and replicas are real processes, which are really killed.
+training is gone. Trainings and replicas are real processes, which are really killed: in an ordinary run some of the
+cases, in `make soak` all.
 """
 
 from __future__ import annotations
@@ -142,6 +143,7 @@ def test_the_newest_step_of_killed_ranks_is_saved_by_their_replicas_bit_for_bit(
     assert not [name for name in os.listdir(path) if name.startswith((".", "journal"))]
 
 
+@pytest.mark.soak
 def test_replicas_go_along_with_whole_checkpoints_and_the_next_job_has_replicas_of_its_own(
     tmp_path: Path, agents: Path, undisturbed: dict[str, list[list[str]]]
 ) -> None:
@@ -159,7 +161,9 @@ def test_replicas_go_along_with_whole_checkpoints_and_the_next_job_has_replicas_
     assert told(results, "bits") == [one[2 * STEPS - 1] for one in undisturbed["fsdp"]]
 
 
-@pytest.mark.parametrize("how", ["lives on for a while", "ends with an exception"])
+@pytest.mark.parametrize("how", [
+    "lives on for a while", pytest.param("ends with an exception", marks=pytest.mark.soak),
+])
 def test_nothing_is_saved_while_one_rank_lives_and_the_newest_step_once_it_is_gone_too(
     tmp_path: Path, agents: Path, undisturbed: dict[str, list[list[str]]], how: str
 ) -> None:
@@ -201,7 +205,9 @@ def test_training_goes_on_when_one_replica_was_killed_and_all_ranks_are_told(
     assert told(results, "bits") == [one[-1] for one in undisturbed["ddp"]]
 
 
-@pytest.mark.parametrize("delay_s", [0.0, 0.3, 0.6])
+@pytest.mark.parametrize("delay_s", [
+    pytest.param(0.0, marks=pytest.mark.soak), 0.3, pytest.param(0.6, marks=pytest.mark.soak),
+])
 def test_a_replica_that_is_killed_while_the_last_step_is_saved_leaves_the_journal_or_the_checkpoint(
     tmp_path: Path, agents: Path, undisturbed: dict[str, list[list[str]]], delay_s: float
 ) -> None:
@@ -259,6 +265,7 @@ def test_a_builder_that_fails_on_one_rank_is_told_on_all_with_its_reason(tmp_pat
     agents.rmdir()
 
 
+@pytest.mark.soak
 def test_one_rank_that_differs_makes_all_replicas_of_class_tolerance_which_save_nothing(
     tmp_path: Path, agents: Path, undisturbed: dict[str, list[list[str]]]
 ) -> None:

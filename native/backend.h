@@ -35,12 +35,14 @@ struct File {
 struct Outcome {
     std::optional<Fault> fault;
     bool dropped = false;
+    const std::byte* lent = nullptr;  // an op without memory: its bytes, until `done` returns
 };
 
 /// One vectored request on one file range. The backend owns it from submit to `done`.
 ///
 /// Invariant: on an O_DIRECT file offset, part addresses and part lengths are multiples of 4096.
-/// `file`, the parts' memory and `*stopping` stay valid until `done` returns.
+/// `file`, the parts' memory and `*stopping` stay valid until `done` returns. A read that the engine's caller carries out may
+/// have no memory (its only part is at null): the caller lends its own.
 struct Op {
     Direction direction = Direction::read;
     const File* file = nullptr;

@@ -176,12 +176,12 @@ PyWriteJob start_write(const PyEngine& engine, const PyArena& arena,
 }
 
 PyReadJob start_read(const PyEngine& engine, const PyArena& arena, const std::vector<std::optional<PyFile>>& files,
-                     const PyReadExtents& rows, bool stop_at_bad, bool in_place, std::uint64_t request_bytes, bool ahead) {
+                     const PyReadExtents& rows, bool stop_at_bad, bool in_place, std::uint64_t request_bytes, bool ahead, bool lent) {
     std::vector<std::shared_ptr<const File>> opened;
     for (const std::optional<PyFile>& file : files) opened.push_back(file ? file->held : nullptr);
     PyReadJob job;
     const Unlocked unlocked;
-    job.held = engine.held->read(arena.held, std::move(opened), rows.held, {stop_at_bad, in_place, request_bytes, ahead});
+    job.held = engine.held->read(arena.held, std::move(opened), rows.held, {stop_at_bad, in_place, request_bytes, ahead, lent});
     return job;
 }
 
@@ -439,7 +439,7 @@ void bind_engine(nb::module_& module) {
              "blocks"_a = nb::none(), "bytes_per_s"_a = 0, "cap_bytes_per_s"_a = 0,
              "watch"_a = "samples", "files_ready"_a = true)
         .def("read", &start_read, "arena"_a, "files"_a, "rows"_a, nb::kw_only(), "stop_at_bad"_a = true,
-             "in_place"_a = true, "request_bytes"_a = 0, "ahead"_a = false)
+             "in_place"_a = true, "request_bytes"_a = 0, "ahead"_a = false, "lent"_a = false)
         .def("close", [](const PyEngine& engine) { const Unlocked unlocked; engine.held->close(); });
     bind_queues<PyEngine, PyFile>(engine);
 }

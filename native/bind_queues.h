@@ -54,10 +54,10 @@ template <class PyEngine, class PyFile> void bind_queues(nanobind::class_<PyEngi
     using Unlocked = nanobind::gil_scoped_release;
     engine.def("take", &take_ops<PyEngine>, "direction"_a, "files"_a, "count"_a, "timeout_s"_a, "since"_a = nanobind::none())
         .def_prop_ro("wakes", [](const PyEngine& engine) { return engine.held->caller()->wakes(); })
-        .def("complete", [](const PyEngine& engine, std::uint64_t number, std::uint64_t moved_bytes, int error) {
+        .def("complete", [](const PyEngine& engine, std::uint64_t number, std::uint64_t moved_bytes, int error, std::uintptr_t lent) {
             const Unlocked unlocked;
-            engine.held->caller()->complete(number, moved_bytes, error);
-        }, "number"_a, "moved_bytes"_a, "error"_a = 0)
+            engine.held->caller()->complete(number, moved_bytes, error, reinterpret_cast<const std::byte*>(lent));
+        }, "number"_a, "moved_bytes"_a, "error"_a = 0, "lent"_a = 0)
         .def("traffic", &path_traffic<PyEngine>, "direction"_a)
         .def("failed", [](const PyEngine& engine, const PyFile& file) { return engine.held->paths()->failed(file.held); }, "file"_a)
         .def("move", [](const PyEngine& engine, const PyFile& file, const PyFile& target) {

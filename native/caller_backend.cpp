@@ -62,7 +62,7 @@ std::vector<CallerBackend::Taken> CallerBackend::take(Direction direction, int f
     return taken;
 }
 
-void CallerBackend::complete(std::uint64_t number, std::uint64_t moved_bytes, int error) {
+void CallerBackend::complete(std::uint64_t number, std::uint64_t moved_bytes, int error, const std::byte* lent) {
     std::unique_ptr<Op> op;
     {
         const std::lock_guard lock(mutex_);
@@ -72,6 +72,8 @@ void CallerBackend::complete(std::uint64_t number, std::uint64_t moved_bytes, in
         taken_.erase(found);
     }
     const bool is_read = op->direction == Direction::read;
+    if (op->parts.front().iov_base != nullptr) lent = nullptr;
+    else if (lent == nullptr && error == 0) error = EFAULT;
     const std::uint64_t needed = is_read ? op->needed_bytes : op->length();
     std::optional<Fault> fault;
     if (error != 0)
@@ -80,7 +82,7 @@ void CallerBackend::complete(std::uint64_t number, std::uint64_t moved_bytes, in
         fault = Fault{"end of file", 0, op->file->path, op->offset + moved_bytes, needed - moved_bytes};
     else if (moved_bytes < needed)
         fault = Fault{"write", EIO, op->file->path, op->offset + moved_bytes, needed - moved_bytes};
-    op->done({std::move(fault), false});
+    op->done({std::move(fault), false, lent});
 }
 
 }  // namespace flowstone

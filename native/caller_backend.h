@@ -21,7 +21,7 @@ namespace flowstone {
 /// that looks for its kind.
 class CallerBackend final : public Backend {
 public:
-    /// The memory is the op's: it stays valid until the op is completed.
+    /// The memory is the op's: it stays valid until the op is completed. None, of a read: the caller lends its own.
     struct Taken {
         std::uint64_t number;
         int file;
@@ -44,9 +44,10 @@ public:
     std::vector<Taken> take(Direction direction, int first, int last, std::size_t count, double timeout_s,
                             std::optional<std::uint64_t> since = std::nullopt);
 
-    /// How a taken op has ended: `error` is an errno or 0, `moved_bytes` how many of its first bytes are there. Throws
+    /// How a taken op has ended: `error` is an errno or 0, `moved_bytes` how many of its first bytes are there; of an op
+    /// without memory at `lent`, which is used until this returns, and means nothing for others. Throws
     /// std::invalid_argument for an op that was not taken.
-    void complete(std::uint64_t number, std::uint64_t moved_bytes, int error);
+    void complete(std::uint64_t number, std::uint64_t moved_bytes, int error, const std::byte* lent = nullptr);
 
 private:
     mutable std::mutex mutex_;

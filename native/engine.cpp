@@ -95,6 +95,7 @@ std::shared_ptr<ReadJob> Engine::read(std::shared_ptr<Arena> arena, std::vector<
     for (const std::shared_ptr<const File>& file : files)
         if (file != nullptr) check_file(*file, path_count());
     check_extents(*rows, files.size());
+    if (options.lent) caller();  // throws
     if (options.ahead && !options.stop_at_bad) throw std::invalid_argument("a read ahead stops at a bad chunk");
     const std::lock_guard lock(mutex_);
     Machine machine = machine_locked(*arena, options.request_bytes);

@@ -130,7 +130,7 @@ void ReadJob::begin_windows() {
     const std::uint32_t windows_max = options_.ahead ? std::min(ahead_reads_max, busy) : busy;
     std::uint64_t blocks = 0, blocks_max = 0;
     for (const ReadWindow& window : plan_.windows) {
-        if (window.direct || is_mapped(window)) continue;
+        if (window.direct || is_lent() || is_mapped(window)) continue;
         blocks += blocks_of(window);
         blocks_max = std::max<std::uint64_t>(blocks_max, blocks_of(window));
     }
@@ -144,7 +144,7 @@ void ReadJob::begin_windows() {
             begin_mapped(window);
             continue;
         }
-        if (window.direct) {
+        if (window.direct || is_lent()) {
             begin(window, {});
             continue;
         }
@@ -178,6 +178,9 @@ void ReadJob::begin_mapped(const ReadWindow& planned) {
     post(window, &ReadJob::deliver);
 }
 
+/// Devices copy from blocks, later; decoding needs a worker's buffers; and who reads ahead keeps the bytes.
+bool ReadJob::is_lent() const { return options_.lent && !options_.ahead && rows_->stored.empty() && rows_->devices.empty(); }
+
 std::size_t ReadJob::blocks_of(const ReadWindow& planned) const {
     const std::uint64_t block_bytes = arena_->block_bytes();
     return static_cast<std::size_t>((planned.memory + block_bytes - 1) / block_bytes);
@@ -204,7 +207,12 @@ void ReadJob::begin(const ReadWindow& planned, std::vector<Block> blocks) {
     }
 }
 
-std::byte* ReadJob::memory(const Window& window, std::uint64_t at) const {
+const std::byte* ReadJob::memory(const Window& window, std::uint64_t at) const {
+    if (window.lent != nullptr) return window.lent + at;
+    return block_memory(window, at);
+}
+
+std::byte* ReadJob::block_memory(const Window& window, std::uint64_t at) const {
     return window.blocks[at / arena_->block_bytes()].bytes() + at % arena_->block_bytes();
 }
 
@@ -217,8 +225,10 @@ std::unique_ptr<Op> ReadJob::make_op(const std::shared_ptr<Window>& window, cons
     op->stopping = &stopping_;
     if (window->planned->direct) {
         aim_direct(*window, op->parts);
+    } else if (is_lent()) {
+        op->parts.push_back({nullptr, range.bytes()});
     } else {
-        op->parts.push_back({memory(*window, range.at), range.bytes()});
+        op->parts.push_back({block_memory(*window, range.at), range.bytes()});
         op->memory_slot = registered().block(window->blocks[range.at / arena_->block_bytes()], arena_->block_bytes());
     }
     op->file_slot = registered().file(range.file);
@@ -256,6 +266,8 @@ void ReadJob::end_op(const std::shared_ptr<Window>& window, const Outcome& outco
     if (window->failed) {
         window->blocks.clear();
         end_window();
+    } else if (outcome.lent != nullptr) {
+        deliver_lent(window, outcome.lent);
     } else {
         if (options_.ahead) set_aside();
         window->aside = options_.ahead;
@@ -281,6 +293,16 @@ void ReadJob::deliver(const std::shared_ptr<Window>& window, LiveAccess& live) {
         end(window);  // stopped before they were known
     else
         deliver_now(window, &live);
+}
+
+/// On the thread of the caller's that lends the bytes.
+void ReadJob::deliver_lent(const std::shared_ptr<Window>& window, const std::byte* bytes) {
+    window->lent = bytes;
+    try {
+        deliver_now(window, nullptr);
+    } catch (const std::bad_alloc&) {
+        abandon(window);
+    }
 }
 
 /// For every chunk of an arrived window: verify it in place, then (from the arena) store it.

@@ -20,11 +20,14 @@ namespace flowstone {
 /// request_bytes  the longest window; 0: the engine's
 /// ahead          the rows' targets are not known yet: read as much as the arena holds, verify, and wait for `aim`.
 ///                Needs stop_at_bad
+/// lent           the thread that carries an op out has the bytes, and lends them: they are verified and stored there, and take
+///                no block. But for rows that are coded or go to a device, and ahead
 struct ReadOptions {
     bool stop_at_bad = true;
     bool in_place = true;
     std::uint64_t request_bytes = 0;
     bool ahead = false;
+    bool lent = false;
 };
 
 /// Verified chunks for a device are queued to be copied there from their block: each run of them in one copy, or in as few as
@@ -70,11 +73,14 @@ private:
     void post(const std::shared_ptr<Window>& window, Stage stage) noexcept;
     bool is_mapped(const ReadWindow& planned) const;
     void begin_mapped(const ReadWindow& planned);
+    bool is_lent() const;
+    void deliver_lent(const std::shared_ptr<Window>& window, const std::byte* bytes);
     std::size_t blocks_of(const ReadWindow& planned) const;
     void begin(const ReadWindow& planned, std::vector<Block> blocks);
     void aim_direct(Window& window, std::vector<iovec>& parts);
     std::unique_ptr<Op> make_op(const std::shared_ptr<Window>& window, const OtherRange& range);
-    std::byte* memory(const Window& window, std::uint64_t at) const;
+    std::byte* block_memory(const Window& window, std::uint64_t at) const;
+    const std::byte* memory(const Window& window, std::uint64_t at) const;
     void end_op(const std::shared_ptr<Window>& window, const Outcome& outcome);
     void deliver(const std::shared_ptr<Window>& window, LiveAccess& live);
     /// `live` is null only where nothing is encoded.

@@ -19,13 +19,14 @@ struct VerifiedRun {
     bool goes_on_with(const VerifiedRun& next) const { return bytes != nullptr && row == next.row && end == next.begin && bytes + (end - begin) == next.bytes; }
 };
 
-/// Arena windows hold a block or more. Direct ones hold the bounce blocks of an unaligned head and tail.
+/// Arena windows hold a block or more; those that are lent their bytes, none. Direct ones hold the bounce blocks of an unaligned head and tail.
 struct ReadJob::Window final : Staged<ReadJob, Window> {
     const ReadWindow* planned = nullptr;
     bool mapped = false;
     bool aside = false;                 // see Job::set_aside
     bool verified = false;              // while the targets were not known
     const ReadExtents* rows = nullptr;  // with the targets, once it is being stored
+    const std::byte* lent = nullptr;    // instead of blocks, while it is being stored
     std::vector<Block> blocks;          // one, unless a chunk and what it is decoded with do not fit into it
     AlignedBytes head;
     AlignedBytes tail;

@@ -26,6 +26,12 @@ private:
         while (!stopping_)
             for (const CallerBackend::Taken& op : caller_->take(direction, fd, fd + 1, 2, 0.01)) {
                 const auto at = static_cast<off_t>(op.offset);
+                if (op.memory.iov_base == nullptr) {
+                    std::vector<std::byte> own(op.memory.iov_len);
+                    const ssize_t found = error != 0 ? 0 : ::pread(fd, own.data(), own.size(), at);
+                    caller_->complete(op.number, static_cast<std::uint64_t>(found), error, own.data());
+                    continue;
+                }
                 const ssize_t moved = error != 0                      ? 0
                                       : direction == Direction::write ? ::pwrite(fd, op.memory.iov_base, op.memory.iov_len, at)
                                                                       : ::pread(fd, op.memory.iov_base, op.memory.iov_len, at);
@@ -40,6 +46,11 @@ private:
 
 std::shared_ptr<ReadJob> start_read(Bed& bed, const ReadExtents& rows) {
     return bed.engine.read(bed.arena, {bed.scratch.file()}, std::make_shared<ReadExtents>(rows), {.in_place = false});
+}
+
+/// From memory of the caller's, with an arena of which nothing is to be touched.
+std::shared_ptr<ReadJob> start_lent(Bed& bed, const std::shared_ptr<Arena>& arena, const ReadExtents& rows) {
+    return bed.engine.read(arena, {bed.scratch.file()}, std::make_shared<ReadExtents>(rows), {.in_place = false, .lent = true});
 }
 
 const Setup caller_setup{"caller", false};
@@ -77,6 +88,64 @@ TEST_CASE("windows are known before they are written, and cover what is") {
     CHECK(end >= 5 * mib + 17);
     const Carriers carriers(bed.engine, bed.scratch.file()->fd);
     REQUIRE(job->wait(forever_s));
+}
+
+TEST_CASE("what the caller lends is verified and stored, and takes no block") {
+    for (std::uint64_t seed = 0; seed < 4; ++seed) {
+        CAPTURE(seed);
+        const Sample sample = random_sample(seed, 24);
+        Bed bed(caller_setup, sample.file_bytes, nullptr, 20);
+        const Carriers carriers(bed.engine, bed.scratch.file()->fd);
+        const auto job = bed.run(sample.rows);
+        const auto arena = std::make_shared<Arena>(4 * huge_page_bytes, huge_page_bytes);
+        std::vector<Memory> targets;
+        const auto load = start_lent(bed, arena, read_back(sample, job->digests(), targets, seed));
+        REQUIRE(load->wait(forever_s));
+        REQUIRE_FALSE(load->fault());
+        REQUIRE(load->bad_chunks().empty());
+        for (std::size_t i = 0; i < targets.size(); ++i)
+            REQUIRE((sample.stored[i].empty() || std::memcmp(sample.stored[i].data(), targets[i].start(), sample.stored[i].size()) == 0));
+        CHECK(arena->touched_bytes() == 0);
+    }
+}
+
+TEST_CASE("what is lent and damaged, too short, not there or refused reaches no target") {
+    const Sample sample = plain_sample(3 * mib);
+    Bed bed(caller_setup, sample.file_bytes);
+    const auto arena = std::make_shared<Arena>(4 * huge_page_bytes, huge_page_bytes);
+    std::vector<std::uint64_t> digests;
+    {
+        const Carriers carriers(bed.engine, bed.scratch.file()->fd);
+        digests = bed.run(sample.rows)->digests();
+    }
+    const auto caller = bed.engine.caller();
+    const int fd = bed.scratch.file()->fd;
+    const std::vector<std::byte> wrong(8 * mib, std::byte{1});
+    for (const std::string how : {"damaged", "too short", "not there", "refused"}) {
+        CAPTURE(how);
+        std::vector<Memory> targets;
+        const auto load = start_lent(bed, arena, read_back(sample, digests, targets, 1));
+        while (!load->wait(0))
+            for (const CallerBackend::Taken& op : caller->take(Direction::read, fd, fd + 1, 1, 0.01)) {
+                REQUIRE(op.memory.iov_base == nullptr);
+                if (how == "damaged") caller->complete(op.number, op.needed_bytes, 0, wrong.data());
+                else if (how == "too short") caller->complete(op.number, op.needed_bytes - 1, 0, wrong.data());
+                else if (how == "not there") caller->complete(op.number, op.needed_bytes, 0);
+                else caller->complete(op.number, 0, EIO);
+            }
+        CHECK(load->bad_chunks().empty() == (how != "damaged"));
+        CHECK(load->fault().has_value() == (how != "damaged"));
+        if (how == "not there") CHECK(load->fault()->error == EFAULT);
+        for (const bool touched : load->touched()) CHECK_FALSE(touched);
+    }
+}
+
+TEST_CASE("only the caller's ops can be lent memory") {
+    const Sample sample = plain_sample(mib);
+    Bed bed({"posix", false}, sample.file_bytes);
+    const auto job = bed.run(sample.rows);
+    std::vector<Memory> targets;
+    CHECK_THROWS_AS(start_lent(bed, bed.arena, read_back(sample, job->digests(), targets, 1)), std::invalid_argument);
 }
 
 TEST_CASE("an error of the caller's is a fault with its range, and the job ends") {

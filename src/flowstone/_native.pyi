@@ -615,6 +615,7 @@ class Engine:
     def read(
         self, arena: Arena, files: Sequence[File | None], rows: ReadExtents, *,
         stop_at_bad: bool = True, in_place: bool = True, request_bytes: int = 0, ahead: bool = False,
+        lent: bool = False,
     ) -> ReadJob:
         """Start reading and checking. Returns at once. Rows of files that are None are left out;
         those of a file that is open whose chunks are decoded with bytes of one that is None are a fault.
@@ -623,6 +624,8 @@ class Engine:
         in_place       read straight into targets at the phase of the file; else all goes through the arena
         request_bytes  the longest window; 0 for the engine's. An arena block holds one
         ahead          the targets are not known yet: as much as the arena holds is read, and waits for `aim`
+        lent           of backend "caller": requests have no memory (address 0) where that is possible; `complete` is
+                       given the bytes, which are verified and stored before it returns
         """
     def take(
         self, direction: Literal["read", "write"], files: tuple[int, int], count: int, timeout_s: float,
@@ -640,8 +643,11 @@ class Engine:
         """Of backend "caller": how often one of its jobs has stopped or finished. Read it before asking whether a job
         has, and give it to `take` afterwards: so no end is missed in between.
         """
-    def complete(self, number: int, moved_bytes: int, error: int = 0) -> None:
-        """How a request that was taken has ended: an errno, or so many bytes are there. Any thread."""
+    def complete(self, number: int, moved_bytes: int, error: int = 0, lent: int = 0) -> None:
+        """How a request that was taken has ended: an errno, or so many bytes are there. Any thread.
+
+        lent  of a request without memory: the address of the bytes, which stay there until this returns
+        """
     def traffic(self, direction: Literal["read", "write"]) -> list[tuple[int, float]]:
         """Of backend "paths", as all below: for each path the bytes that it has moved, and for how many seconds any of
         its requests were under way.

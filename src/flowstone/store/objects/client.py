@@ -6,7 +6,6 @@ Parts of an upload are the exception: obstore repeats each of them itself, as it
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import random
@@ -25,6 +24,7 @@ from flowstone.store.objects.failures import begins_behind, is_missing, is_taken
 from flowstone.store.objects.profiles import of_profile
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from obstore import Bytes, GetOptions, ObjectMeta, PutMode
     from obstore.store import BackoffConfig, ClientConfig, RetryConfig
     from obstore.store import ObjectStore as Bucket
@@ -302,8 +302,8 @@ class Client:
                 chunk_size=max(_COPY_PART_BYTES, found["size"] // 9_000),
             ))
 
-    def read_into(self, path: str, offset: int, length: int, address: int) -> int:
-        """Read a range of an object into memory. Returns how many bytes the object has there.
+    def read_range(self, path: str, offset: int, length: int) -> NDArray[np.uint8]:
+        """The bytes of a range of an object, in obstore's memory: as many as the object has there.
 
         raises  StorageError, also ENOENT
         """
@@ -316,8 +316,6 @@ class Client:
                 raise
 
         try:
-            found = np.frombuffer(memoryview(self.try_for("read", path, act)), np.uint8)
+            return np.frombuffer(memoryview(self.try_for("read", path, act)), np.uint8)
         except FileNotFoundError as error:
             raise storage_error(self.location, "read", path, error) from error
-        ctypes.memmove(address, found.ctypes.data, found.nbytes)  # lets go of the interpreter lock
-        return found.nbytes

@@ -333,7 +333,8 @@ class ObjectStore:
         request_bytes = min(tuning.request_bytes, arena.block_bytes)
         with translated(Path(self.location), "begin to read from", "", remedy=MORE_THREADS):
             job = engine.read(
-                arena, natives, rows, stop_at_bad=stop_at_bad, in_place=False, request_bytes=request_bytes, ahead=ahead
+                arena, natives, rows, stop_at_bad=stop_at_bad, in_place=False, request_bytes=request_bytes, ahead=ahead,
+                lent=True,
             )
         threads = max(1, min(tuning.queue_depth, -(-wanted_bytes // request_bytes)))
         try:

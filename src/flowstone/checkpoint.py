@@ -218,6 +218,8 @@ class Checkpoint:
     def fetch(self) -> None:
         """Read what `check` needs, which then reads nothing: it would wait behind requests for tensors' bytes."""
         store, directory, manifest = self._store, self._directory, self.manifest
+        if self._headers_checked:
+            return
         if not store.capabilities.distant:
             _ = self.index
             contents.check_segments(store, directory, manifest)
@@ -227,9 +229,7 @@ class Checkpoint:
             text = threads.submit(contents.objects_text, store, directory, manifest)
             index = threads.submit(lambda: self.index)
             checks = [threads.submit(contents.check_segment, store, directory, row) for row in manifest.segments]
-            index.result()
-            for check in checks:
-                check.result()
+            _ = index.result(), [check.result() for check in checks]
             self._headers_checked, self._objects_text = True, text.result()
 
     @overload

@@ -28,8 +28,10 @@ def steps(store: Names) -> tuple[int, ...]:
     return tuple(sorted(step for step, name in found if step is not None and store.exists(inside(name, MANIFEST_NAME))))
 
 
-def newest(store: Names) -> Manifest | None:
+def newest(store: Names, on_first: Callable[[str], None] | None = None) -> Manifest | None:
     """The manifest of the newest step, checked; None in a store without checkpoints.
+
+    on_first  called with the directory that is looked into first, before anything in it is asked for
 
     A damaged manifest raises: silently taking an older one would lose steps. A manifest that a writer removes meanwhile
     (it has committed a newer step, or rewound) does not raise.
@@ -37,6 +39,8 @@ def newest(store: Names) -> Manifest | None:
     without: set[str] = set()
     while (name := next((one for one in _step_directories(store) if one not in without), None)) is not None:
         try:
+            if on_first is not None and not without:
+                on_first(name)
             return read_manifest(store, name)
         except NoCheckpointError:
             # Nothing is committed in it, or it has gone because there is a newer one by now: so look again.

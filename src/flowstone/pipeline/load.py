@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Container, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from threading import Event
 from typing import TYPE_CHECKING
 
@@ -22,7 +22,7 @@ from flowstone.checkpoint import Checkpoint
 from flowstone.commit import catalog
 from flowstone.commit.entries import is_journal, step_directory
 from flowstone.commit.locations import check_no_checkpoint, check_store, find_checkpoint, stores_below
-from flowstone.commit.manifests import inside, read_manifest
+from flowstone.commit.manifests import inside
 from flowstone.errors import FlowstoneError, NoCheckpointError, StorageError, is_absence, is_damage
 from flowstone.events import FellBack, Loaded, LoadProgress
 from flowstone.format.codec import QUANTIZED
@@ -32,6 +32,7 @@ from flowstone.log import log
 from flowstone.pipeline.compare import Wanted, compare, want
 from flowstone.pipeline.interest import Interest, learn_interest
 from flowstone.pipeline.load_outcome import LoadReport, VerifiedRead
+from flowstone.pipeline.opening import Opening, checkpoint_of, open_step
 from flowstone.pipeline.read_ahead import ReadAhead, read_ahead
 from flowstone.pipeline.shared import Shared
 from flowstone.plan.match import Match, rename
@@ -93,13 +94,6 @@ class Loading(msgspec.Struct, frozen=True, eq=False):
         return self.destinations.plan
 
 
-class Opening(msgspec.Struct, frozen=True):
-    """A step that is about to be loaded. `manifest`: its, if it is read already."""
-
-    step: int
-    manifest: Manifest | None = None
-
-
 class Loads:
     """The loads of one Checkpointer, by a group of N ranks, N at least 1."""
 
@@ -134,16 +128,26 @@ class Loads:
         fallback: bool,
     ) -> LoadReport:
         """Load the newest step, or `step`; with `fallback`, the newest at or below it that is not damaged."""
+        with ExitStack() as asked:
+            return self._load_newest(step, state, rules, asked, verify_first=verify_first, fallback=fallback)
 
+    def _load_newest(
+        self, step: int | None, state: Mapping[str, object], rules: Sequence[LoadRule], asked: ExitStack, *,
+        verify_first: bool, fallback: bool,
+    ) -> LoadReport:
+        """`asked` closes what was asked for ahead."""
         chains: list[Chain | None] = [None]  # on rank 0
         lost: list[str] = []  # the same
-        manifests: dict[int, Manifest] = {}  # on rank 0
+        openings: dict[int, Opening] = {}  # on rank 0
 
         def look() -> list[int]:
             if is_distant(self._store) and not fallback:  # it has no journals
-                _, found = at_once(self._store, [lambda: check_store(self._store), lambda: self._read_manifest(step)])
+                held = asked if self._group.size == 1 else None  # of several ranks, each wants a part
+                _, found = at_once(
+                    self._store, [lambda: check_store(self._store), lambda: open_step(self._store, step, held)]
+                )
                 assert found is not None, "it is the second call's"
-                manifests[found.step] = found
+                openings[found.step] = found
                 return [-1, found.step]
             check_store(self._store)
             chains[0] = chain = leads_to(self._store, step)
@@ -157,8 +161,8 @@ class Loads:
         leads_to_step, *candidates = self._group.decide("which step to load", look)
         for candidate in candidates:
             try:
-                manifest = manifests.get(candidate)
-                report = self.load(candidate, state, rules, verify_first=verify_first, manifest=manifest)
+                opening = openings.get(candidate)
+                report = self.load(candidate, state, rules, verify_first=verify_first, opening=opening)
             except FlowstoneError as error:
                 if step is None and self._outcome.unfinished is None and self._is_gone(candidate, error):
                     return self.load_newest(step, state, rules, verify_first=verify_first, fallback=fallback)
@@ -197,13 +201,6 @@ class Loads:
         )
         return [f"durable steps behind this one are lost: {found}"]
 
-    def _read_manifest(self, step: int | None) -> Manifest:
-        """Of `step`, or of the newest. Raises NoCheckpointError, which lists the existing steps."""
-        found: Manifest | None = None
-        with suppress(NoCheckpointError):  # the last line has more to say
-            found = catalog.newest(self._store) if step is None else read_manifest(self._store, step_directory(step))
-        return found or read_manifest(self._store, step_directory(catalog.find(self._store, step)))
-
     def _is_gone(self, step: int, error: FlowstoneError) -> bool:
         """Whether a load of `step` failed because another writer has removed that step; the same answer on all ranks.
         """
@@ -214,15 +211,15 @@ class Loads:
 
     def load(
         self, step: int, state: Mapping[str, object], rules: Sequence[LoadRule], *, verify_first: bool,
-        manifest: Manifest | None = None,
+        opening: Opening | None = None,
     ) -> LoadReport:
         """THE ORDER: want, agree, plan, agree, read, finish, agree. Raises what `Checkpointer.load` does.
 
-        manifest  of that step, if it is read already
+        opening  of that step, if it has begun
         """
         spans = Spans("load", step, self._group.rank)
         with ExitStack() as held:
-            wanted, interest, ahead = self._want(Opening(step, manifest), state, rules, held)
+            wanted, interest, ahead, store = self._want(opening or Opening(step), state, rules, held)
             spans.lap("wanted")
             ready = self._plan(wanted, interest, verify_first=verify_first)
             ready = self._share_reads(replace(ready, ahead=ahead, held=held.pop_all()))
@@ -237,7 +234,7 @@ class Loads:
         stamps = self._stamps(ready.checkpoint)
         begun, failure = Event(), None
         try:
-            found = read(ready, self._store, begun, teller(step, ready.plan.bytes, self._emit))
+            found = read(ready, store, begun, teller(step, ready.plan.bytes, self._emit))
             spans.lap("read", ready.plan.bytes)
             spans.engine(found.receipt.spans)
             if found.failed and not found.written and self._group.certain(True):
@@ -268,21 +265,23 @@ class Loads:
 
     def _want(
         self, opening: Opening, state: Mapping[str, object], rules: Sequence[LoadRule], held: ExitStack
-    ) -> tuple[Wanted, Interest, ReadAhead | None]:
-        """What the state needs of the checkpoint, what all ranks need of it, and what is read meanwhile."""
+    ) -> tuple[Wanted, Interest, ReadAhead | None, Store]:
+        """What the state needs of the checkpoint, what all ranks need of it, what is read meanwhile, and the store to
+        read the rest from.
+        """
         phase = f"what is wanted of step {opening.step}"
         ahead: ReadAhead | None = None
         try:
-            checkpoint = Checkpoint(self._store, step_directory(opening.step), self._options, opening.manifest)
+            checkpoint, store = checkpoint_of(opening, self._store, self._options)
             if self._group.size == 1:  # of several ranks, each wants a part
-                ahead = read_ahead(checkpoint, state, rules, self._store)
+                ahead = read_ahead(checkpoint, state, rules, store)
             if ahead is not None:
                 held.callback(ahead.close)
             wanted = want(checkpoint, state, rules=rules, rank=self._group.rank, ranks=self._group.size)
         except Exception as error:
             self._group.confirm(phase, error)
             raise
-        return wanted, learn_interest(self._group, phase, wanted), ahead
+        return wanted, learn_interest(self._group, phase, wanted), ahead, store
 
     def _plan(self, wanted: Wanted, interest: Interest, *, verify_first: bool) -> Loading:
         """Which bytes are read into which memory, once all ranks have found that state and checkpoint agree."""

@@ -236,6 +236,7 @@ class Capabilities(msgspec.Struct, frozen=True):
     spreads            segments of one save are to lie on several paths: it has `shares` (see Spreads)
     volatile           what it holds ends with this process or this machine: "durable" means that it is whole there
     distant            each call waits for a server: calls that do not depend on each other are made at once
+    asks_ahead         files can be read before they are asked for: it has `ahead` (see AsksAhead)
     """
 
     atomic_rename: bool
@@ -250,6 +251,7 @@ class Capabilities(msgspec.Struct, frozen=True):
     volatile: bool = False
     checks_room: bool = False
     distant: bool = False
+    asks_ahead: bool = False
     parts: bool = False
     spreads: bool = False
 
@@ -441,6 +443,25 @@ class Store(Names, BulkBytes, Commit, Lock, Protocol):
     def capabilities(self) -> Capabilities: ...
 
     def close(self) -> None: ...
+
+
+class Ahead(Store, Protocol):
+    """A store in which files are read before they are asked for. Closing it waits for that, and leaves the store open.
+    """
+
+    def ask(self, lengths: Mapping[str, int]) -> None:
+        """Begin to read that many first bytes of each of these files, which need not exist. Does not wait.
+
+        `read` and `size` then tell what they were at that time: for those whose reader has a digest of them, and looks
+        into the store itself if they are not what it says.
+        """
+
+
+class AsksAhead(Protocol):
+    """What a store with `Capabilities.asks_ahead` has besides."""
+
+    def ahead(self) -> Ahead | None:
+        """The same store, in which files can be asked for ahead; None: nothing is gained by it."""
 
 
 PROTOCOLS: tuple[type, ...] = (Names, BulkBytes, Commit, Lock, Store)

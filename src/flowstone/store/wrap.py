@@ -16,6 +16,7 @@ from flowstone.errors import FlowstoneError, StorageError
 from flowstone.log import log
 from flowstone.store.base import (
     UNPACED,
+    Ahead,
     Appending,
     Appends,
     Capabilities,
@@ -78,6 +79,10 @@ class Wrapper:
         return self._call(
             "read", path, lambda: self.inner.read(path, offset=offset, length=length, bytes_max=bytes_max)
         )
+
+    def ahead(self) -> Ahead | None:
+        """None: nothing is read past this one."""
+        return None
 
     def append_to_new(self, path: str) -> Appending:
         return self._call("append_to_new", path, lambda: cast("Appends", self.inner).append_to_new(path))

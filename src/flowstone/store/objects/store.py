@@ -19,6 +19,7 @@ from flowstone.store.at_once import at_once
 from flowstone.store.base import UNPACED, Capabilities, FilePlan, Pace
 from flowstone.store.forks import forget_in_children
 from flowstone.store.jobs import JobReading
+from flowstone.store.objects.ahead import AheadStore
 from flowstone.store.objects.client import DIRECTORY_NAME, Client, Patience, open_bucket, same_tag
 from flowstone.store.objects.downloads import ObjectExtents, ObjectReading, give_up
 from flowstone.store.objects.failures import begins_behind, storage_error
@@ -39,7 +40,8 @@ _GAP_BYTES = 1 << 40  # every byte of an object is written: gaps are zeros
 _SEEN_MAX = 10_000
 _CAPABILITIES = Capabilities(
     atomic_rename=False, conditional_put=True, directory_sync=False, durable_on_return=True, range_reads=True,
-    appends=False, direct=False, links=False, distant=True, parts=True,
+    appends=False, direct=False, links=False, distant=True, asks_ahead=True,
+    parts=True,
 )
 
 
@@ -100,10 +102,14 @@ class ObjectStore:
         found = self.client.head(path)
         if found is None:
             raise self._missing("stat", path)
+        self._note_seen(path)
+        return found["size"]
+
+    def _note_seen(self, path: str) -> None:
+        """That the object is there: a read looks no more for it."""
         if len(self._seen) >= _SEEN_MAX:
             self._seen.clear()
         self._seen.add(path)
-        return found["size"]
 
     def stamp(self, path: str) -> str | None:
         found = self.client.head(path)
@@ -356,6 +362,11 @@ class ObjectStore:
         for path, head in zip(paths, found, strict=True):
             if head is None:
                 raise self._missing("open", path)
+
+    def ahead(self) -> AheadStore | None:
+        if isinstance(self.client.once, FileSystemBucket):
+            return None  # where requests are made one after the other, one for nothing costs a round trip
+        return AheadStore(self, self.client, self._note_seen)
 
     def reads_past_cache(self, path: str, wanted_bytes: int) -> bool:
         return False

@@ -28,7 +28,8 @@ import torch
 import flowstone as fs
 from bench.paired import Block, summary
 from flowstone.events import Event
-from flowstone.store.base import Appending, Store
+from flowstone.store.appends import Appending
+from flowstone.store.base import Store
 from flowstone.store.local import LocalStore
 from flowstone.store.wrap import Wrapper
 from flowstone_demo.sizes import FULL

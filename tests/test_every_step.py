@@ -23,7 +23,8 @@ from flowstone.format.journal import Opening
 from flowstone.pipeline import journaling
 from flowstone.pipeline.every_step import EveryStep
 from flowstone.store.appending import LocalAppending
-from flowstone.store.base import Appending, Store
+from flowstone.store.appends import Appending
+from flowstone.store.base import Store
 from flowstone.store.local import LocalStore
 
 TRAININGS = {

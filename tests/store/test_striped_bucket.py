@@ -18,8 +18,8 @@ from flowstone.errors import FlowstoneError, LockedError, StorageError
 from flowstone.store.base import Store
 from flowstone.store.local import LocalStore
 from flowstone.store.objects.client import Patience
+from flowstone.store.objects.kept import Spool
 from flowstone.store.objects.store import ObjectStore
-from flowstone.store.objects.uploads import Spool
 from flowstone.store.striped.store import StripedStore
 from flowstone.store.wrap import Faulty
 

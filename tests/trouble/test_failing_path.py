@@ -13,8 +13,8 @@ from torch import nn
 import flowstone as fs
 from flowstone.config import MIB, EngineOptions
 from flowstone.store.local import LocalStore
+from flowstone.store.striped.elsewhere import other_path
 from flowstone.store.striped.store import StripedStore
-from flowstone.store.striped.writing import other_path
 
 ENGINE = EngineOptions(request_bytes=2 * MIB, queue_depth=2)
 

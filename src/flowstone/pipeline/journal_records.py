@@ -12,7 +12,7 @@ from flowstone.pipeline.journal_ranks import Joint, Stepped
 from flowstone.runtime.uninterrupted import Latch
 from flowstone.stage.journal_frames import FrameMaker, StepContent
 from flowstone.state.stepped import Environment
-from flowstone.store.base import Appending
+from flowstone.store.appends import Appending
 
 
 class Lineage(msgspec.Struct, frozen=True):

@@ -42,7 +42,8 @@ from flowstone.runtime.threads import start
 from flowstone.runtime.uninterrupted import Latch
 from flowstone.stage.fingerprints import fingerprint_of
 from flowstone.stage.journal_frames import FrameMaker, StepContent
-from flowstone.store.base import Appending, Appends, Store
+from flowstone.store.appends import Appending, Appends
+from flowstone.store.base import Store
 
 
 class Journaling:

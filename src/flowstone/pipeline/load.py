@@ -32,7 +32,6 @@ from flowstone.log import log
 from flowstone.pipeline.compare import Wanted, compare, want
 from flowstone.pipeline.interest import Interest, learn_interest
 from flowstone.pipeline.load_outcome import LoadReport, VerifiedRead
-from flowstone.pipeline.opening import Opening, checkpoint_of, open_step
 from flowstone.pipeline.read_ahead import ReadAhead, read_ahead
 from flowstone.pipeline.shared import Shared
 from flowstone.plan.match import Match, rename
@@ -54,6 +53,7 @@ if TYPE_CHECKING:
     from flowstone.layout_rules import LoadRule
     from flowstone.plan.arrange import Arrangement
     from flowstone.stage.node_reads import NodeReads
+    from flowstone.store.asks_ahead import Ahead
 
 
 class Arranged(msgspec.Struct, frozen=True, eq=False):
@@ -92,6 +92,18 @@ class Loading(msgspec.Struct, frozen=True, eq=False):
     @property
     def plan(self) -> ReadPlan:
         return self.destinations.plan
+
+
+class Opening(msgspec.Struct, frozen=True):
+    """A step that is about to be loaded.
+
+    manifest  its, if it is read already
+    ahead     the store in which some of its files are on their way; None: nothing is
+    """
+
+    step: int
+    manifest: Manifest | None = None
+    ahead: Ahead | None = None
 
 
 class Loads:
@@ -142,13 +154,16 @@ class Loads:
 
         def look() -> list[int]:
             if is_distant(self._store) and not fallback:  # it has no journals
+                from flowstone.pipeline.opening import open_step  # imported here: most stores are directories
+
                 held = asked if self._group.size == 1 else None  # of several ranks, each wants a part
                 _, found = at_once(
                     self._store, [lambda: check_store(self._store), lambda: open_step(self._store, step, held)]
                 )
                 assert found is not None, "it is the second call's"
-                openings[found.step] = found
-                return [-1, found.step]
+                manifest, ahead = found
+                openings[manifest.step] = Opening(manifest.step, manifest, ahead)
+                return [-1, manifest.step]
             check_store(self._store)
             chains[0] = chain = leads_to(self._store, step)
             lost[:] = [] if step is not None else self._lost_steps(chain)
@@ -272,7 +287,7 @@ class Loads:
         phase = f"what is wanted of step {opening.step}"
         ahead: ReadAhead | None = None
         try:
-            checkpoint, store = checkpoint_of(opening, self._store, self._options)
+            checkpoint, store = self._opened(opening)
             if self._group.size == 1:  # of several ranks, each wants a part
                 ahead = read_ahead(checkpoint, state, rules, store)
             if ahead is not None:
@@ -282,6 +297,17 @@ class Loads:
             self._group.confirm(phase, error)
             raise
         return wanted, learn_interest(self._group, phase, wanted), ahead, store
+
+    def _opened(self, opening: Opening) -> tuple[Checkpoint, Store]:
+        """The checkpoint, and the store to read its segments from: that in which they are on their way, if any is."""
+        if opening.ahead is not None and opening.manifest is not None:
+            from flowstone.pipeline.opening import checkpoint_in  # as above
+
+            found = checkpoint_in(opening.ahead, opening.manifest, self._options)
+            if found is not None:
+                return found, opening.ahead
+        directory = step_directory(opening.step)
+        return Checkpoint(self._store, directory, self._options, opening.manifest), self._store
 
     def _plan(self, wanted: Wanted, interest: Interest, *, verify_first: bool) -> Loading:
         """Which bytes are read into which memory, once all ranks have found that state and checkpoint agree."""

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from typing import cast
 
-import msgspec
-
 from flowstone.checkpoint import Checkpoint
 from flowstone.commit import catalog
 from flowstone.commit.entries import step_directory
@@ -16,7 +14,8 @@ from flowstone.config import CHUNK_BYTES, KIB, EngineOptions
 from flowstone.errors import DamagedError, NoCheckpointError
 from flowstone.format.manifest import INDEX_NAME, OBJECTS_NAME, Manifest
 from flowstone.format.segment import segment_name
-from flowstone.store.base import Ahead, AsksAhead, Store
+from flowstone.store.asks_ahead import Ahead, AsksAhead
+from flowstone.store.base import Store
 
 # Of index and objects: the part that is verified first, and one byte more, which tells of a file that is longer. Of a
 # segment: a header of some hundred names.
@@ -24,20 +23,8 @@ _FILE_BYTES, _SEGMENT_BYTES = CHUNK_BYTES + 1, 64 * KIB
 _SEGMENTS_MAX = 16  # a thread for each
 
 
-class Opening(msgspec.Struct, frozen=True):
-    """A step that is about to be loaded.
-
-    manifest  its, if it is read already
-    ahead     the store in which some of its files are on their way; None: nothing is
-    """
-
-    step: int
-    manifest: Manifest | None = None
-    ahead: Ahead | None = None
-
-
-def open_step(store: Store, step: int | None, held: ExitStack | None) -> Opening:
-    """`step`, or the newest, with its manifest.
+def open_step(store: Store, step: int | None, held: ExitStack | None) -> tuple[Manifest, Ahead | None]:
+    """The manifest of `step`, or of the newest; and the store in which some of its files are on their way, if any are.
 
     held    closes what is asked for ahead; None: nothing is
     raises  NoCheckpointError, which lists the existing steps
@@ -58,7 +45,7 @@ def open_step(store: Store, step: int | None, held: ExitStack | None) -> Opening
     if asked:
         directory = step_directory(manifest.step)
         asked[0].ask({inside(directory, row.name): row.header_bytes for row in manifest.segments[:_SEGMENTS_MAX]})
-    return Opening(manifest.step, manifest, asked[0] if asked else None)
+    return manifest, asked[0] if asked else None
 
 
 def _manifest(store: Store, step: int | None, ask: Callable[[str], None]) -> Manifest:
@@ -72,13 +59,10 @@ def _manifest(store: Store, step: int | None, ask: Callable[[str], None]) -> Man
     return found or read_manifest(store, step_directory(catalog.find(store, step)))
 
 
-def checkpoint_of(opening: Opening, store: Store, options: EngineOptions) -> tuple[Checkpoint, Store]:
-    """The checkpoint, and the store to read its segments from: `store`, or the one in which they are on their way."""
-    directory = step_directory(opening.step)
-    if opening.ahead is not None:
-        checkpoint = Checkpoint(opening.ahead, directory, options, opening.manifest)
-        # What was asked for before the manifest may be older than it: then it is read again.
-        with suppress(DamagedError):
-            checkpoint.fetch()
-            return checkpoint, opening.ahead
-    return Checkpoint(store, directory, options, opening.manifest), store
+def checkpoint_in(ahead: Ahead, manifest: Manifest, options: EngineOptions) -> Checkpoint | None:
+    """The checkpoint, of what is on its way; None if that is not what the manifest says: it may be older."""
+    checkpoint = Checkpoint(ahead, step_directory(manifest.step), options, manifest)
+    with suppress(DamagedError):
+        checkpoint.fetch()
+        return checkpoint
+    return None

@@ -37,7 +37,8 @@ from flowstone.stage.replayer import Borrowed, Replayer
 from flowstone.state import describe, prepare
 from flowstone.state.compressed import CompressedGradients, is_of, sources_of
 from flowstone.state.stepped import environment, optimizer_rows, replayable
-from flowstone.store.base import Appends, Store
+from flowstone.store.appends import Appends
+from flowstone.store.base import Store
 
 if TYPE_CHECKING:
     from flowstone.state import Described, Restoration

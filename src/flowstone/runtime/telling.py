@@ -28,7 +28,7 @@ class Teller:
         try:
             self._on_event(event)
         except BaseException as error:
-            # `sys.exit()` there ends the loop that has called us; a thread of ours has nobody who would see it end.
+            # `sys.exit()` there ends the loop that has called; a thread of Flowstone's would end with its work undone.
             if not isinstance(error, Exception) and not current_thread().name.startswith("flowstone-"):
                 raise
             log.exception("on_event raised an error for %s", type(event).__name__)

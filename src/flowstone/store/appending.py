@@ -50,7 +50,7 @@ class LocalAppending:
     def append(
         self, parts: Sequence[memoryview], *, ahead_bytes: int, confirm: Callable[[], None] = lambda: None
     ) -> None:
-        """See store.base.Appending."""
+        """See store.appends.Appending."""
         length = sum(map(len, parts))
         if self.bytes + length > self._reserved_bytes:
             size = self.bytes + length + ahead_bytes
@@ -76,7 +76,7 @@ class LocalAppending:
             self._system.sync_bytes(self._fd)
 
     def is_in_place(self) -> bool:
-        """See store.base.Appending."""
+        """See store.appends.Appending."""
         try:
             return os.path.samestat(os.fstat(self._fd), os.stat(self._full_path))
         except (FileNotFoundError, NotADirectoryError):

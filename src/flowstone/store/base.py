@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from flowstone import _native
+    from flowstone.store.spreads import Spreads
 
 
 class FilePlan(msgspec.Struct, frozen=True):
@@ -226,17 +227,17 @@ class Capabilities(msgspec.Struct, frozen=True):
     directory_sync     names are durable after `sync_directory`
     durable_on_return  names and small files are durable when the call that creates, moves or removes them returns
     range_reads        the cost of a partial `read` depends on the part, not on the file
-    appends            an existing file can grow: the store has `append_to_new` (see Appends)
+    appends            an existing file can grow: the store has `append_to_new` (see store.appends)
     direct             bulk bytes can bypass the page cache
     links              `link` gives a file a further name; its bytes are there until the last name is removed
     drafts_max         how many checkpoints may be written at once; None: any number
     checks_room        `write` refuses what does not fit, even if it is not to reserve it
     parts              segments can be read and written by the job of another store: it has `open_segments` and
                        `open_extents` (store/parts.py, Parts)
-    spreads            segments of one save are to lie on several paths: it has `shares` (see Spreads)
+    spreads            segments of one save are to lie on several paths: it has `shares` (see store.spreads)
     volatile           what it holds ends with this process or this machine: "durable" means that it is whole there
     distant            each call waits for a server: calls that do not depend on each other are made at once
-    asks_ahead         files can be read before they are asked for: it has `ahead` (see AsksAhead)
+    asks_ahead         files can be read before they are asked for: it has `ahead` (see store.asks_ahead)
     """
 
     atomic_rename: bool
@@ -338,66 +339,13 @@ class BulkBytes(Protocol):
         """
 
 
-class Appending(Protocol):
-    """A file that grows. One thread at a time."""
-
-    @property
-    def bytes(self) -> int:
-        """How many have been appended."""
-
-    def append(
-        self, parts: Sequence[memoryview], *, ahead_bytes: int, confirm: Callable[[], None] = lambda: None
-    ) -> None:
-        """Write the parts at the end, one behind the other; address and length of each are multiples of 4096. Blocks.
-
-        ahead_bytes  of space to have reserved behind them when the file has to grow
-        confirm      called when all but the first part are written; if it raises, the first one is not, and nothing
-                     counts as appended
-        """
-
-    def sync(self) -> None:
-        """Make all bytes so far durable; the file's name is once its directory is synced."""
-
-    def is_in_place(self) -> bool:
-        """Whether the file still has its name: readers would not find what is appended to one that was removed."""
-
-    def close(self) -> None: ...
-
-
-class Appends(Protocol):
-    """What a store with `Capabilities.appends` has besides."""
-
-    def append_to_new(self, path: str) -> Appending:
-        """Create a file that grows. Raises StorageError, EEXIST where there is one."""
-
-    def read_into(self, path: str, offset_bytes: int, target: memoryview) -> int:
-        """Read into memory whose address and length are multiples of 4096, as is the offset. Returns how many bytes the
-        file had there.
-        """
-
-
-class Spreads(Protocol):
-    """What a store with `Capabilities.spreads` has besides."""
-
-    def shares(self) -> tuple[Share, ...]:
-        """What part of the next save's bytes each path is to get; segments of a path other than 0 say so in their names
-        (format/segment.py).
-        """
-
-    def sync_segments(self, directory: str) -> None:
-        """Make durable which segments further paths have for a draft, as far as this process has made or removed them.
-
-        raises  StorageError
-        """
-
-
 def shares_of(store: Store) -> tuple[Share, ...]:
     """The shares of its paths; none where there is one."""
     return cast("Spreads", store).shares() if store.capabilities.spreads else ()
 
 
 def sync_further_paths(store: Store, directory: str) -> None:
-    """See Spreads.sync_segments; nothing where there is one path: what commits syncs that."""
+    """See store.spreads; nothing where there is one path: what commits syncs that."""
     if store.capabilities.spreads:
         cast("Spreads", store).sync_segments(directory)
 
@@ -443,25 +391,6 @@ class Store(Names, BulkBytes, Commit, Lock, Protocol):
     def capabilities(self) -> Capabilities: ...
 
     def close(self) -> None: ...
-
-
-class Ahead(Store, Protocol):
-    """A store in which files are read before they are asked for. Closing it waits for that, and leaves the store open.
-    """
-
-    def ask(self, lengths: Mapping[str, int]) -> None:
-        """Begin to read that many first bytes of each of these files, which need not exist. Does not wait.
-
-        `read` and `size` then tell what they were at that time: for those whose reader has a digest of them, and looks
-        into the store itself if they are not what it says.
-        """
-
-
-class AsksAhead(Protocol):
-    """What a store with `Capabilities.asks_ahead` has besides."""
-
-    def ahead(self) -> Ahead | None:
-        """The same store, in which files can be asked for ahead; None: nothing is gained by it."""
 
 
 PROTOCOLS: tuple[type, ...] = (Names, BulkBytes, Commit, Lock, Store)

@@ -21,7 +21,6 @@ from flowstone.store.engines import EngineChoice, open_file
 from flowstone.store.forks import forget_in_children
 from flowstone.store.lock import WriterLock
 from flowstone.store.os_errors import translated
-from flowstone.store.parts import Moving
 from flowstone.store.settings import Settings
 from flowstone.store.system import System
 
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from flowstone.store.appending import LocalAppending
     from flowstone.store.local_io import LocalReading, LocalWriting
     from flowstone.store.local_segments import LocalExtents, LocalPart
+    from flowstone.store.parts import Moving
 
 _CAPABILITIES = Capabilities(
     atomic_rename=True, conditional_put=False, directory_sync=True, durable_on_return=False, range_reads=True,

@@ -14,24 +14,23 @@ from flowstone import _native
 from flowstone.config import Direction, Share
 from flowstone.errors import FlowstoneError, StorageError
 from flowstone.log import log
+from flowstone.store.appends import Appending, Appends
+from flowstone.store.asks_ahead import Ahead
 from flowstone.store.base import (
     UNPACED,
-    Ahead,
-    Appending,
-    Appends,
     Capabilities,
     FilePlan,
     Pace,
     Reading,
     ReadReceipt,
     Receipt,
-    Spreads,
     Store,
     Watched,
     Writing,
 )
 from flowstone.store.parts import Moving, OpenExtents, OpenSegments, Parts
 from flowstone.store.settings import Settings
+from flowstone.store.spreads import Spreads
 
 T = TypeVar("T")
 

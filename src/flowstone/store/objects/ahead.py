@@ -44,7 +44,7 @@ class Beginning:
 
 
 class AheadStore(Wrapper):
-    """See store.base.Ahead. `on_seen` is told of objects that are there."""
+    """See store.asks_ahead.Ahead. `on_seen` is told of objects that are there."""
 
     def __init__(self, inner: Store, client: Client, on_seen: Callable[[str], None]) -> None:
         super().__init__(inner)

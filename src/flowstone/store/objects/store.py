@@ -24,9 +24,10 @@ from flowstone.store.objects.client import DIRECTORY_NAME, Client, Patience, ope
 from flowstone.store.objects.downloads import ObjectExtents, ObjectReading, give_up
 from flowstone.store.objects.failures import begins_behind, storage_error
 from flowstone.store.objects.file_system import PREFIX, FileSystemBucket, open_file_system
+from flowstone.store.objects.kept import Held
 from flowstone.store.objects.lease import LEASE_S, ObjectLease
 from flowstone.store.objects.orphans import abort_unfinished
-from flowstone.store.objects.uploads import ObjectPart, ObjectWriting, Spool, Upload, part_bytes
+from flowstone.store.objects.uploads import ObjectPart, ObjectWriting, Upload, part_bytes
 from flowstone.store.os_errors import MORE_THREADS, translated
 from flowstone.store.parts import Moving
 from flowstone.store.settings import Settings, resolve
@@ -272,7 +273,7 @@ class ObjectStore:
         try:
             for number, (plan, token) in enumerate(zip(files, tokens, strict=True)):
                 uploads.append(Upload(
-                    self.client, engine, job, plan, number=number, token=token, tags=self._tags, spool=Spool(),
+                    self.client, engine, job, plan, numbers=(number, token), tags=self._tags,
                 ))
         except RuntimeError as error:
             give_up(engine, job, "write", (tokens.start, tokens.stop))
@@ -294,7 +295,8 @@ class ObjectStore:
             raise
         tokens = self._numbers(len(files))
         return ObjectPart(
-            self.client, self._engine(arena), files, tokens, self._tags, arena, of_path=of_path, moving=moving
+            self.client, self._engine(arena), files, tokens, self._tags, of_path=of_path,
+            held=None if moving is None else Held(arena, moving),
         )
 
     def open_extents(

@@ -12,12 +12,9 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import os
-import tempfile
 import threading
 import traceback
 import weakref
-from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -31,8 +28,8 @@ from flowstone.store.jobs import WriteWaits, write_error
 from flowstone.store.objects.client import Client, same_tag
 from flowstone.store.objects.downloads import give_up
 from flowstone.store.objects.failures import storage_error
-from flowstone.store.os_errors import MORE_THREADS, explain
-from flowstone.store.parts import Moving
+from flowstone.store.objects.kept import Held, Kept, Spool
+from flowstone.store.os_errors import MORE_THREADS
 from flowstone.store.settings import Settings
 
 PART_BYTES_MIN = 8 * MIB  # S3 refuses parts under 5 MiB but for the last one
@@ -66,125 +63,25 @@ def in_order(windows: Sequence[tuple[int, int, int]], file: int) -> tuple[list[t
     return [(begin, end) for begin, end, _ in placed], early
 
 
-class Spool:
-    """Bytes of a file that are there before their turn; a temporary file without a name, made when the first come.
-
-    directory  of it; "": that of the system's temporary files
-    """
-
-    def __init__(self, directory: str = "") -> None:
-        self._directory = directory or tempfile.gettempdir()
-        self._file: BinaryIO | None = None
-
-    def _opened(self) -> BinaryIO:
-        if self._file is None:
-            self._file = tempfile.TemporaryFile(prefix="flowstone-", dir=self._directory)  # noqa: SIM115  (see `close`)
-        return self._file
-
-    def write(self, offset: int, data: memoryview) -> None:
-        """Raises OSError."""
-        descriptor = self._opened().fileno()
-        while data:
-            written = os.pwrite(descriptor, data, offset)
-            offset, data = offset + written, data[written:]
-
-    def read(self, begin: int, end: int) -> Iterator[bytes]:
-        """Bytes [begin, end) in pieces; what was never written is zero."""
-        while begin < end:
-            length = min(PART_BYTES_MIN, end - begin)
-            piece = b"" if self._file is None else os.pread(self._file.fileno(), length, begin)
-            yield piece.ljust(length, b"\0")
-            begin += length
-
-    def opened(self, bytes_: int) -> BinaryIO:
-        """All of it to be read, as a file of that length. Raises OSError."""
-        file = self._opened()
-        os.ftruncate(file.fileno(), bytes_)
-        return open(os.dup(file.fileno()), "rb", 0)
-
-    def refusal(self, error: OSError, path: str) -> StorageError:
-        remedy = "" if self._directory != tempfile.gettempdir() else "set TMPDIR to a directory with room"
-        return explain(
-            Path(self._directory), "keep what is uploaded later for", error.errno or 0, path, remedy=remedy
-        )
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-
-
-class Held:
-    """The bytes of blocks that the uploads of one save hold until their objects are complete. Any thread."""
-
-    def __init__(self, arena: _native.Arena, moving: Moving) -> None:
-        self._arena, self._moving = arena, moving
-        self._bytes, self._guard = 0, threading.Lock()
-
-    @property
-    def is_too_much(self) -> bool:
-        return self._bytes > min(self._moving.held_bytes, self._arena.touched_bytes // self._moving.one_in)
-
-    @property
-    def is_wanted(self) -> bool:
-        """Whether no block is free."""
-        return self._arena.free_bytes < self._arena.block_bytes
-
-    def add(self, bytes_: int) -> None:
-        with self._guard:
-            self._bytes += bytes_
-
-
-class Kept:
-    """What has been handed over of a segment that may move, until its object is complete: blocks that are held, and the
-    rest in the spool. Of one thread.
-    """
-
-    def __init__(self, held: Held, spool: Spool) -> None:
-        self._held, self._spool = held, spool
-        self._blocks: deque[tuple[int, ctypes.Array[ctypes.c_ubyte]]] = deque()  # with their places in the file
-
-    def add(self, offset: int, block: ctypes.Array[ctypes.c_ubyte]) -> None:
-        """Hold a block that is about to be handed over. Raises OSError, and holds it nevertheless."""
-        self._blocks.append((offset, block))
-        self._held.add(len(block))
-        while self._held.is_too_much and self._blocks:
-            self._copy_oldest()
-
-    def make_room(self) -> None:
-        """The next blocks do not come: they may lack those that are held here. Raises OSError."""
-        while self._held.is_wanted and self._blocks:
-            self._copy_oldest()
-
-    def _copy_oldest(self) -> None:
-        offset, block = self._blocks[0]
-        self._spool.write(offset, memoryview(block).cast("B"))
-        self._blocks.popleft()
-        self._held.add(-len(block))
-
-    def let_go(self) -> None:
-        """Nothing is handed over any more."""
-        self._held.add(-sum(len(block) for _, block in self._blocks))
-        self._blocks.clear()
-
-
 class Upload:
     """One segment. Its thread takes the engine's requests for it, and hands their bytes to obstore.
 
-    number   of the file in the save; `token`: its number in the engine
+    numbers  of the file in the save, and in the engine
     tags     of this store's segments: first of the object that keeps the segment's name, then of the segment itself
-    spool    closed by the caller, once the upload has ended
-    kept     None: the segment stays there, whatever becomes of it
+    held     by the uploads of this save; None: the segment stays there, whatever becomes of it
     error    why it failed; set on its thread
     """
 
     def __init__(
-        self, client: Client, engine: _native.Engine, job: _native.WriteJob, plan: FilePlan, *, number: int, token: int,
-        tags: dict[str, str | None], spool: Spool, kept: Kept | None = None,
+        self, client: Client, engine: _native.Engine, job: _native.WriteJob, plan: FilePlan, *,
+        numbers: tuple[int, int], tags: dict[str, str | None], held: Held | None = None,
     ) -> None:
         self._client, self._engine, self._job, self._plan = client, engine, job, plan
-        self._number, self._token, self._tags, self._claim = number, token, tags, tags[plan.path]
-        self._spool, self._kept = spool, kept
-        self._ranges, self._early = in_order(job.windows, number)
+        self._number, self._token = numbers
+        self._tags, self._claim = tags, tags[plan.path]
+        self._spool = Spool("" if held is None else held.directory)
+        self._kept = None if held is None else Kept(held, self._spool)
+        self._ranges, self._early = in_order(job.windows, self._number)
         self._spooled: set[int] = set()  # offsets of what the spool has
         self._arrived: dict[int, tuple[int, int, int]] = {}  # by offset: number, address, length
         self._wakes = engine.wakes  # before anything is asked of the job
@@ -439,28 +336,24 @@ class ObjectPart:
 
     def __init__(
         self, client: Client, engine: _native.Engine, plans: Sequence[FilePlan], tokens: range,
-        tags: dict[str, str | None], arena: _native.Arena, *, of_path: int, moving: Moving | None,
+        tags: dict[str, str | None], *, of_path: int, held: Held | None,
     ) -> None:
         self._client, self._plans, self._tokens, self._tags, self.engine = client, plans, tokens, tags, engine
-        self._arena, self._moving = arena, moving
+        self._held = held
         self._uploads: list[Upload] = []
         self.natives = [
             _native.File(
                 fd=token, path=f"{client.location}/{plan.path}", alignment=1, of_path=of_path,
-                may_move=moving is not None,
+                may_move=held is not None,
             )
             for token, plan in zip(tokens, plans, strict=True)
         ]
 
     def begin(self, job: _native.WriteJob, numbers: Sequence[int]) -> None:
-        moving = self._moving
-        held = None if moving is None else Held(self._arena, moving)
         try:
             for number, token, plan in zip(numbers, self._tokens, self._plans, strict=True):
-                spool = Spool("" if moving is None else moving.directory)
                 self._uploads.append(Upload(
-                    self._client, self.engine, job, plan, number=number, token=token, tags=self._tags, spool=spool,
-                    kept=None if held is None else Kept(held, spool),
+                    self._client, self.engine, job, plan, numbers=(number, token), tags=self._tags, held=self._held,
                 ))
         except RuntimeError as error:
             give_up(self.engine, job, "write", (self._tokens.start, self._tokens.stop))

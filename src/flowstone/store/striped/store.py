@@ -21,7 +21,8 @@ from flowstone.errors import ArgumentError, FlowstoneError, StorageError
 from flowstone.format.manifest import MANIFEST_NAME, decode_manifest
 from flowstone.format.segment import path_of
 from flowstone.log import log
-from flowstone.store.base import UNPACED, Appending, Appends, Capabilities, FilePlan, Pace, Store
+from flowstone.store.appends import Appending, Appends
+from flowstone.store.base import UNPACED, Capabilities, FilePlan, Pace, Store
 from flowstone.store.forks import forget_in_children
 from flowstone.store.parts import OpenExtents, Parts
 from flowstone.store.settings import Settings

@@ -17,17 +17,16 @@ from flowstone import _native
 from flowstone.config import MIB, POLL_S
 from flowstone.errors import DamagedError, FlowstoneError, StorageError
 from flowstone.format.digest import digest
-from flowstone.format.segment import path_of
 from flowstone.log import log
 from flowstone.store.base import FilePlan, Pace, Receipt
 from flowstone.store.jobs import GAP_BYTES, ReservingWriting, code_of, reach
 from flowstone.store.os_errors import MORE_THREADS, explain, translated
 from flowstone.store.parts import Moving, OpenSegments
+from flowstone.store.striped.elsewhere import copy_range, held_for_objects, other_path
 from flowstone.store.striped.path import StripedPath, Striping
 
 _COPIED_AT_ONCE_BYTES = 8 * MIB
 _EVERY_GAP_BYTES = 1 << 40  # of an object every byte is written: gaps are zeros
-_HELD_ONE_IN = 2  # of so many bytes of the arena, until objects are complete
 
 
 class _Part(msgspec.Struct, eq=False):
@@ -58,7 +57,7 @@ class StripedWriting(ReservingWriting):
         self._store, self._plans, self._arena = store, files, arena
         self._root = Path(store.location)
         self._settings = store.settings("write")
-        self._watch, self._held = store.watch, _held(store, files, arena)
+        self._watch, self._held = store.watch, held_for_objects(store, files, arena)
         self._moving = Lock()  # held while segments move; guards the next
         self._instead: dict[int, OpenSegments] = {}  # on another path, by the number of a segment that moves
         self._targets: dict[int, StripedPath] = {}  # that path
@@ -427,7 +426,7 @@ class StripedWriting(ReservingWriting):
             view = memoryview(room)
             try:
                 for begin, end in gaps:
-                    _copy(old.fileno(), new.fileno(), begin, end, view)
+                    copy_range(old.fileno(), new.fileno(), begin, end, view)
                 os.fsync(new.fileno())
             finally:
                 view.release()
@@ -466,44 +465,3 @@ class StripedWriting(ReservingWriting):
         """Nothing may wait for a decision that will not come."""
         if hasattr(self, "_job") and not self._job.wait(0):
             self.cancel()
-
-
-def _held(store: Striping, files: Sequence[FilePlan], arena: _native.Arena) -> tuple[int, int]:
-    """How much of the arena each path may hold for objects that are not complete: one byte in so many of what is there,
-    and so many bytes at most.
-    """
-    paths = store.paths()
-    buckets = {number for number in (path_of(one.path.rpartition("/")[2]) for one in files)
-               if number and not paths[number].store.capabilities.directory_sync}
-    one_in = _HELD_ONE_IN * max(len(buckets), 1)
-    return one_in, arena.budget_bytes // one_in
-
-
-def _copy(source: int, target: int, begin: int, end: int, room: memoryview) -> None:
-    """Bytes [begin, end) of a file into another one. Raises OSError."""
-    while begin < end:
-        length = os.preadv(source, [room[: min(len(room), end - begin)]], begin)
-        if not length:
-            raise OSError(errno.EIO, "the file ends early")
-        rest = room[:length]
-        while rest:
-            written = os.pwrite(target, rest, begin)
-            begin, rest = begin + written, rest[written:]
-
-
-def other_path(store: Striping, path: str, without: int) -> int:
-    """Which path gets a segment of one that has failed: drawn by the segment's name, with the paths' shares as odds, so
-    that those of several ranks come to all of them. The first one, where no other directory is left.
-
-    without  the path that has failed: it may count as usable again by now
-    """
-    shares = [
-        share for share in store.shares()
-        if not share.path or (share.path != without and store.paths()[share.path].store.capabilities.directory_sync)
-    ]
-    drawn = int(digest(path.rpartition("/")[2].encode()), 16) / 2.0**64 * sum(share.weight for share in shares)
-    for share in shares:
-        drawn -= share.weight
-        if drawn < 0:
-            return share.path
-    return 0

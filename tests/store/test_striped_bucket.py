@@ -165,10 +165,12 @@ def test_without_room_elsewhere_the_save_fails_and_says_what_the_bucket_said(
     assert_is_there(first, 3)
 
 
-def test_where_nothing_can_be_kept_the_segment_moves_at_once(
-    tmp_path: Path, url: str, server: Server, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("fails", [False, True])
+def test_where_no_room_is_left_to_keep_it_the_upload_goes_on(
+    tmp_path: Path, url: str, server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, *,
+    fails: bool,
 ) -> None:
-    """The disk of the temporary file is full: what it has not taken is still in its block."""
+    """The first path's disk has room for its own segments, and none for the temporary file."""
     first, written = tmp_path / "one", list[int]()
     write = Spool.write
 
@@ -178,13 +180,20 @@ def test_where_nothing_can_be_kept_the_segment_moves_at_once(
         written.append(offset)
         write(spool, offset, data)
 
+    monkeypatch.setattr(Spool, "write", refused)
     store = StripedStore([LocalStore(first, ENGINE), ObjectStore(url, patience=SHORT)], now=lambda: 0.0)
     with fs.Checkpointer(store, engine=ENGINE, budget_bytes=24 * MIB) as checkpointer:
-        monkeypatch.setattr(Spool, "write", refused)
-        checkpointer.save(1, state(1)).committed.result()
+        server.fail(share=float(fails), kinds=("denied",), only="end")
+        if fails:
+            with pytest.raises(StorageError, match="cannot upload"):
+                checkpointer.save(1, state(1)).committed.result()
+        else:
+            checkpointer.save(1, state(1)).committed.result()
     assert len(written) == 3
-    assert has_moved(first, 1)
-    assert_is_there(first, 1)
+    assert "if its path fails now, so does the save" in caplog.text
+    if not fails:
+        assert not has_moved(first, 1)
+        assert_is_there(first, 1)
 
 
 def test_what_another_job_has_taken_does_not_move(tmp_path: Path, url: str) -> None:

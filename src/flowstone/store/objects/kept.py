@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from flowstone.config import MIB
 from flowstone.errors import StorageError
+from flowstone.log import log
 from flowstone.store.os_errors import explain
 from flowstone.store.parts import Moving
 
@@ -98,31 +99,43 @@ class Held:
 class Kept:
     """What has been handed over of a segment that may move, until its object is complete: blocks that are held, and the
     rest in the spool. Of one thread.
+
+    is_whole  it can be written elsewhere; false once the spool has not taken something: then no more is kept
     """
 
-    def __init__(self, held: Held, spool: Spool) -> None:
-        self._held, self._spool = held, spool
+    def __init__(self, held: Held, spool: Spool, path: str) -> None:
+        """`path`: of the segment, for messages."""
+        self._held, self._spool, self._path = held, spool, path
+        self.is_whole = True
         self._blocks: deque[tuple[int, ctypes.Array[ctypes.c_ubyte]]] = deque()  # with their places in the file
 
     def add(self, offset: int, block: ctypes.Array[ctypes.c_ubyte]) -> None:
-        """Hold a block that is about to be handed over. Raises OSError, and holds it nevertheless."""
+        """Hold a block that is about to be handed over."""
+        if not self.is_whole:
+            return
         self._blocks.append((offset, block))
         self._held.add(len(block))
         while self._held.is_too_much and self._blocks:
             self._copy_oldest()
 
     def make_room(self) -> None:
-        """The next blocks do not come: they may lack those that are held here. Raises OSError."""
+        """The next blocks do not come: they may lack those that are held here."""
         while self._held.is_wanted and self._blocks:
             self._copy_oldest()
 
     def _copy_oldest(self) -> None:
         offset, block = self._blocks[0]
-        self._spool.write(offset, memoryview(block).cast("B"))
+        try:
+            self._spool.write(offset, memoryview(block).cast("B"))
+        except OSError as error:
+            self.is_whole = False
+            self.let_go()
+            log.warning("%s; if its path fails now, so does the save", self._spool.refusal(error, self._path))
+            return
         self._blocks.popleft()
         self._held.add(-len(block))
 
     def let_go(self) -> None:
-        """Nothing is handed over any more."""
+        """Hold nothing any more."""
         self._held.add(-sum(len(block) for _, block in self._blocks))
         self._blocks.clear()

@@ -80,7 +80,7 @@ class Upload:
         self._number, self._token = numbers
         self._tags, self._claim = tags, tags[plan.path]
         self._spool = Spool("" if held is None else held.directory)
-        self._kept = None if held is None else Kept(held, self._spool)
+        self._kept = None if held is None else Kept(held, self._spool, f"{client.location}/{plan.path}")
         self._ranges, self._early = in_order(job.windows, self._number)
         self._spooled: set[int] = set()  # offsets of what the spool has
         self._arrived: dict[int, tuple[int, int, int]] = {}  # by offset: number, address, length
@@ -92,7 +92,7 @@ class Upload:
     @property
     def may_move(self) -> bool:
         """Whether what the bucket has refused is to be written elsewhere. What another job has taken is not."""
-        return self._kept is not None and not isinstance(self.error, LockedError)
+        return self._kept is not None and self._kept.is_whole and not isinstance(self.error, LockedError)
 
     def wait(self, timeout_s: float) -> bool:
         """Whether it has ended."""

@@ -75,7 +75,7 @@ MUTANTS = {
         also=((publish, "publish", ((_RENAME, f"{_RENAME}    {_NOW}\n"),)),),
     ),
     "links_that_nothing_uses_stay": Mutant(
-        saving, "write", (("in unneeded(plan, begun.referred, written.segments)", "in ()"),), "deltas",
+        saving, "write", (("= unneeded(plan, begun.referred, written.segments)", "= ()"),), "deltas",
         start="step-00000054",
     ),
     "an_error_of_a_link_is_taken_for_a_refusal": Mutant(

@@ -179,7 +179,12 @@ def test_a_server_that_was_killed_is_started_again_by_the_next_save(pair: list[P
 def _servers(directory: Path, run: str) -> list[int]:
     agent = agent_process(directory)
     children = Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
-    return [int(pid) for pid in children if run.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    found = []
+    for pid in children:
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended since it was listed
+            if run.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(int(pid))
+    return found
 
 
 def test_an_agent_outlives_the_end_of_a_run_that_it_has_served(nodes: Nodes) -> None:

@@ -7,7 +7,7 @@ import os
 import shutil
 import stat
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -121,8 +121,11 @@ class LocalStore:
                 return
             missing = [at for at in (self.root, *self.root.parents) if not is_there(at, follow=True)]
             for above in reversed(missing):
-                with suppress(FileExistsError):  # another rank has made it meanwhile
+                try:
                     self.system.make_directory(above)
+                except FileExistsError:
+                    if not above.is_dir():
+                        raise  # else another rank has made it meanwhile
             self._sync_way_to_root()
 
     def _sync_way_to_root(self) -> None:

@@ -278,7 +278,7 @@ def test_a_connection_that_no_thread_can_serve_is_refused_and_the_next_one_is_se
         listener.bind((HERE, 0))
         listener.listen()
         server._listener = listener
-        serving = threading.Thread(target=server.serve, daemon=True)  # ends with the process: nothing else ends it
+        serving = threading.Thread(target=server.serve)
         serving.start()
         start = threading.Thread.start
 
@@ -292,7 +292,13 @@ def test_a_connection_that_no_thread_can_serve_is_refused_and_the_next_one_is_se
         link = Link(Place("", *listener.getsockname()), "run", KEY)
         assert link.ask(Ask("exists", "")).yes
         link.close()
-    assert "can't start new thread" in capsys.readouterr().err
+        listener.shutdown(socket.SHUT_RDWR)
+        serving.join(20)
+        assert not serving.is_alive()
+    server.serve()  # ends at once, too: its listener is closed
+    told = capsys.readouterr().err
+    assert "can't start new thread" in told
+    assert "cannot accept" not in told
 
 
 @pytest.mark.parametrize(("error", "is_told"), [

@@ -35,6 +35,7 @@ from flowstone.store.peers.memory import view_of
 from flowstone.store.peers.wire import Ask, Channel, Held, HeldStep, Told, is_silent, welcome
 
 _BACKLOG = 128
+_ENDED = {errno.EBADF, errno.EINVAL}  # of a listener that is closed, of one that is shut down
 _FORWARDED = {"exists", "names", "look", "make_directory", "remove", "rename", "agree", "free"}
 _OPEN_MAX = 64  # files that one connection keeps open to read
 _REFUSED_S = 0.1  # before it is tried again to accept a connection
@@ -76,11 +77,13 @@ class PeerServer:
         self._manifests: dict[int, str] = {}  # digests, by the number of the file
 
     def serve(self) -> None:
-        """Never returns."""
+        """Until its listener is closed, or shut down."""
         while True:
             try:
                 connection, where = self._listener.accept()
             except OSError as error:
+                if error.errno in _ENDED:
+                    return
                 self.tell(f"cannot accept a connection: {error}")
                 time.sleep(_REFUSED_S)  # without descriptors each try is refused at once, and would fill the log
                 continue

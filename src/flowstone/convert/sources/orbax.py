@@ -183,7 +183,9 @@ class _Item:
         self, cache_bytes: int, files: list[SourceFile], unmapped: list[Unmapped]
     ) -> tuple[list[SourceTensor], dict[str, object]]:
         """Its tensors, and its tree with references to them. Adds to files, and to what has no place."""
-        context = self._tensorstore.Context({"cache_pool": {"total_bytes_limit": cache_bytes}})
+        # One thread decodes: malloc keeps for each thread what it has freed, up to the cache's size.
+        context = self._tensorstore.Context(
+            {"cache_pool": {"total_bytes_limit": cache_bytes}, "data_copy_concurrency": {"limit": 1}})
         changed_ns = max(
             (self._directory / name).stat().st_mtime_ns for name in (_METADATA, _DATABASE)
             if (self._directory / name).is_file()

@@ -14,20 +14,20 @@ SEEDS: dict[str, Seeds] = {
     "power": lambda at: (0, 1, 3), "kill": lambda at: (0,), "error": lambda at: (at % 4,),
     "freeze": lambda at: (at % 3,),
 }
-# Of these, what an ordinary run plays: each loss of power, and every second stop of a rank or error. Those are runs of
-# the whole scenario and of the job after it; neighbours differ by one change.
-SECOND_SEEDS: dict[str, Seeds] = {
-    "power": SEEDS["power"],
-    "kill": lambda at: (0,) if at % 2 == 0 else (),
-    "error": lambda at: (at // 2 % 4,) if at % 2 == 1 else (),
-    "freeze": lambda at: (at // 2 % 3,) if at % 2 == 0 else (),
+# Of these, what an ordinary run plays: each loss of power in one way, and every fourth stop of a rank or error. Those
+# are runs of the whole scenario and of the job after it; neighbours differ by one change.
+PLAYED_SEEDS: dict[str, Seeds] = {
+    "power": lambda at: ((0, 3, 1)[at % 3],),
+    "kill": lambda at: (0,) if at % 4 == 0 else (),
+    "error": lambda at: (at // 4 % 4,) if at % 4 == 1 else (),
+    "freeze": lambda at: (at // 4 % 3,) if at % 4 == 2 else (),
 }
-TRIES_SEEDS = SEEDS | {"freeze": lambda at: (3 + 2 * (at % 7), 4 + 2 * (at % 6))}
+TRIES_SEEDS = PLAYED_SEEDS | {"freeze": lambda at: (3 + at // 2 % 14,) if at % 2 == 0 else ()}
 SOME_SEEDS: dict[str, Seeds] = {  # some of the changes each: what they consist of, others play at all
-    "power": lambda at: (0, 3 + at) if at % 3 == 0 else (),
-    "kill": lambda at: (0,) if at % 4 == 1 else (),
-    "error": lambda at: (at // 4 % 4,) if at % 4 == 2 else (),
-    "freeze": lambda at: (at // 4 % 3,) if at % 4 == 3 else (),
+    "power": lambda at: (0, 3 + at) if at % 5 == 0 else (),
+    "kill": lambda at: (0,) if at % 7 == 1 else (),
+    "error": lambda at: (at // 7 % 4,) if at % 7 == 2 else (),
+    "freeze": lambda at: (at // 7 % 3,) if at % 7 == 3 else (),
 }
 SAMPLED_SEEDS: dict[str, Seeds] = {  # a few of the changes each: the order of writes is that of other saves
     "power": lambda at: (0, 3 + at) if at % 12 == 0 else (),
@@ -35,14 +35,15 @@ SAMPLED_SEEDS: dict[str, Seeds] = {  # a few of the changes each: the order of w
     "error": lambda at: (at // 4 % 4,) if at % 20 == 2 else (),
     "freeze": lambda at: (at // 4 % 3,) if at % 24 == 3 else (),
 }
-LIFE_SEEDS: dict[str, Seeds] = SOME_SEEDS | {"power": lambda at: (0, 3 + at)}
+LIFE_SEEDS: dict[str, Seeds] = SOME_SEEDS | {"power": lambda at: (0 if at % 2 else 3 + at,)}
+_LONG_SAVES = ("saves_beside_training", "deltas", "team_deltas")
 _SEEDS_OF = {
     "life": LIFE_SEEDS, "team_life": LIFE_SEEDS, "team_two_tries": TRIES_SEEDS,
     "team_held_two_tries": TRIES_SEEDS,
     **dict.fromkeys((
         "team_overlapping", "deltas_resumed", "team_deltas_resumed", "deltas_compacted", "team_held_overlapping",
     ), SOME_SEEDS),
-    **dict.fromkeys(("saves_beside_training", "deltas", "team_deltas"), SOME_SEEDS | {"power": SEEDS["power"]}),
+    **dict.fromkeys(_LONG_SAVES, SOME_SEEDS | {"power": PLAYED_SEEDS["power"]}),
     **dict.fromkeys(("deltas_rewound", "deltas_fallback", "team_deltas_compacted"), SAMPLED_SEEDS),
     **{scenario.name: SAMPLED_SEEDS for scenario in SCENARIOS if scenario.coding is not None},
 }
@@ -54,9 +55,11 @@ SOAK_SEEDS: dict[str, Seeds] = {
 
 def seeds_of(scenario: str, mode: str) -> Seeds:
     """The seeds of each change in an ordinary run."""
-    return _SEEDS_OF.get(scenario, SECOND_SEEDS)[mode]
+    return _SEEDS_OF.get(scenario, PLAYED_SEEDS)[mode]
 
 
 def mutants_seeds_of(scenario: str, mode: str) -> Seeds:
-    """The same where a mutant has to be found out: of the shortest scenarios at each change."""
+    """The same where a mutant has to be found out: of shorter scenarios at each change."""
+    if scenario in _LONG_SAVES and mode == "power":
+        return SEEDS[mode]
     return _SEEDS_OF.get(scenario, SEEDS)[mode]

@@ -52,7 +52,7 @@ MUTANTS = {
 def _campaign(mutant: Mutant, scratch: Path) -> None:
     if not mutant.scenario:
         reference = test_journals_of_ranks_simulation.undisturbed()
-        test_journals_of_ranks_simulation.campaign(mutant.mode, scratch, reference)
+        test_journals_of_ranks_simulation.campaign(mutant.mode, scratch, reference, every=5)
         return
     scenario = next(one for one in test_journal_simulation.SCENARIOS if one.name == mutant.scenario)
     assert scenario.every == 1, "an ordinary run has all of its changes"

@@ -41,13 +41,13 @@ class Scenario:
     nodes: int
     how: Mapping[str, Any]
     lost: int = 1
-    every: int = 20
+    every: int = 40
 
 
 SCENARIOS = (
     Scenario("two_copies", 3, {"replicas": 2}),
-    Scenario("parity", 3, {"parity": (2, 1)}, every=24),
-    Scenario("parity_of_two_rows", 4, {"parity": (2, 2)}, lost=2, every=55),
+    Scenario("parity", 3, {"parity": (2, 1)}, every=48),
+    Scenario("parity_of_two_rows", 4, {"parity": (2, 2)}, lost=2, every=100),
 )
 PLAYED = [
     pytest.param(one, id=one.name, marks=pytest.mark.skipif("parity" in one.how and not is_there(), reason=MISSING))

@@ -26,7 +26,7 @@ OTHERS = Path("other/gpt"), Path("third/gpt")  # in the sandbox: the further pat
 
 # Seeds of some changes, as test_crash.py has them for scenarios whose parts others play.
 SEEDS: dict[str, Seeds] = {
-    "power": lambda at: (0, 1, 3 + at) if at % 2 == 0 else (2,),
+    "power": lambda at: ((0, 3 + at), (1,), (2,))[at % 3],
     "kill": lambda at: (0,) if at % 4 == 1 else (),
     "error": lambda at: (0,) if at % 16 == 15 else (),  # 31 is the last sync of a second save
 }
@@ -35,7 +35,7 @@ SOAK_SEEDS: dict[str, Seeds] = {
 }
 THREE_SEEDS: dict[str, Seeds] = {
     "power": lambda at: (0, 3 + at) if at % 4 == 0 else (), "kill": lambda at: (0,) if at % 4 == 1 else (),
-    "error": lambda at: (at % 4,) if at % 2 == 0 else (),
+    "error": lambda at: (at // 4 % 4,) if at % 4 == 2 else (),
 }
 PLAYED = ["first_save", "second_save", "retention", "rewind"]
 

@@ -19,8 +19,8 @@ from bench.networks import Networks, refusal, several_networks
 from flowstone.store.peers.erasure import is_there
 
 NODES = 4
-MBIT_PER_S = 80.0
-ATTEMPTS = 3  # other processes of this machine only make a load slower; what is rebuilt is not kept for the next one
+MBIT_PER_S = 50.0
+ATTEMPTS = 4  # other processes of this machine only make a load slower; what is rebuilt is not kept for the next one
 BYTES_PER_S = MBIT_PER_S * 1e6 / 8
 REASON = refusal()
 

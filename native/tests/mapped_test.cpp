@@ -32,7 +32,7 @@ std::shared_ptr<const File> mapped(const Bed& bed, std::uint64_t bytes) {
 }  // namespace
 
 TEST_CASE("a mapped file is captured where it stays, without a request, and without a block") {
-    for (std::uint64_t seed = 0; seed < 10; ++seed) {
+    for (std::uint64_t seed = 0; seed < 20; ++seed) {
         CAPTURE(seed);
         const Sample sample = random_sample(seed, 40);
         Bed plain({"posix", false}, sample.file_bytes);
@@ -50,7 +50,7 @@ TEST_CASE("a mapped file is captured where it stays, without a request, and with
 }
 
 TEST_CASE("what is captured before a mapped file is ready goes into it once it is") {
-    for (std::uint64_t seed = 0; seed < 10; ++seed) {
+    for (std::uint64_t seed = 0; seed < 20; ++seed) {
         CAPTURE(seed);
         const Sample sample = random_sample(seed, 40);
         Bed plain({"posix", false}, sample.file_bytes);

@@ -55,7 +55,7 @@ def _campaign(mutant: Mutant, scratch: Path) -> None:
         test_journals_of_ranks_simulation.campaign(mutant.mode, scratch, reference, every=5)
         return
     scenario = next(one for one in test_journal_simulation.SCENARIOS if one.name == mutant.scenario)
-    assert scenario.every == 1, "an ordinary run has all of its changes"
+    assert scenario.every == 1, "its last changes are told by their numbers"
     reference = test_journal_simulation.undisturbed()
     test_journal_simulation.campaign(scenario, mutant.mode, scratch, reference, slice(-mutant.last, None))
 

@@ -11,8 +11,9 @@ the provider of a type, `provider_session.py` checks that a provider keeps its c
 tensor subclasses. docs/decisions/007 says why there are two mechanisms.
 
 A flattened tensor is a range of elements (`flat.py`), which is converted to boxes when it enters the sink. `fsdp.py`
-reads such ranges from FSDP1's tables, `Flat` declares them. For an optimizer, a flat parameter stands for all
-parameters in it: `optimizer_view.Member` says where each is. `zero.py` finds the state of a ZeroRedundancyOptimizer.
+reads such ranges from FSDP1's tables, `Flat` declares them. `fsdp2.py` finds the shards of a module whose parameters
+are gathered. For an optimizer, a flat parameter stands for all parameters in it: `optimizer_view.Member` says where
+each is. `zero.py` finds the state of a ZeroRedundancyOptimizer.
 """
 
 from flowstone.state.counters import CounterCheck, Counters

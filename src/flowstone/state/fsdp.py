@@ -176,18 +176,6 @@ def _check_memory(unit: Unit, place: Place) -> None:
             )
 
 
-def reshard(module: torch.nn.Module) -> None:
-    """Make a module of FSDP2 use the parameters that its optimizer has, as its own state_dict() does.
-
-    After a forward without a backward, it may still have the gathered ones, which are different tensors.
-    """
-    kind = imported("torch.distributed.fsdp", "FSDPModule")
-    if kind is not None:
-        for inner in module.modules():
-            if isinstance(inner, kind):
-                inner.reshard()
-
-
 def _name(prefix: str, module: str, parameter: str) -> str:
     return strip_wrappers(f"{prefix}{module}.{parameter}" if module else f"{prefix}{parameter}")
 

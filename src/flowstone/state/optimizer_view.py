@@ -30,7 +30,6 @@ from flowstone.state.inner import Core, base_of, core_of, is_optimizer
 from flowstone.state.names import Place
 from flowstone.state.parameters import Home, Parameters
 from flowstone.state.scan import refuse_failed_call
-from flowstone.state.shards import is_dtensor
 from flowstone.state.slot_columns import SlotColumns, slot_columns
 from flowstone.state.zero import local_optimizer
 
@@ -297,11 +296,8 @@ def _home_by_name(group: Mapping[str, object], i: int, j: int, place: Place) -> 
     names = group.get("param_names")
     if isinstance(names, list) and j < len(names) and isinstance(names[j], str):
         return Home(names[j], None)
-    parameter = cast("list[torch.Tensor]", group["params"])[j]
-    gathered = "; if it belongs to an FSDP2 module, call reshard() on the whole module after an evaluation"
     raise UnsupportedStateError(
         f"parameter {j} of group {i} of '{place.name}' has no name",
         found="it belongs to no module and no entry of the state, and its group has no param_names",
-        next="put the module that owns it into the state, or build the optimizer from named_parameters()"
-        + (gathered if is_dtensor(parameter) else ""),
+        next="put the module that owns it into the state, or build the optimizer from named_parameters()",
     )

@@ -10,7 +10,8 @@ import torch
 
 from flowstone.errors import StateError, UnsupportedStateError
 from flowstone.state.flat import Flat
-from flowstone.state.fsdp import Wrapped, reshard, wrapped
+from flowstone.state.fsdp import Wrapped, wrapped
+from flowstone.state.fsdp2 import with_shards
 from flowstone.state.names import Place, names_below, strip_wrappers
 from flowstone.state.parameters import Parameters, spans_below
 from flowstone.state.records import Shard
@@ -72,11 +73,10 @@ class Scan:
                 names = [f"{base}.{name}" for name in compress(tree.names, tree.parameters)]
                 index.add(names, list(compress(tree.values, tree.parameters)))
                 continue
-            reshard(module)
             fsdp = self.wrapped(module, place)
             if fsdp is not None:
                 index.add_wrapped(base, fsdp)
-            named = list(module.named_parameters(remove_duplicate=False))
+            named = list(with_shards(module).named_parameters(remove_duplicate=False))
             own = [(key, one) for key, one in named if fsdp is None or not fsdp.holds(key, one, place)]
             index.add([f"{base}.{strip_wrappers(key)}" for key, _ in own], [one for _, one in own])
         for place, keys, tensors in self.tensors:

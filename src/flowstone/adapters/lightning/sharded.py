@@ -34,6 +34,7 @@ from flowstone.arguments import shown
 from flowstone.checkpoint import open_checkpoint
 from flowstone.config import EngineOptions
 from flowstone.errors import ArgumentError, MismatchError
+from flowstone.state.fsdp2 import with_shards
 from flowstone.store.local import LocalStore
 
 T = TypeVar("T")
@@ -201,9 +202,10 @@ class FabricStrategy(ABC):
         if filter is not None:
             raise ArgumentError("filter= is not taken: each rank saves its part", next="leave keys out of the state")
         key, model = _model_of(state)
-        sharded: dict[str, Any] = {key: get_model_state_dict(model)}
+        shards = with_shards(model)
+        sharded: dict[str, Any] = {key: get_model_state_dict(shards)}
         sharded |= {
-            name: get_optimizer_state_dict(model, one) for name, one in state.items() if isinstance(one, Optimizer)
+            name: get_optimizer_state_dict(shards, one) for name, one in state.items() if isinstance(one, Optimizer)
         }
         others = {
             name: one.state_dict() if hasattr(one, "state_dict") else one

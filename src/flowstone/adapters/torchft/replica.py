@@ -7,13 +7,13 @@ from types import TracebackType
 from typing import Any, Self
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from flowstone.adapters.torchft.package import check_manager, optimizer_wrapper
 from flowstone.checkpoint import Checkpoint
 from flowstone.checkpointer import Checkpointer
 from flowstone.errors import ArgumentError, LockedError
 from flowstone.log import log
+from flowstone.state.fsdp2 import with_shards
 
 _KEY, _SECTION = "flowstone", "torchft"
 
@@ -53,8 +53,6 @@ class ReplicaCheckpointer:
         self._checkpointer, self._has_saved = Checkpointer(path, **options), False
         self.loaded = self._load()
         self._last_step = manager.current_step()
-        self._sharded: dict[str, object] = {}
-        self._look()
         manager.register_state_dict_fn(_KEY, self._heal, self._share)
 
     def save(self) -> None:
@@ -68,7 +66,6 @@ class ReplicaCheckpointer:
         step = self._manager.current_step()
         if step == self._last_step:
             return
-        self._look()
         if step % self._every:
             return
         self._last_step = step
@@ -122,17 +119,10 @@ class ReplicaCheckpointer:
             self._checkpointer.close()
             self._checkpointer, self._has_saved = Checkpointer(self._path, **self._options), False
 
-    def _look(self) -> None:
-        """Note the tensors of models that FSDP2 shards: their `state_dict` shards what a forward pass has gathered, so
-        it is not for another thread. Steps change these tensors in place.
-        """
-        self._sharded = {name: one.state_dict() for name, one in self._state.items() if _is_sharded(one)}
-
     def _share(self) -> dict[str, object]:
         """What a group that is behind takes over; the manager calls it on another thread, during a step."""
-        live = {name: one for name, one in self._state.items() if name not in self._sharded}
-        found = {name: one.state_dict() if hasattr(one, "state_dict") else one for name, one in live.items()}
-        return found | self._sharded
+        live = {name: with_shards(one) if isinstance(one, nn.Module) else one for name, one in self._state.items()}
+        return {name: one.state_dict() if hasattr(one, "state_dict") else one for name, one in live.items()}
 
     def _heal(self, given: dict[str, object]) -> None:
         """Take over the state of another group; the manager calls it, between a backward pass and its step."""
@@ -143,8 +133,3 @@ class ReplicaCheckpointer:
                 one.load_state_dict(value)
             else:
                 self._state[name] = self._given[name] = value
-        self._look()
-
-
-def _is_sharded(one: object) -> bool:
-    return isinstance(one, nn.Module) and any(isinstance(part, FSDPModule) for part in one.modules())

@@ -15,6 +15,7 @@ from flowstone.format.merge_points import MergePoint
 from flowstone.format.objects import Provided, TensorRef
 from flowstone.state import tensors
 from flowstone.state.fsdp import Wrapped
+from flowstone.state.fsdp2 import drop_gathered, with_shards
 from flowstone.state.kind import Kind
 from flowstone.state.kinds import fsdp1
 from flowstone.state.live import Live
@@ -80,7 +81,7 @@ def _describe_entries(module: torch.nn.Module, place: Place, saving: Saving) -> 
     Tensors that are not a parameter's or buffer's own memory (made by a state_dict hook, or extra state) are
     references in the result, so that a reader can tell them apart; so are tensors that a provider describes.
     """
-    fsdp = saving.scan.wrapped(module, place)
+    fsdp, module = saving.scan.wrapped(module, place), with_shards(module)
     restless = frozenset[int]().union(*map(restless_in, module.modules()))
     roles = Roles(saving.stepped, restless, module.parameters())
     if fsdp is not None:
@@ -108,11 +109,12 @@ def _restore_entries(
     module: torch.nn.Module, extra: Mapping[str, object], place: Place, loading: Loading
 ) -> None:
     """Request the entries of its state_dict(), one by one; `extra`: its stored values that are not tensors."""
-    fsdp = loading.scan.wrapped(module, place)
+    fsdp, shards = loading.scan.wrapped(module, place), with_shards(module)
     if fsdp is not None:
         fsdp1.restore(fsdp, place, loading)
-    entries = state_dict(module, place, fsdp)
-    live = Live(module)
+    loading.later(Phase.MODULES, partial(drop_gathered, module))
+    entries = state_dict(shards, place, fsdp)
+    live = Live(shards)
     new_values = NewValues(loading)
     late: dict[str, Callable[[], object]] = {}
     names = set() if fsdp is None else set(fsdp.names)

@@ -242,4 +242,5 @@ def _stored(checkpoint: Checkpoint, names: Mapping[str, int], rules: Sequence[Ru
         per_rank={section: values[rank % len(values)] for section, values in content.per_rank.items() if values},
         by_rank=content.per_rank,
         rename=partial(rename, rules=rules), tied=tied,
+        may_be_left=partial(allowed, rules, Skip), may_be_absent=partial(allowed, rules, Init),
     )

@@ -148,6 +148,10 @@ def _nowhere(_: str) -> Sequence[str]:
     return ()
 
 
+def _never(_: str) -> bool:
+    return False
+
+
 class Stored(msgspec.Struct, frozen=True):
     """The content of a checkpoint, as far as restoring needs it before any byte is read.
 
@@ -159,6 +163,8 @@ class Stored(msgspec.Struct, frozen=True):
               was shared
     by_rank   as `per_rank`, for every rank that saved
     moved     stored tensor name -> the names of what rules make of it; none: the one that `rename` gives
+    may_be_left    whether a rule lets the state not have an entry of that name
+    may_be_absent  whether a rule lets the checkpoint not have it
     """
 
     tensors: Mapping[str, StoredTensor]
@@ -168,6 +174,8 @@ class Stored(msgspec.Struct, frozen=True):
     tied: Mapping[str, str] = msgspec.field(default_factory=dict)
     by_rank: Mapping[str, Sequence[object]] = msgspec.field(default_factory=dict)
     moved: Callable[[str], Sequence[str]] = _nowhere
+    may_be_left: Callable[[str], bool] = _never
+    may_be_absent: Callable[[str], bool] = _never
 
 
 class Difference(msgspec.Struct, frozen=True):

@@ -113,12 +113,12 @@ def unflatten(
     return cast("torch.Tensor", made)
 
 
-def empty_like(value: torch.Tensor) -> torch.Tensor:
-    """A tensor like `value`, whose components have memory of their own with undefined elements."""
+def copy_of(value: torch.Tensor) -> torch.Tensor:
+    """A tensor equal to `value`, whose components have memory of their own."""
     if not splits(type(value)):
-        return torch.empty_like(value, requires_grad=False)
+        return value.detach().clone()
     names, context = flatten(value)
-    inner = {name: empty_like(getattr(value, name)) for name in names}
+    inner = {name: copy_of(getattr(value, name)) for name in names}
     return unflatten(type(value), inner, context, value.shape, value.stride())
 
 

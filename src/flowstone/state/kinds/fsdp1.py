@@ -1,7 +1,7 @@
 """Modules wrapped by FSDP1: flat parameters, described and restored as the original parameters in them.
 
 Not in the table of kinds: for the walk it is a module, and only the module's own tree shows that it is wrapped
-(`kinds/module.py`). `fsdp.py` reads which part of a flat parameter is on this rank.
+(`module_entries.py`). `fsdp.py` reads which part of a flat parameter is on this rank.
 """
 
 from __future__ import annotations

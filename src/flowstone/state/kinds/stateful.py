@@ -47,7 +47,7 @@ class Stateful(Kind):
 def load_state(value: object, tree: object, place: Place) -> None:
     """Call an object's load_state_dict()."""
     try:
-        value.load_state_dict(tree)  # type: ignore[attr-defined]
+        result = value.load_state_dict(tree)  # type: ignore[attr-defined]
     except Exception as error:
         raise StateError(
             f"cannot restore '{place.name}'",
@@ -55,3 +55,7 @@ def load_state(value: object, tree: object, place: Place) -> None:
                 "fix that load_state_dict(); what comes before it in the state is already restored"
             )),
         ) from error
+    if result is not None:
+        from flowstone.state.module_loads import check_read  # imported here: few objects say anything
+
+        check_read(getattr(result, "unexpected_keys", None), getattr(result, "missing_keys", None), place)

@@ -1,4 +1,4 @@
-"""What it costs to watch a state for writes while it is captured: exactly, by samples, and as it is by default.
+"""What it costs to watch a state for writes while it is captured: by samples, and exactly, as is the default.
 
     PYTHONPATH=src python -m bench.watching DIRECTORY [--bytes 5e9] [--tensors 1800] [--saves 10]
 
@@ -28,7 +28,7 @@ import flowstone as fs
 from bench.script import folder_in
 from flowstone import events
 
-WAYS = ("samples", "auto", "exact")
+WAYS = ("samples", "auto")
 HUGE_PAGE_BYTES = 2 << 20
 MS = 1e3
 

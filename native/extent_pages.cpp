@@ -34,9 +34,7 @@ bool is_watched(const WriteExtents& rows, const WriteExtent& row) {
     return row.lazy && row.length != 0 && row.chunk != no_digest && rows.digests_of(row) == nullptr;
 }
 
-const char* reason_of(PageWatch::Held held) {
-    return held == PageWatch::Held::beyond_limit ? "in small pages" : "in memory that others can write (a file's, or shared), or watch";
-}
+constexpr const char* not_own = "in memory that others can write (a file's, or shared), or watch";
 
 }  // namespace
 
@@ -63,12 +61,12 @@ ExtentPages::ExtentPages(const WriteExtents& rows, Watching watching) : rows_(ro
         reaches.push_back(whole_pages(row));
     }
     if (wanted.empty()) return;
-    const std::uint64_t small_max = watching == Watching::exact ? PageWatch::unlimited_bytes : small_pages_bytes_max;
-    pages_ = std::make_unique<PageWatch>(reaches, small_max, scattered(rows.rows[wanted[0]].seed));
+    const PageWatch::Refused refused = watching == Watching::exact ? PageWatch::Refused::retry : PageWatch::Refused::skip;
+    pages_ = std::make_unique<PageWatch>(reaches, refused);
     ends_at_.assign(rows.rows.size(), none);
     for (std::size_t n = 0; n < wanted.size(); ++n) {
-        if (pages_->held(n) != PageWatch::Held::yes) {
-            leave(wanted[n], reason_of(pages_->held(n)));
+        if (!pages_->holds(n)) {
+            leave(wanted[n], not_own);
             continue;
         }
         ends_at_[wanted[n]] = static_cast<std::uint32_t>(held_.size());

@@ -19,12 +19,9 @@ namespace flowstone {
 /// Which lazy rows are watched exactly; the others are sampled.
 enum class Watching : std::uint8_t {
     samples,    // none
-    automatic,  // those in huge pages, and small_pages_bytes_max bytes of others: a different part at each save
-    exact,      // all that can be watched
+    automatic,  // all that can be watched; what was refused once is not tried at every save
+    exact,      // all that can be watched: the caller insists
 };
-
-/// What automatic watching may protect in small pages: under a millisecond of a save (bench/watching.py).
-inline constexpr std::uint64_t small_pages_bytes_max = std::uint64_t{64} << 20;
 
 /// A range of bytes of a row, from its start.
 struct RowBytes {
@@ -43,6 +40,8 @@ public:
 
     bool holds(std::size_t row) const { return !ends_at_.empty() && ends_at_[row] != none; }
     std::uint64_t exact_bytes() const { return exact_bytes_; }
+    /// Of them, those in huge pages, of which the watch costs next to nothing.
+    std::uint64_t huge_bytes() const { return pages_ ? pages_->huge_bytes() : 0; }
 
     /// Keeps the system's part ready for the next save (PageWatch::open); null if no row is held.
     std::shared_ptr<const WrittenPages> open() const { return pages_ ? pages_->pages() : nullptr; }

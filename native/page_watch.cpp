@@ -13,8 +13,6 @@
 namespace flowstone {
 namespace {
 
-// Memory beside huge pages, up to this part of them, counts as huge: the ends of a long tensor.
-constexpr std::uint64_t ends_part = 16;
 // After this many checks without a huge page, skip one block; after twice as many, two, and so on.
 constexpr std::uint64_t looks_in_vain = 16;
 // Watches between two tries of memory that could not be protected.
@@ -137,8 +135,7 @@ std::string PageWatch::refusal() {
     return refusal;
 }
 
-PageWatch::PageWatch(const std::vector<Reach>& wanted, std::uint64_t small_bytes_max, std::uint64_t turn)
-    : process_(&process()), held_(wanted.size(), Held::not_own) {
+PageWatch::PageWatch(const std::vector<Reach>& wanted, Refused refused) : process_(&process()), held_(wanted.size(), false) {
     std::string refusal;
     if (!wanted.empty() && !pages_are_merged()) pages_ = open(refusal);
     if (pages_ == nullptr) {
@@ -151,11 +148,12 @@ PageWatch::PageWatch(const std::vector<Reach>& wanted, std::uint64_t small_bytes
     huge_ = find_huge(*pages_, wanted);
     const std::lock_guard lock(process_->mutex);
     if (++process_->begun % tried_anew == 0) process_->not_own.clear();
-    choose(wanted, order, small_bytes_max, turn);
+    choose(wanted, refused);
     try {
         const std::vector<std::size_t> failed = protect(wanted, order);
         count(wanted);
         forget(wanted, failed);
+        count_huge(wanted, order);
         process_->watches.push_back(this);
     } catch (...) {  // no memory: undo the counts, which would never be released
         let_go_of(counted_);
@@ -163,26 +161,21 @@ PageWatch::PageWatch(const std::vector<Reach>& wanted, std::uint64_t small_bytes
     }
 }
 
-/// Under the mutex. Decides by cost: `yes` for what is to be protected.
-void PageWatch::choose(const std::vector<Reach>& wanted, const std::vector<std::size_t>& order, std::uint64_t small_bytes_max,
-                       std::uint64_t turn) {
-    auto run = huge_.begin();
-    std::vector<std::uint64_t> small(wanted.size());
-    for (const std::size_t i : order) {
-        while (run != huge_.end() && run->end <= wanted[i].begin) ++run;
-        small[i] = wanted[i].bytes();
-        for (auto at = run; at != huge_.end() && at->begin < wanted[i].end; ++at)
-            small[i] -= std::min(at->end, wanted[i].end) - std::max(at->begin, wanted[i].begin);
-    }
-    std::uint64_t room = small_bytes_max;
-    for (std::size_t n = 0; n < wanted.size(); ++n) {
-        const std::size_t i = (n + turn) % wanted.size();
+/// Under the mutex: all but what is known to be refused.
+void PageWatch::choose(const std::vector<Reach>& wanted, Refused refused) {
+    for (std::size_t i = 0; i < wanted.size(); ++i) {
         const auto known = process_->not_own.find(wanted[i].begin);
         const bool was_refused = known != process_->not_own.end() && known->second == wanted[i].end;
-        if (was_refused && small_bytes_max != unlimited_bytes) continue;  // with no limit, try refused memory again
-        const bool is_cheap = small[i] <= wanted[i].bytes() / ends_part;
-        held_[i] = is_cheap || small[i] <= room ? Held::yes : Held::beyond_limit;
-        if (!is_cheap && held_[i] == Held::yes) room -= small[i];
+        held_[i] = refused == Refused::retry || !was_refused;
+    }
+}
+
+void PageWatch::count_huge(const std::vector<Reach>& wanted, const std::vector<std::size_t>& order) {
+    auto run = huge_.begin();
+    for (const std::size_t i : order) {
+        while (run != huge_.end() && run->end <= wanted[i].begin) ++run;
+        for (auto at = run; held_[i] && at != huge_.end() && at->begin < wanted[i].end; ++at)
+            huge_bytes_ += std::min(at->end, wanted[i].end) - std::max(at->begin, wanted[i].begin);
     }
 }
 
@@ -197,11 +190,11 @@ Reach PageWatch::widened(const Reach& reach) const {
     return {is_huge(reach.begin) ? blocks.begin : reach.begin, is_huge(reach.end - 1) ? blocks.end : reach.end};
 }
 
-/// Under the mutex. Memory that cannot be protected, even after preparing it, becomes `not_own`, and is returned.
+/// Under the mutex. Memory that cannot be protected, even after preparing it, is not held, and is returned.
 std::vector<std::size_t> PageWatch::protect(const std::vector<Reach>& wanted, const std::vector<std::size_t>& order) {
     std::vector<Reach> chosen;
     for (const std::size_t i : order)
-        if (held_[i] == Held::yes) chosen.push_back(widened(wanted[i]));
+        if (held_[i]) chosen.push_back(widened(wanted[i]));
     std::vector<Reach> failed;
     for (const Reach& reach : merged(std::move(chosen)))
         if (protect_reach(reach) != 0) failed.push_back(reach);
@@ -209,7 +202,7 @@ std::vector<std::size_t> PageWatch::protect(const std::vector<Reach>& wanted, co
     std::vector<std::size_t> again, not_own;
     std::vector<Reach> reaches;
     for (const std::size_t i : order) {
-        if (held_[i] != Held::yes) continue;
+        if (!held_[i]) continue;
         const Reach reach = widened(wanted[i]);
         const auto at = std::partition_point(failed.begin(), failed.end(), [&](const Reach& f) { return f.end <= reach.begin; });
         if (at == failed.end() || !at->overlaps(reach)) continue;
@@ -219,7 +212,7 @@ std::vector<std::size_t> PageWatch::protect(const std::vector<Reach>& wanted, co
     const std::vector<bool> ready = pages_->prepare(reaches);
     for (std::size_t n = 0; n < again.size(); ++n) {
         if (ready[n] && protect_reach(reaches[n]) == 0) continue;
-        held_[again[n]] = Held::not_own;
+        held_[again[n]] = false;
         not_own.push_back(again[n]);
     }
     return not_own;
@@ -252,7 +245,7 @@ void PageWatch::count(const std::vector<Reach>& wanted) {
     };
     std::vector<Part> parts;
     for (std::size_t i = 0; i < wanted.size(); ++i)
-        if (held_[i] == Held::yes)
+        if (held_[i])
             for_blocks(widened(wanted[i]), [&](std::uint64_t number, const Reach& part) {
                 parts.push_back({number, part, std::min(wanted[i].end, part.end) - std::max(wanted[i].begin, part.begin)});
             });

@@ -16,8 +16,7 @@ namespace flowstone {
 /// released. Several watches may hold the same memory: none hides a write from another. A page is unprotected when the
 /// last watch has released all of its block (2 MiB, so that no huge page is split).
 ///
-/// Small pages cost more to protect than to sample (bench/watching.py), huge ones almost nothing; so the caller may
-/// limit the bytes in small pages.
+/// Small pages cost more to protect than to sample (bench/watching.py), huge ones almost nothing.
 class PageWatch {
 public:
     /// The system's calls, shared by all watches of this process: open while the result is referenced, so that memory
@@ -25,18 +24,19 @@ public:
     static std::shared_ptr<const WrittenPages> open(std::string& refusal);
     /// The reason why no memory can be held; empty if it can.
     static std::string refusal();
-    static constexpr std::uint64_t unlimited_bytes = ~std::uint64_t{0};
+    /// Whether memory that an earlier watch could not hold is tried again at once, or only now and then.
+    enum class Refused : std::uint8_t { skip, retry };
 
-    /// `wanted` are whole pages. small_bytes_max: limit of the bytes held in small pages, not counting the ends of rows
-    /// in huge pages; `turn` selects where to begin.
-    PageWatch(const std::vector<Reach>& wanted, std::uint64_t small_bytes_max, std::uint64_t turn);
+    /// `wanted` are whole pages.
+    PageWatch(const std::vector<Reach>& wanted, Refused refused);
     ~PageWatch();
     PageWatch(const PageWatch&) = delete;
     PageWatch& operator=(const PageWatch&) = delete;
 
-    enum class Held : std::uint8_t { yes, beyond_limit, not_own };
-    /// By the order of `wanted`; not_own: other processes can write it undetected, or the system refuses.
-    Held held(std::size_t wanted) const { return held_[wanted]; }
+    /// By the order of `wanted`; false: other processes can write it undetected, or the system refuses.
+    bool holds(std::size_t wanted) const { return held_[wanted]; }
+    /// Held bytes in huge pages, or a few less: not every small page is looked at.
+    std::uint64_t huge_bytes() const { return huge_bytes_; }
 
     // For held memory; any thread:
 
@@ -62,11 +62,11 @@ private:
     };
 
     static Process& process();
-    void choose(const std::vector<Reach>& wanted, const std::vector<std::size_t>& order, std::uint64_t small_bytes_max,
-                std::uint64_t turn);
+    void choose(const std::vector<Reach>& wanted, Refused refused);
     std::vector<std::size_t> protect(const std::vector<Reach>& wanted, const std::vector<std::size_t>& order);
     int protect_reach(const Reach& reach);
     void count(const std::vector<Reach>& wanted);
+    void count_huge(const std::vector<Reach>& wanted, const std::vector<std::size_t>& order);
     void forget(const std::vector<Reach>& wanted, const std::vector<std::size_t>& failed);
     bool is_huge(std::uint64_t address) const;
     Reach widened(const Reach& reach) const;
@@ -76,7 +76,8 @@ private:
     Process* const process_;
     std::shared_ptr<const WrittenPages> pages_;
     std::vector<Reach> huge_;  // runs of whole huge pages, ascending
-    std::vector<Held> held_;
+    std::vector<bool> held_;
+    std::uint64_t huge_bytes_ = 0;
     std::vector<Block> blocks_;   // ascending
     std::size_t counted_ = 0;     // of them, counted by the process
     std::vector<Reach> written_;  // found by later watches; under the process's mutex

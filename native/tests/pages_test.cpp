@@ -9,7 +9,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <map>
 #include <memory>
 #include <random>
 #include <string>
@@ -23,10 +22,8 @@
 namespace flowstone {
 namespace {
 
-using Held = PageWatch::Held;
-
 constexpr std::uint64_t page = 4096;
-constexpr std::uint64_t all_bytes = PageWatch::unlimited_bytes;
+constexpr PageWatch::Refused retry = PageWatch::Refused::retry;
 
 /// Whether this system can; what it lacks is said.
 bool can_watch() {
@@ -117,8 +114,8 @@ TEST_CASE("a page that is written is told, and no other") {
     if (!can_watch()) return;
     const Mapped memory(mib);
     memory.fill(mib / 2);  // the rest was never touched
-    const PageWatch watch({memory.reach(0, mib)}, all_bytes, 0);
-    REQUIRE(watch.held(0) == Held::yes);
+    const PageWatch watch({memory.reach(0, mib)}, retry);
+    REQUIRE(watch.holds(0));
     CHECK(written(watch, memory, 0, mib) == nothing);
     const volatile std::byte read = *memory.at(700 * kib);
     static_cast<void>(read);
@@ -135,7 +132,7 @@ TEST_CASE("pages that the system writes in a call count as written, too") {
     if (!can_watch()) return;
     const Mapped memory(64 * page);
     memory.fill(64 * page);
-    const PageWatch watch({memory.reach(0, 64 * page)}, all_bytes, 0);
+    const PageWatch watch({memory.reach(0, 64 * page)}, retry);
     const int zeros = ::open("/dev/zero", O_RDONLY | O_CLOEXEC);
     REQUIRE(::read(zeros, memory.at(3 * page + 9), 1) == 1);
     ::close(zeros);
@@ -150,7 +147,7 @@ TEST_CASE("memory that goes away, or is another's by now, was written") {
     if (!can_watch()) return;
     const Mapped memory(64 * page);
     memory.fill(64 * page);
-    const PageWatch watch({memory.reach(0, 64 * page)}, all_bytes, 0);
+    const PageWatch watch({memory.reach(0, 64 * page)}, retry);
     ::madvise(memory.at(5 * page), page, MADV_DONTNEED);
     CHECK(written(watch, memory, 0, 64 * page) == std::pair{5 * page, 6 * page});
     ::munmap(memory.at(20 * page), 2 * page);
@@ -166,12 +163,12 @@ TEST_CASE("two that watch the same memory hide nothing from each other") {
         CAPTURE(advice);
         const Mapped memory(4 * mib, advice);
         memory.fill(4 * mib);
-        PageWatch first({memory.reach(0, 3 * mib)}, all_bytes, 0);
+        PageWatch first({memory.reach(0, 3 * mib)}, retry);
         memory.write(page);
         memory.write(3 * mib + page);  // watched by none
-        PageWatch second({memory.reach(0, mib), memory.reach(2 * mib, 4 * mib)}, all_bytes, 0);
-        REQUIRE(second.held(0) == Held::yes);
-        REQUIRE(second.held(1) == Held::yes);
+        PageWatch second({memory.reach(0, mib), memory.reach(2 * mib, 4 * mib)}, retry);
+        REQUIRE(second.holds(0));
+        REQUIRE(second.holds(1));
         CHECK(written(first, memory, 0, 3 * mib) == std::pair{page, 2 * page});
         CHECK(written(second, memory, 0, mib) == nothing);
         CHECK(written(second, memory, 2 * mib, 4 * mib) == nothing);
@@ -196,15 +193,15 @@ TEST_CASE("what was let go of is written without a fault, and nothing else is") 
         return faults() - before;
     };
     {
-        PageWatch watch({memory.reach(0, bytes)}, all_bytes, 0);
+        PageWatch watch({memory.reach(0, bytes)}, retry);
         watch.let_go(memory.address(), memory.address(100));
         watch.let_go(memory.address(100), memory.address(huge_page_bytes + 7));
         CHECK(write_all() - (pages - huge_page_bytes / page) < few);
     }
     CHECK(write_all() < few);
     {
-        const PageWatch one({memory.reach(0, bytes)}, all_bytes, 0);
-        { const PageWatch other({memory.reach(page, 9 * page)}, all_bytes, 0); }
+        const PageWatch one({memory.reach(0, bytes)}, retry);
+        { const PageWatch other({memory.reach(page, 9 * page)}, retry); }
         CHECK(write_all() - pages < few);
     }
     CHECK(write_all() < few);
@@ -217,8 +214,8 @@ TEST_CASE("huge pages stay whole without writes, also those that are watched in 
     if (!fill_huge(memory, bytes)) return;
     const std::vector<Reach> wanted{memory.reach(5 * page, 3 * mib), memory.reach(3 * mib + page, 9 * mib), memory.reach(11 * mib, 13 * mib)};
     for (int round = 0; round < 3; ++round) {
-        PageWatch watch(wanted, 0, 0);  // none of it is in small pages
-        for (std::size_t i = 0; i < wanted.size(); ++i) REQUIRE(watch.held(i) == Held::yes);
+        PageWatch watch(wanted, retry);
+        for (std::size_t i = 0; i < wanted.size(); ++i) REQUIRE(watch.holds(i));
         for (const Reach& reach : wanted) CHECK_FALSE(watch.first_written(reach));
         CHECK(is_huge(memory, 0, bytes));
         for (const Reach& reach : wanted) watch.let_go(reach.begin, reach.end);
@@ -228,34 +225,12 @@ TEST_CASE("huge pages stay whole without writes, also those that are watched in 
         CHECK(faults() - before < few);
         CHECK(is_huge(memory, 0, bytes));
     }
-    const PageWatch watch(wanted, 0, 0);
+    const PageWatch watch(wanted, retry);
     memory.write(3 * mib);  // shares the huge page with two, and belongs to neither
     CHECK_FALSE(watch.first_written(wanted[0]));
     CHECK_FALSE(watch.first_written(wanted[1]));
     memory.write(4 * mib);
     CHECK(written(watch, memory, 3 * mib + page, 9 * mib) == std::pair{4 * mib, 4 * mib + page});
-}
-
-TEST_CASE("only so much of small pages is held, by turns, beside what is in huge ones") {
-    if (!can_watch()) return;
-    const std::uint64_t bytes = 16 * huge_page_bytes;
-    const Mapped huge(bytes, MADV_HUGEPAGE), small(bytes);
-    small.fill(bytes);
-    if (!fill_huge(huge, bytes)) return;
-    std::vector<Reach> wanted{huge.reach(0, bytes)};
-    for (std::uint64_t at = 0; at < bytes; at += huge_page_bytes) wanted.push_back(small.reach(at, at + mib));
-    std::map<std::size_t, int> held;
-    for (std::uint64_t turn = 0; turn < wanted.size(); ++turn) {
-        const PageWatch watch(wanted, 4 * mib, turn);
-        CHECK(watch.held(0) == Held::yes);
-        int count = 0;
-        for (std::size_t i = 1; i < wanted.size(); ++i) {
-            if (watch.held(i) != Held::yes) CHECK(watch.held(i) == Held::beyond_limit);
-            if (watch.held(i) == Held::yes) ++count, ++held[i];
-        }
-        CHECK(count == 4);
-    }
-    CHECK(held.size() == wanted.size() - 1);
 }
 
 TEST_CASE("memory that others can write unseen is not held") {
@@ -267,19 +242,19 @@ TEST_CASE("memory that others can write unseen is not held") {
     const Mapped own(mib), shared(mib, MADV_NORMAL, MAP_SHARED | MAP_ANONYMOUS), file(mib, MADV_NORMAL, MAP_PRIVATE, fd),
         shared_file(mib, MADV_NORMAL, MAP_SHARED, fd);
     for (int round = 0; round < 3; ++round) {
-        const PageWatch watch({shared.reach(0, mib), own.reach(0, mib), file.reach(0, mib), shared_file.reach(0, mib)}, all_bytes, 0);
-        CHECK(watch.held(0) == Held::not_own);
-        CHECK(watch.held(1) == Held::yes);
-        CHECK(watch.held(2) == Held::not_own);
-        CHECK(watch.held(3) == Held::not_own);
+        const PageWatch watch({shared.reach(0, mib), own.reach(0, mib), file.reach(0, mib), shared_file.reach(0, mib)}, retry);
+        CHECK_FALSE(watch.holds(0));
+        CHECK(watch.holds(1));
+        CHECK_FALSE(watch.holds(2));
+        CHECK_FALSE(watch.holds(3));
         own.write(5 * page);
         CHECK(written(watch, own, 0, mib) == std::pair{5 * page, 6 * page});
     }
     // Half of it is: the half that could be protected is left as it was.
     own.fill(mib);
     REQUIRE(::mmap(own.at(mib / 2), mib / 2, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS | MAP_FIXED, -1, 0) != MAP_FAILED);
-    const PageWatch half({own.reach(0, mib)}, all_bytes, 0);
-    CHECK(half.held(0) == Held::not_own);
+    const PageWatch half({own.reach(0, mib)}, retry);
+    CHECK_FALSE(half.holds(0));
     const std::uint64_t before = faults();
     for (std::uint64_t at = 0; at < mib / 2; at += page) own.write(at);
     CHECK(faults() - before < few);
@@ -326,15 +301,15 @@ TEST_CASE("memory that another library watches by a userfaultfd of its own is le
                 return faults() - before;
             };
             {
-                const PageWatch watch({memory.reach(0, bytes)}, all_bytes, 0);
-                CHECK(watch.held(0) == Held::not_own);
+                const PageWatch watch({memory.reach(0, bytes)}, retry);
+                CHECK_FALSE(watch.holds(0));
                 // Were it protected, the first write would wait for the stranger, for ever (or tell it what is not so).
-                if (watch.held(0) == Held::yes) stranger.protect(false);
+                if (watch.holds(0)) stranger.protect(false);
                 CHECK(faults_of() < few);
             }
             if (!async) continue;
             stranger.protect(true);
-            { const PageWatch watch({memory.reach(0, bytes)}, all_bytes, 0); }
+            { const PageWatch watch({memory.reach(0, bytes)}, retry); }
             CHECK(faults_of() > few);  // it still hears of them
         }
 }
@@ -349,7 +324,7 @@ TEST_CASE("after the last watch, memory is as it was before, also while a child 
     pid_t child = 0;
     char end = 0;
     {
-        const PageWatch watch({memory.reach(0, 64 * page)}, all_bytes, 0);
+        const PageWatch watch({memory.reach(0, 64 * page)}, retry);
         child = ::fork();
         if (child == 0) {
             ::close(pipe[1]);
@@ -361,7 +336,7 @@ TEST_CASE("after the last watch, memory is as it was before, also while a child 
         CHECK(written(watch, memory, 0, 64 * page) == std::pair{page, 2 * page});
     }
     const Stranger stranger(memory.reach(0, 64 * page), true);  // refused if another userfaultfd has the memory
-    { const PageWatch watch({memory.reach(0, 64 * page)}, all_bytes, 0); CHECK(watch.held(0) == Held::not_own); }
+    { const PageWatch watch({memory.reach(0, 64 * page)}, retry); CHECK_FALSE(watch.holds(0)); }
     ::close(pipe[1]);
     int status = -1;
     REQUIRE(::waitpid(child, &status, 0) == child);
@@ -375,33 +350,33 @@ TEST_CASE("what could be protected in part is let go of, however often it is tri
     memory.fill(4 * mib);
     std::string refusal;
     const auto open = PageWatch::open(refusal);
-    { const PageWatch watch({memory.reach(0, 4 * mib)}, all_bytes, 0); }  // it is prepared
+    { const PageWatch watch({memory.reach(0, 4 * mib)}, retry); }  // it is prepared
     REQUIRE(::mmap(memory.at(3 * mib), mib, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS | MAP_FIXED, -1, 0) != MAP_FAILED);
     for (const std::uint64_t end : {4 * mib - page, 4 * mib - page, 4 * mib, 4 * mib}) {  // known the second time
-        const PageWatch watch({memory.reach(0, end)}, 64 * mib, 0);
-        CHECK(watch.held(0) == Held::not_own);
+        const PageWatch watch({memory.reach(0, end)}, PageWatch::Refused::skip);
+        CHECK_FALSE(watch.holds(0));
         const std::uint64_t before = faults();
         for (std::uint64_t at = 0; at < 3 * mib; at += page) memory.write(at);
         CHECK(faults() - before < few);
     }
     // Memory of this process alone lies there now, and who insists is not told of what was there before.
     REQUIRE(::mmap(memory.at(3 * mib), mib, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) != MAP_FAILED);
-    CHECK(PageWatch({memory.reach(0, 4 * mib)}, 64 * mib, 0).held(0) == Held::not_own);
-    CHECK(PageWatch({memory.reach(0, 4 * mib)}, all_bytes, 0).held(0) == Held::yes);
+    CHECK_FALSE(PageWatch({memory.reach(0, 4 * mib)}, PageWatch::Refused::skip).holds(0));
+    CHECK(PageWatch({memory.reach(0, 4 * mib)}, retry).holds(0));
 }
 
 TEST_CASE("a child has pages of its own, and what it writes is its own") {
     if (!can_watch()) return;
     const Mapped memory(64 * page);
     memory.fill(64 * page);
-    const PageWatch watch({memory.reach(0, 64 * page)}, all_bytes, 0);
+    const PageWatch watch({memory.reach(0, 64 * page)}, retry);
     const pid_t child = ::fork();
     if (child == 0) {
         memory.write(3 * page);
         int wrong = 0;
         {
-            const PageWatch own({memory.reach(0, 64 * page)}, all_bytes, 0);
-            wrong += own.held(0) != Held::yes || own.first_written(memory.reach(0, 64 * page));
+            const PageWatch own({memory.reach(0, 64 * page)}, retry);
+            wrong += !own.holds(0) || own.first_written(memory.reach(0, 64 * page));
             memory.write(7 * page);
             wrong += written(own, memory, 0, 64 * page) != std::pair{7 * page, 8 * page};
         }
@@ -439,8 +414,8 @@ TEST_CASE("watches that come and go over the same memory, against what they shou
                         Known& made = all.emplace_back();
                         made.reach = memory.reach(low * page, high * page);
                         made.written.assign(pages, false);
-                        made.watch = std::make_unique<PageWatch>(std::vector{made.reach}, all_bytes, 0);
-                        REQUIRE(made.watch->held(0) == Held::yes);
+                        made.watch = std::make_unique<PageWatch>(std::vector{made.reach}, retry);
+                        REQUIRE(made.watch->holds(0));
                     }
                     break;
                 case 1:

@@ -606,9 +606,10 @@ class Engine:
         blocks     how many arena blocks lazy rows may hold at once before `expedite`, at least one; None: any number
         bytes_per_s  how fast lazy rows may begin before `expedite`; 0: as fast as they can
         cap_bytes_per_s  limit of the rate at which any window begins, in any case; 0: no limit
-        watch      which lazy rows on the host are watched exactly, if the system can: by what it costs ("auto" and
-                   "digests"), all, none. Of others a few lines of every chunk are read, and compared with what is
-                   captured. Without meaning for rows that are watched already
+        watch      which lazy rows on the host are watched exactly: those that the system can watch ("auto" and
+                   "digests"; "exact" also tries again what was refused before), or none ("samples"). Of others a few
+                   lines of every chunk are read, and compared with what is captured. Without meaning for rows that are
+                   watched already
         files_ready  False: nothing is written before the job's `files_ready`, and what is captured meanwhile stays in
                    the arena. A job that is never told so ends by `cancel`
         """

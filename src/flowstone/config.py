@@ -301,9 +301,9 @@ class EngineOptions:
     kept_bytes      host memory of this rank for what chunks were when they were last stored by themselves: with
     `compress`, later saves encode what has changed of them, as long as that is shorter (docs/LIMITS.md). 0: none
     watch           how changes before capture are detected in tensors captured after `save` returned (docs/LIMITS.md).
+    "auto": every write is detected in host memory that the system can watch; of the rest, some bytes are compared.
     "exact": every write is detected, on a GPU every one that the capture shows, or the save is refused.
     "samples": some bytes are compared.
-    "auto": exact where that costs almost nothing (memory in huge pages, and 64 MiB of other memory).
     "digests": as "auto", and a GPU digests all that is captured later, and all replicas, when `save` is called: it
     reads that at its memory's rate, before what comes next in the current stream
     share_reads     bytes that several ranks of one node need are read by one of them and passed on through shared

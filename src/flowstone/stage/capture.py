@@ -19,12 +19,11 @@ copied at the speed of memory while the arena has room, then at the device's. A 
 alike, in any case.
 
 **Changes that escape the fence** are detected by tensors' version counters (`state/counters.py`), and by the engine
-(`native/mutation_detector.h`): by written pages, where the kernel reports them at acceptable cost; else by comparing a
-few lines of every chunk of a lazy piece with copies from the start of the save (on a device, the current stream gathers
-them), or the digests of all its chunks with those that a device made then, of what is one run of its memory. A window
-is digested in its block, so file and digest agree whatever happens to the source. A difference is a fault of that job,
-an error in its receipt: the save fails with `StateChangedError`, which names the tensors, and the previous checkpoint
-stays the newest.
+(`native/mutation_detector.h`): by written pages, where the kernel reports them; else by comparing a few lines of every
+chunk of a lazy piece with copies from the start of the save (on a device, the current stream gathers them), or the
+digests of all its chunks with those that a device made then, of what is one run of its memory. A window is digested in
+its block, so file and digest agree whatever happens to the source. A difference is a fault of that job, an error in its
+receipt: the save fails with `StateChangedError`, which names the tensors, and the previous checkpoint stays the newest.
 
 **Memory that goes away** in the meantime is one more such fault. A storage may free or move its memory at any time, so
 the kernel copies it (`native/live_memory.h`), and reports unmapped addresses; once all is captured, each storage is

@@ -28,3 +28,12 @@ def test_objects_load_what_ranks_have_saved_of_state_dicts(tmp_path: Path) -> No
     path = str(tmp_path / "run")
     run(2, "state_dict_acts", "save_dicts", path, "fsdp", "named")
     run(2, "state_dict_acts", "load_objects", path, "columns")
+
+
+@pytest.mark.parametrize(("source", "saved", "target", "loaded"), [(2, "fsdp", 2, "columns"), (2, "rows", 1, "whole")])
+def test_slots_that_no_rank_has_saved_are_kept_on_none(
+    tmp_path: Path, source: int, saved: str, target: int, loaded: str
+) -> None:
+    path = str(tmp_path / "run")
+    run(source, "state_dict_acts", "save_dicts_without_slots", path, saved)
+    run(target, "state_dict_acts", "load_dicts_without_slots", path, loaded)

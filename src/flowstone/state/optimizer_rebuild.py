@@ -14,9 +14,10 @@ import torch
 from flowstone.errors import StateError
 from flowstone.format import objects
 from flowstone.format.objects import Provided, TensorRef
-from flowstone.state import tensors
+from flowstone.state import absence, tensors
 from flowstone.state.constants import constant_free
 from flowstone.state.flat import Range
+from flowstone.state.held import HeldOptimizer
 from flowstone.state.inner import Core, parts_of
 from flowstone.state.loading import Loading
 from flowstone.state.names import Place
@@ -44,6 +45,7 @@ class Rebuild:
         self.options: dict[int, dict[str, Built]] = {}  # by index of the optimizer's group
         self.shared: Built = dict
         self.extra: Built = dict
+        self._removed: dict[int, Sequence[str]] = {}  # by index: settings that a state dict loses
         self._keeps_all = False  # every slot stays the tensor that it is
         self._on_device: dict[str, bool] = {}  # by path: are scalar slots on the parameter's device
         self._flat: dict[tuple[int, object], torch.Tensor] = {}  # by owner and slot: new flat tensors
@@ -101,7 +103,7 @@ class Rebuild:
             here = {member.home.path for member in found.values() if member is not None}
             alike = [j for j in waiting if set(self.view.paths[j]) == here]
             if not alike:
-                self._differ(i, "unexpected", "no group of these members", _listing(group.params))
+                self._differ(i, "unexpected", "no group of these members", _group(group.params))
                 continue
             mine = i if i in alike else alike[0]
             waiting.remove(mine)
@@ -110,7 +112,7 @@ class Rebuild:
                 name = f"{self.place.name}.param_groups.{i}.{path}"
                 self.loading.differ("unexpected", name, "no such parameter", "a member of the group")
         for i in waiting:
-            self._differ(i, "missing", _listing(self.view.paths[i]), "no group of these members")
+            self._differ(i, "missing", _group(self.view.paths[i]), "no group of these members")
 
     def _differ(self, i: int, kind: str, expected: str, found: str) -> None:
         name = f"{self.place.name}.param_groups.{i}"
@@ -133,9 +135,9 @@ class Rebuild:
             else:
                 new_values.want(node, place.child(key))
                 chosen[key] = _building(new_values, node, place)
-        kept = sorted(str(key) for key in self.view.options[i] if key not in chosen)
-        if kept:
-            self.loading.notes.append(f"{place.name}: {', '.join(kept)} not in the checkpoint, kept as they are")
+        absent = sorted(str(key) for key in self.view.options[i] if key not in chosen)
+        if absent and absence.note_options(self.loading, self.optimizer, absent, place):
+            self._removed[i] = absent
 
     def _option_device(self, i: int, on_device: bool, _: StoredTensor) -> torch.device | str:
         members = self.view.groups[i]
@@ -311,6 +313,17 @@ class Rebuild:
             self.loading.differ("kind", place.name, f"as in '{first}', of the same flat parameter", "another value")
         return first == place.name
 
+    def lack_slots(self) -> None:
+        """Slots of a state dict that the checkpoint does not have; call it once the stored ones are requested."""
+        if not isinstance(self.optimizer, HeldOptimizer):
+            return
+        absent: dict[str, dict[object, object]] = {}
+        for member in self.view.members():
+            path = member.home.path
+            known = self.kept.get(path, set()) | self.slots.get(path, {}).keys()
+            absent[path] = {slot: value for slot, value in member.slots.items() if slot not in known}
+        absence.note_slots(self.loading, self.optimizer, {path: of for path, of in absent.items() if of}, self.place)
+
     def want_rest(self, shared: object, extra: object) -> None:
         """Request state that belongs to no parameter, and entries that a subclass adds."""
         new_values = NewValues(self.loading)
@@ -356,6 +369,8 @@ class Rebuild:
             built = {key: make() for key, make in options.items()}
             for one in {id(one): one for one in (self.optimizer, *optimizers)}.values():
                 one.param_groups[i].update(built)
+                for key in self._removed.get(i, ()):
+                    one.param_groups[i].pop(key, None)
 
     def _built(self, members: Sequence[Member]) -> dict[object, object]:
         """The future slots of an optimizer's own parameter. `members`: the parameter itself, or those in a flat one."""
@@ -455,7 +470,6 @@ def _building(new_values: NewValues, node: object, place: Place) -> Built:
     return lambda: new_values.build(node, place.name)
 
 
-def _listing(paths: Sequence[str]) -> str:
-    """A group's members, as text with the first few names."""
-    shown = ", ".join(sorted(paths)[:3])
-    return f"a group of {len(paths)}: {shown}{', ...' if len(paths) > 3 else ''}"
+def _group(paths: Sequence[str]) -> str:
+    """A group's members, as text."""
+    return f"a group of {len(paths)}: {absence.listing(paths)}"

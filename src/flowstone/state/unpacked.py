@@ -22,6 +22,7 @@ from typing import Any, TypeAlias, cast
 
 import torch
 
+from flowstone.state.held import HeldExtra, HeldModule, HeldOptimizer
 from flowstone.state.names import strip_wrappers
 from flowstone.state.optimizer_view import NOT_OPTIONS, StoredOptimizer, stored_optimizer
 from flowstone.state.state_dicts import is_optimizers
@@ -29,7 +30,6 @@ from flowstone.state.state_dicts import is_optimizers
 _PACKED = frozenset({"state", "param_groups"})
 _STATE, _GROUPS = "state.", "param_groups."
 _EXTRA_STATE = "_extra_state"
-_RUNNING = frozenset({"running_mean", "running_var", "num_batches_tracked"})  # which every rank has its own of
 _DEPTH_MAX = 8  # dicts inside of dicts that are looked into
 
 Dict: TypeAlias = "dict[Any, Any]"
@@ -60,58 +60,6 @@ def unpack(state_dict: Mapping[str, object], stored: Mapping[str, object] | None
     modules = unpacking.modules(state_dict, ())
     state = unpacking.optimizers(modules, ())
     return Unpacked(cast("dict[str, object]", state), unpacking.pack)
-
-
-class HeldModule(torch.nn.Module):
-    """A module that holds given tensors under their names, and computes nothing."""
-
-    def hold(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        """Hold a tensor: as a buffer, if it is one that every rank has its own of; else as a parameter, returned."""
-        inside, leaf = self._inside(name)
-        if leaf in _RUNNING:
-            inside._buffers[leaf] = value.detach()
-            return value
-        # Into the table itself: register_parameter() refuses names that a module has as attributes.
-        inside._parameters[leaf] = parameter = torch.nn.Parameter(value.detach(), requires_grad=False)
-        return parameter
-
-    def hold_extra(self, name: str, value: object) -> _HeldExtra:
-        """Hold what a module's get_extra_state() returned. `name` ends with torch's key for that."""
-        inside, _ = self._inside(name, of=_HeldExtra)
-        extra = cast("_HeldExtra", inside)
-        extra.value = value
-        return extra
-
-    def _inside(self, name: str, of: type[HeldModule] | None = None) -> tuple[HeldModule, str]:
-        *path, leaf = name.split(".")
-        at = self
-        for i, part in enumerate(path):
-            if part not in at._modules:
-                at._modules[part] = HeldModule()
-            if of is not None and i == len(path) - 1:
-                at._modules[part] = _with_extra(cast("HeldModule", at._modules[part]))
-            at = cast("HeldModule", at._modules[part])
-        return at, leaf
-
-
-class _HeldExtra(HeldModule):
-    value: object = None
-
-    def get_extra_state(self) -> Any:
-        return self.value
-
-    def set_extra_state(self, state: Any) -> None:
-        self.value = state
-
-
-def _with_extra(module: HeldModule) -> _HeldExtra:
-    made = _HeldExtra()
-    made._parameters, made._buffers, made._modules = module._parameters, module._buffers, module._modules
-    return made
-
-
-class HeldOptimizer(torch.optim.Optimizer):
-    """An optimizer that holds given slots, and takes no step."""
 
 
 @dataclass(slots=True, eq=False)
@@ -159,7 +107,7 @@ class _Unpacking:
 
     def _module(self, value: Dict, path: tuple[str, ...]) -> HeldModule:
         extras = [key for key in value if key.endswith(_EXTRA_STATE)]
-        held = _HeldExtra() if _EXTRA_STATE in value else HeldModule()
+        held = HeldExtra() if _EXTRA_STATE in value else HeldModule()
         by_tensor: dict[int, torch.Tensor] = {}  # tied ones stay one
         mine = self.parameters.setdefault(".".join(path), {})
         for key, item in value.items():
@@ -167,7 +115,7 @@ class _Unpacking:
                 continue
             name = strip_wrappers(key)
             if id(item) in by_tensor:
-                inside, leaf = held._inside(name)
+                inside, leaf = held.inside(name)
                 inside._parameters[leaf] = cast("torch.nn.Parameter", by_tensor[id(item)])
             else:
                 by_tensor[id(item)] = held.hold(name, item)
@@ -175,8 +123,8 @@ class _Unpacking:
         for key in extras:
             name = strip_wrappers(key)
             if name == _EXTRA_STATE:
-                cast("_HeldExtra", held).value = value[key]
-                extra = cast("_HeldExtra", held)
+                cast("HeldExtra", held).value = value[key]
+                extra = cast("HeldExtra", held)
             else:
                 extra = held.hold_extra(name, value[key])
             self.pack.append(partial(_put_extra, value, key, extra))
@@ -205,7 +153,7 @@ class _Unpacking:
     def stored_counts(self, path: tuple[str, ...]) -> list[int]:
         """How many parameters each group has, where the checkpoint holds a state dict that numbers them."""
         node = self._node(path)
-        if not is_optimizers(node):
+        if not is_optimizers(node) or stored_optimizer(node) is not None:
             return []
         return [len(group["params"]) for group in cast("Dict", node)["param_groups"]]
 
@@ -216,7 +164,7 @@ class _Unpacking:
         return node
 
 
-def _put_extra(value: Dict, key: str, extra: _HeldExtra) -> None:
+def _put_extra(value: Dict, key: str, extra: HeldExtra) -> None:
     value[key] = extra.value
 
 
@@ -230,12 +178,16 @@ def _is_module(value: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """A group to be: keys of its parameters in the dict, their names, paths where stored, and its options."""
+    """A group to be: keys of its parameters in the dict, their names, paths where stored, and its options.
+
+    numbered  the names are numbers: they name no parameter of a module
+    """
 
     keys: Sequence[object]
     names: Sequence[str]
     paths: Sequence[str]
     options: Mapping[str, object]
+    numbered: bool = False
 
 
 def _held_optimizer(
@@ -246,7 +198,7 @@ def _held_optimizer(
     made: list[dict[str, object]] = []
     for group in groups:
         found = [
-            unpacking.parameter(name, path, slots.get(key, {}))
+            unpacking.parameter("" if group.numbered else name, path, slots.get(key, {}))
             for key, name, path in zip(group.keys, group.names, group.paths, strict=True)
         ]
         own = [parameter for parameter, _ in found]
@@ -258,6 +210,7 @@ def _held_optimizer(
         return None
     names = [one.pop("param_names", None) for one in made]  # which Optimizer takes together with tensors only
     optimizer = HeldOptimizer(made, {})
+    optimizer.numbered = any(group.numbered for group in groups)
     for made_group, own_names in zip(optimizer.param_groups, names, strict=True):
         if own_names is not None:
             made_group["param_names"] = own_names
@@ -272,16 +225,19 @@ def _held_optimizer(
 
 def _unpack_packed(unpacking: _Unpacking, value: Dict, path: tuple[str, ...]) -> object:
     """An optimizer for what Optimizer.state_dict() or get_optimizer_state_dict() returned."""
-    groups = _groups_of(value, unpacking.stored_at(path))
+    groups = _groups_of(value, unpacking.stored_at(path), by_order=bool(unpacking.stored_counts(path)))
     held = None if groups is None else _held_optimizer(unpacking, groups, value["state"])
     if held is None:
         return value
     optimizer, members = held
 
     def pack() -> None:
-        for key, parameter in members:
-            if parameter in optimizer.state:
-                value["state"][key] = optimizer.state[parameter]
+        slots: dict[object, object] = {
+            key: optimizer.state[parameter] for key, parameter in members if parameter in optimizer.state
+        }
+        slots.update((key, own) for key, own in optimizer.state.items() if not isinstance(key, torch.Tensor))
+        value["state"].clear()
+        value["state"].update(slots)
         for mine, group in zip(value["param_groups"], optimizer.param_groups, strict=True):
             kept = {key: mine[key] for key in NOT_OPTIONS & mine.keys()}
             options = {key: item for key, item in group.items() if key not in NOT_OPTIONS}
@@ -292,14 +248,20 @@ def _unpack_packed(unpacking: _Unpacking, value: Dict, path: tuple[str, ...]) ->
     return optimizer
 
 
-def _groups_of(value: Dict, stored: StoredOptimizer | None) -> list[_Group] | None:
-    """The groups with a name for each parameter; None where nothing gives one."""
+def _groups_of(value: Dict, stored: StoredOptimizer | None, *, by_order: bool) -> list[_Group] | None:
+    """The groups with a name for each parameter; None where nothing gives one.
+
+    by_order  the checkpoint has a state dict, too, whose parameters are matched by their order
+    """
     found: list[_Group] = []
     for i, group in enumerate(value["param_groups"]):
         keys = group["params"]
         options = {key: item for key, item in group.items() if key not in NOT_OPTIONS}
         names, paths = group.get("param_names", keys), [""] * len(keys)
         if not all(type(name) is str for name in names) or len(names) != len(keys):
+            if by_order:
+                found.append(_Group(keys, list(map(str, keys)), [""] * len(keys), options, numbered=True))
+                continue
             if stored is None or len(stored.groups) != len(value["param_groups"]):
                 return None
             names = paths = stored.groups[i].params
@@ -330,6 +292,7 @@ def _unpack_flat(unpacking: _Unpacking, value: Dict, path: tuple[str, ...]) -> o
     if held is None:
         return value
     optimizer, members = held
+    optimizer.complete = True
 
     def pack() -> None:
         for name, parameter in members:

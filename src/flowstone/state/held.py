@@ -1,0 +1,72 @@
+"""Modules and optimizers that hold the tensors of state dicts, in the place of the objects that these are of."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+
+_RUNNING = frozenset({"running_mean", "running_var", "num_batches_tracked"})  # which every rank has its own of
+
+
+class HeldModule(torch.nn.Module):
+    """A module that holds given tensors under their names, and computes nothing."""
+
+    def hold(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        """Hold a tensor: as a buffer, if it is one that every rank has its own of; else as a parameter, returned."""
+        inside, leaf = self.inside(name)
+        if leaf in _RUNNING:
+            inside._buffers[leaf] = value.detach()
+            return value
+        # Into the table itself: register_parameter() refuses names that a module has as attributes.
+        inside._parameters[leaf] = parameter = torch.nn.Parameter(value.detach(), requires_grad=False)
+        return parameter
+
+    def hold_extra(self, name: str, value: object) -> HeldExtra:
+        """Hold what a module's get_extra_state() returned. `name` ends with torch's key for that."""
+        inside, _ = self.inside(name, of=HeldExtra)
+        extra = cast("HeldExtra", inside)
+        extra.value = value
+        return extra
+
+    def inside(self, name: str, of: type[HeldModule] | None = None) -> tuple[HeldModule, str]:
+        """The module that a dotted name leads to, made where it is not there, of the type `of`; and the last part."""
+        *path, leaf = name.split(".")
+        at = self
+        for i, part in enumerate(path):
+            if part not in at._modules:
+                at._modules[part] = HeldModule()
+            if of is not None and i == len(path) - 1:
+                at._modules[part] = _with_extra(cast("HeldModule", at._modules[part]))
+            at = cast("HeldModule", at._modules[part])
+        return at, leaf
+
+
+class HeldExtra(HeldModule):
+    """One that has extra state, too."""
+
+    value: object = None
+
+    def get_extra_state(self) -> Any:
+        return self.value
+
+    def set_extra_state(self, state: Any) -> None:
+        self.value = state
+
+
+def _with_extra(module: HeldModule) -> HeldExtra:
+    made = HeldExtra()
+    made._parameters, made._buffers, made._modules = module._parameters, module._buffers, module._modules
+    return made
+
+
+class HeldOptimizer(torch.optim.Optimizer):
+    """An optimizer that holds given slots, and takes no step.
+
+    complete  torch cannot read its state dict back without all entries, so that a checkpoint which lacks one does not
+              match; else a load removes what the checkpoint does not have
+    numbered  its parameters are known by their order alone, so that nothing is known of their shapes
+    """
+
+    complete = False
+    numbered = False

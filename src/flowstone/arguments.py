@@ -15,13 +15,13 @@ from flowstone.errors import ArgumentError, ClosedError, StorageError
 from flowstone.rules import Cast, Init
 from flowstone.store.base import Store, lacks
 from flowstone.store.local import LocalStore
+from flowstone.store.objects.urls import FSSPEC, SCHEMES, URL, ObjectUrl, object_url, without_secrets
 
 if TYPE_CHECKING:
     from flowstone.layout_rules import LoadRule
     from flowstone.quantize import Quantize
     from flowstone.store.node_memory import NodeMemory
 
-_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(//|/(?=[^/]))")
 _FIRST_NOTE = "path-1.json"  # of a store with several paths (store/striped/records.py)
 _MEMORY = re.compile(r"memory:/{1,2}(?=[^/]|$)")
 _SCHEMES = frozenset({
@@ -29,9 +29,6 @@ _SCHEMES = frozenset({
     "oss", "r2", "s3", "s3a", "sftp", "ssh", "webdav", "wasb", "wasbs",
 })
 """URL schemes after `Path` has joined the two slashes into one. With two slashes any scheme counts as a URL."""
-_WITHOUT_HOST = frozenset({"file", "local", "memory"})
-_FSSPEC = "fsspec+"  # before any scheme that fsspec knows (store/objects/file_system.py)
-_OBJECT_SCHEMES = frozenset({"s3", "s3a", "gs", "az", "azure", "adl", "abfs", "abfss"})
 
 
 def check_open(location: str, *, closed: bool, pid: int) -> None:
@@ -192,7 +189,7 @@ def store_path(path: object) -> Path:
         raise ArgumentError(
             f"the path {text!r} is no UTF-8", next="rename the directory, or give another path"
         ) from None
-    url = _URL.match(text)
+    url = URL.match(text)
     if url is not None and (url[2] == "//" or url[1].lower() in _SCHEMES):
         _refuse_url(text, url[1].lower())
     try:
@@ -245,8 +242,9 @@ def check_work(*, on_progress: object = None, cluster: object = None) -> None:
 
 
 def _refuse_url(text: str, scheme: str) -> None:
-    inside = text.partition(":")[2].lstrip("/")
-    is_object = scheme in _OBJECT_SCHEMES or scheme.startswith(_FSSPEC)
+    shown_url = without_secrets(text)
+    inside = shown_url.partition(":")[2].lstrip("/")
+    is_object = scheme in SCHEMES or scheme.startswith(FSSPEC)
     remedy = f"write the path alone: '/{inside}'"
     if scheme != "file":
         other = "use a directory and copy checkpoints from there" if is_object else (
@@ -256,30 +254,7 @@ def _refuse_url(text: str, scheme: str) -> None:
     expected = "a directory of a mounted file system"
     if is_object:
         expected += ": this call takes no object store"
-    raise ArgumentError(f"{text!r} is a URL", expected=expected, next=remedy)
-
-
-class ObjectUrl(str):
-    """The URL of an object store, with its scheme in lower case and without a slash at its end."""
-
-    __slots__ = ()
-
-
-def object_url(path: object) -> ObjectUrl | None:
-    """The URL that a path is, if it is one of an object store; `Path` has perhaps joined its two slashes."""
-    text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
-    found = _URL.match(text) if isinstance(text, str) else None
-    if text is None or found is None:
-        return None
-    scheme = found[1].lower()
-    if scheme.startswith(_FSSPEC):
-        rest = text[found.end():]
-        if found[2] == "/" and scheme.removeprefix(_FSSPEC) in _WITHOUT_HOST:
-            rest = f"/{rest}"  # Path has joined three slashes
-        return ObjectUrl(f"{scheme}://{rest.rstrip('/') or rest}")
-    if scheme not in _OBJECT_SCHEMES:
-        return None
-    return ObjectUrl(f"{found[1].lower()}://{text[found.end():].rstrip('/')}")
+    raise ArgumentError(f"{shown_url!r} is a URL", expected=expected, next=remedy)
 
 
 def refuse_object_url(path: object) -> None:

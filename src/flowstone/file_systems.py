@@ -30,7 +30,7 @@ class Fsspec(ObjectStore):
         bucket = FileSystemBucket(file_system, path)
         protocol = getattr(file_system, "protocol", "")
         scheme = protocol if isinstance(protocol, str) else protocol[0]
-        super().__init__(bucket, engine, location=f"fsspec+{scheme}://{path.strip('/')}")
+        super().__init__(bucket, engine, location=f"fsspec+{scheme}://{bucket.root}")
 
 
 __all__ = ["Fsspec"]

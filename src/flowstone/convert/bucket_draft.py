@@ -14,12 +14,13 @@ from contextlib import suppress
 
 import msgspec
 
-from flowstone.arguments import ObjectUrl, store_at
+from flowstone.arguments import store_at
 from flowstone.convert.layout import Layout
 from flowstone.convert.store_writes import StoreDraft
 from flowstone.errors import DamagedError, FlowstoneError, LockedError, StorageError
 from flowstone.store.base import Store
 from flowstone.store.objects.lease import has_ended, here
+from flowstone.store.objects.urls import ObjectUrl
 
 _NOTE_BYTES_MAX = 64 << 20
 
@@ -70,7 +71,7 @@ class BucketDraft:
         taken = self._store.exists(self.name) if self._is_file else self._store.exists()
         if taken:
             raise StorageError(
-                f"cannot export to {self.url}: there is something", errno=errno.EEXIST,
+                f"cannot export to {self.url.shown}: there is something", errno=errno.EEXIST,
                 next="give a new URL, or remove it first",
             )
         holder = f"process {os.getpid()} on {socket.gethostname()}"
@@ -84,7 +85,7 @@ class BucketDraft:
             return msgspec.json.decode(self._store.read(self._note, bytes_max=_NOTE_BYTES_MAX), type=_Note)
         except (msgspec.DecodeError, DamagedError):
             raise StorageError(
-                f"cannot export to {self.url}: {self._note} is there, and no export has written it",
+                f"cannot export to {self.url.shown}: {self._note} is there, and no export has written it",
                 errno=errno.EEXIST, next="remove it, or give another URL",
             ) from None
 
@@ -93,7 +94,7 @@ class BucketDraft:
         if has_ended(known.machine, known.process):
             return
         raise LockedError(
-            f"cannot export to {self.url}: another export is under way, or was killed on another machine",
+            f"cannot export to {self.url.shown}: another export is under way, or was killed on another machine",
             holder=known.holder, next=f"wait for it; if it is dead, remove {self._note} and what else is there",
         )
 

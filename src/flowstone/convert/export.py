@@ -11,7 +11,7 @@ from typing import Literal
 
 from msgspec.structs import replace
 
-from flowstone.arguments import ObjectUrl, check_work, new_place, store_path, to_section
+from flowstone.arguments import check_work, new_place, store_path, to_section
 from flowstone.checkpoint import Checkpoint
 from flowstone.cluster import Cluster
 from flowstone.config import whole_number
@@ -42,6 +42,7 @@ from flowstone.convert.targets.universal_contents import universal_contents
 from flowstone.errors import ArgumentError
 from flowstone.layout_rules import GivenRules
 from flowstone.store.base import Store
+from flowstone.store.objects.urls import ObjectUrl
 
 Format = Literal["hf", "torch", "dcp", "universal"]
 FORMATS: tuple[str, ...] = ("hf", "torch", "dcp", "universal")
@@ -111,7 +112,7 @@ def export(
     beside, section = _directory_of(documents), None if section is None else to_section(section)
     target, most_bytes = new_place(path), whole_number("shard_bytes", shard_bytes)
     source, url = open_source(checkpoint, step), target if isinstance(target, ObjectUrl) else None
-    place = url or os.path.abspath(target)
+    place = os.path.abspath(target) if url is None else url.shown
     if to == "universal":
         mapped, lost, layout, texts = _lay_out_universal(source, section, dtype, rules)
     else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from flowstone.arguments import memory_of, object_url
+from flowstone.arguments import memory_of
 from flowstone.checkpoint import Checkpoint, open_checkpoint
 from flowstone.commit.entries import step_of
 from flowstone.convert.documents import with_documents
@@ -21,6 +21,7 @@ from flowstone.convert.sources.torchsnapshot import is_torchsnapshot, read_torch
 from flowstone.errors import ArgumentError, DamagedError, NotAStoreError
 from flowstone.format.manifest import MANIFEST_NAME, MARKER_NAME
 from flowstone.store.base import Store
+from flowstone.store.objects.urls import object_url
 
 
 def open_source(path: str | os.PathLike[str] | Store | Checkpoint, step: int | None = None) -> Source:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from flowstone.arguments import ObjectUrl, check_work, new_place
+from flowstone.arguments import check_work, new_place
 from flowstone.checkpoint import Checkpoint, open_checkpoint
 from flowstone.cluster import Cluster
 from flowstone.commit import publish
@@ -29,6 +29,7 @@ from flowstone.errors import ArgumentError
 from flowstone.format.manifest import INDEX_NAME, MANIFEST_NAME, OBJECTS_NAME, Manifest
 from flowstone.store.base import Store
 from flowstone.store.local import LocalStore
+from flowstone.store.objects.urls import ObjectUrl
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ def pack(
     begun, target = time.monotonic(), new_place(path)
     url = target if isinstance(target, ObjectUrl) else None
     opened = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint, step)
-    place = url or os.path.abspath(target)
+    place = os.path.abspath(target) if url is None else url.shown
     name = os.path.basename(place)
     if step_of(name) not in (None, opened.step):
         raise ArgumentError(

@@ -22,6 +22,7 @@ from flowstone.errors import ArgumentError, FlowstoneError, FrameworkError, Stor
 from flowstone.log import log
 from flowstone.store.objects.failures import begins_behind, is_missing, is_taken, may_pass, storage_error
 from flowstone.store.objects.profiles import of_profile
+from flowstone.store.objects.urls import parse
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -91,15 +92,18 @@ def open_bucket(url: str, patience: Patience) -> tuple[Bucket, Bucket]:
     repeats: RetryConfig = {"max_retries": _PART_ATTEMPTS_MAX, "retry_timeout": budget, "backoff": backoff}
     no_repeats: RetryConfig = {"max_retries": 0}
     make = cast("Callable[..., Bucket]", from_url)  # each of its overloads is of one kind of store
+    parts = parse(url)
     try:
         profile = of_profile(url)
-        once = make(url, client_options=client, retry_config=no_repeats, **profile)
-        repeating = make(url, client_options=client, retry_config=repeats, **profile)
+        once = make(parts.quoted, client_options=client, retry_config=no_repeats, **profile)
+        repeating = make(parts.quoted, client_options=client, retry_config=repeats, **profile)
     except (BaseError, ValueError) as error:
         raise ArgumentError(
             f"{url} is no URL of an object store: {str(error).partition(chr(10))[0]}",
             next="write s3://bucket/path, gs://bucket/path or az://container/path",
         ) from error
+    used = {str(one.prefix or "") for one in (once, repeating)}
+    assert used == {parts.prefix}, f"obstore takes {url} for {used}"
     return once, repeating
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import re
 import secrets
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -22,11 +21,11 @@ import msgspec
 from flowstone.config import MIB
 from flowstone.errors import ArgumentError, FrameworkError, StorageError
 from flowstone.store.objects.client import DIRECTORY_NAME, same_tag
+from flowstone.store.objects.urls import FSSPEC, check_parts, without_secrets
 
 T = TypeVar("T")
 _Bytes = bytes  # in a class that has a method of that name
 
-PREFIX = "fsspec+"  # of a URL's scheme
 _PART_PREFIX = ".flowstone-part-"  # of a temporary file's name
 _PART_BYTES_MIN, _WRITE_BYTES = 8 * MIB, MIB
 _APPEARS_WHOLE = frozenset({"s3", "s3a"})  # and `create` is one request that is refused where the name is taken
@@ -38,7 +37,6 @@ _MARKS = (  # what file systems call that which tells a file from the one that i
 )
 _SURE_MARKS = frozenset(_MARKS[: _MARKS.index("LastModified")])  # the others are times, of a second perhaps
 _READ_FOR_TAG_MAX = 64 * 1024  # bytes of a file that is read where there are times alone
-_PASSWORD = re.compile(r"(?<=//)([^/@:]*):[^/@]*@")
 
 
 def open_file_system(url: str) -> tuple[object, str, str]:
@@ -48,7 +46,7 @@ def open_file_system(url: str) -> tuple[object, str, str]:
             ArgumentError   fsspec knows no such scheme
             StorageError    it does not connect
     """
-    inner, name = url.removeprefix(PREFIX), _PASSWORD.sub(r"\1:***@", url).rstrip("/")
+    inner, name = url.removeprefix(FSSPEC), without_secrets(url).rstrip("/")
     try:
         from fsspec.core import url_to_fs
     except ImportError as error:
@@ -93,9 +91,14 @@ class FileSystemBucket:
             )
         self._fs: Any = cast("Any", file_system)
         self._root = str(self._fs._strip_protocol(root)).rstrip("/")
+        check_parts(self._root, self._root.lstrip("/").split("/") if self._root else ())
         self._appears_whole = bool(protocols & _APPEARS_WHOLE)
         has_own_threads = getattr(file_system, "async_impl", False) or bool(protocols & _OF_THREADS)
         self._guard: AbstractContextManager[object] = nullcontext() if has_own_threads else threading.RLock()
+
+    @property
+    def root(self) -> str:
+        return self._root
 
     # What reads
 
@@ -376,4 +379,4 @@ def _protocols_of(file_system: object) -> frozenset[str]:
     return protocols
 
 
-__all__ = ["PREFIX", "FileSystemBucket", "open_file_system"]
+__all__ = ["FileSystemBucket", "open_file_system"]

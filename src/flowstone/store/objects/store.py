@@ -23,11 +23,12 @@ from flowstone.store.objects.ahead import AheadStore
 from flowstone.store.objects.client import DIRECTORY_NAME, Client, Patience, open_bucket, same_tag
 from flowstone.store.objects.downloads import ObjectExtents, ObjectReading, give_up
 from flowstone.store.objects.failures import begins_behind, storage_error
-from flowstone.store.objects.file_system import PREFIX, FileSystemBucket, open_file_system
+from flowstone.store.objects.file_system import FileSystemBucket, open_file_system
 from flowstone.store.objects.kept import Held
 from flowstone.store.objects.lease import LEASE_S, ObjectLease
 from flowstone.store.objects.orphans import abort_unfinished
 from flowstone.store.objects.uploads import ObjectPart, ObjectWriting, Upload, part_bytes
+from flowstone.store.objects.urls import FSSPEC, object_url
 from flowstone.store.os_errors import MORE_THREADS, translated
 from flowstone.store.parts import Moving
 from flowstone.store.settings import Settings, resolve
@@ -60,13 +61,14 @@ class ObjectStore:
         location: str | None = None, patience: Patience | None = None, lease_s: float = LEASE_S,
     ) -> None:
         patience = patience or Patience()
-        if isinstance(bucket, str) and bucket.startswith(PREFIX):
-            file_system, path, name = open_file_system(bucket)
+        url = object_url(bucket) if isinstance(bucket, str) else None
+        if url is not None and url.startswith(FSSPEC):
+            file_system, path, name = open_file_system(url)
             once = repeating = cast("Bucket", FileSystemBucket(file_system, path))
             location = location or name
         elif isinstance(bucket, str):
-            once, repeating = open_bucket(bucket, patience)
-            location = location or bucket.rstrip("/")
+            once, repeating = open_bucket(url or bucket, patience)
+            location = location or url or bucket
         else:
             once = repeating = cast("Bucket", bucket)
             location = location or repr(bucket)

@@ -1,0 +1,172 @@
+"""URLs of object stores, taken apart strictly: what is shown is what is used, and two URLs are two stores.
+
+Others cut a URL at `#` and `?`, decode `%20`, and resolve `..`: two runs would be one store, or one would lie in another.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from urllib.parse import quote
+
+import msgspec
+
+from flowstone.errors import ArgumentError
+
+FSSPEC = "fsspec+"  # before any scheme that fsspec knows (store/objects/file_system.py)
+SCHEMES = frozenset({"s3", "s3a", "gs", "az", "azure", "adl", "abfs", "abfss"})
+_AZURE = frozenset({"az", "azure", "adl", "abfs", "abfss"})
+_WITH_USERS = frozenset({"ftp", "hdfs", "sftp", "ssh"})  # elsewhere a name before `@` may be a token
+_WITHOUT_HOST = frozenset({"file", "local", "memory"})
+URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(//|/(?=[^/]))")
+_BUCKET = re.compile(r"[$A-Za-z0-9][A-Za-z0-9._-]*", re.ASCII)
+_ACCOUNT = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]*", re.ASCII)
+_PORT = re.compile(r"[^:@]*:\d*", re.ASCII)
+_ESCAPE = re.compile(r"%[0-9A-Fa-f]{2}", re.ASCII)
+
+
+class ObjectUrl(str):
+    """The URL of an object store, checked, with its scheme in lower case and without a slash at its end."""
+
+    __slots__ = ()
+
+    @property
+    def shown(self) -> str:
+        """For people: without a password."""
+        return without_secrets(self)
+
+
+class BucketUrl(msgspec.Struct, frozen=True):
+    """The parts of a URL of S3, Google Cloud Storage or Azure.
+
+    bucket  with Azure, perhaps container@account
+    prefix  of all objects' names, without a slash at either end; "" for the bucket's root
+    """
+
+    scheme: str
+    bucket: str
+    prefix: str
+
+    @property
+    def quoted(self) -> str:
+        """As programs read it that decode URLs."""
+        return f"{self.scheme}://{self.bucket}/{quote(self.prefix)}"
+
+
+def object_url(path: object) -> ObjectUrl | None:
+    """The URL that a path is, if it is one of an object store; `Path` has perhaps joined its two slashes.
+
+    raises  ArgumentError for a URL that other programs would read in another way, or that has credentials
+    """
+    text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
+    found = URL.match(text) if isinstance(text, str) else None
+    if not isinstance(text, str) or found is None:
+        return None
+    scheme, rest = found[1].lower(), text[found.end() :]
+    if scheme.startswith(FSSPEC):
+        if found[2] == "/" and scheme.removeprefix(FSSPEC) in _WITHOUT_HOST:
+            rest = f"/{rest}"  # Path has joined three slashes
+        return _of_fsspec(scheme, rest)
+    return ObjectUrl(_joined(parse(f"{scheme}://{rest}"))) if scheme in SCHEMES else None
+
+
+def parse(url: str) -> BucketUrl:
+    """The parts of a URL of an object store. Raises ArgumentError."""
+    scheme, _, rest = url.partition("://")
+    bucket, _, prefix = rest.partition("/")
+    _check_characters(url, rest)
+    if ":" in bucket or ("@" in bucket and scheme not in _AZURE):
+        raise _refused(
+            url, "it has credentials in it", "leave them out: give them by the environment, as to other programs "
+            "(AWS_ACCESS_KEY_ID, GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_ACCOUNT_KEY)",
+        )
+    container, at, account = bucket.partition("@")
+    if not _BUCKET.fullmatch(container) or (at and not _ACCOUNT.fullmatch(account)):
+        raise _refused(
+            url, f"{bucket!r} is not the name of a bucket" if bucket else "it names no bucket",
+            "write s3://bucket/path, gs://bucket/path or az://container/path",
+        )
+    prefix = prefix.removesuffix("/")
+    escape = _ESCAPE.search(prefix)
+    if escape is not None:
+        raise _refused(
+            url, f"programs differ on whether {escape[0]} stands for another character", "write the character itself, "
+            "or choose another name",
+        )
+    check_parts(url, prefix.split("/") if prefix else ())
+    return BucketUrl(scheme, bucket, prefix)
+
+
+def _joined(url: BucketUrl) -> str:
+    return f"{url.scheme}://{url.bucket}/{url.prefix}".rstrip("/")
+
+
+def _of_fsspec(scheme: str, rest: str) -> ObjectUrl:
+    """A URL of fsspec's: its host may have a user and a password, since fsspec has no other place for them."""
+    url = f"{scheme}://{rest}"
+    _check_characters(url, rest)
+    host = rest.partition("/")[0]
+    if ":" in host and "@" not in host and not _PORT.fullmatch(host):
+        raise _refused(
+            url, "what follows ':' is no number of a port, and no '@' ends a password",
+            "write a slash of a password as %2F, or give the file system itself to fs.Fsspec",
+        )
+    kept = rest.removesuffix("/") or rest
+    check_parts(url, kept.partition("/")[2].split("/") if "/" in kept.removesuffix("/") else ())
+    return ObjectUrl(f"{scheme}://{kept}")
+
+
+def _check_characters(url: str, rest: str) -> None:
+    for mark in "#?":
+        if mark in rest:
+            kept = without_secrets(url).partition(mark)[0]
+            raise _refused(
+                url, f"it has {mark!r}, behind which nothing counts in a URL",
+                "choose a name without it" + ("" if url.startswith(FSSPEC) else f"; what was saved by it is in {kept}"),
+            )
+    try:
+        rest.encode()
+    except UnicodeEncodeError:
+        raise _refused(url, "it is no UTF-8", "choose another name") from None
+
+
+def check_parts(shown: str, parts: Sequence[str]) -> None:
+    """Raise ArgumentError unless each part of a path, between slashes, is a name and nothing else. `shown`: all of it."""
+    for part in parts:
+        control = next((char for char in part if ord(char) < 32 or 127 <= ord(char) < 160), None)
+        if control is not None:
+            raise _refused(shown, f"it has the control character {control!r}", "is a line end behind a variable?")
+        if part in (".", ".."):
+            raise _refused(shown, f"its part {part!r} is no name", "write the path without it")
+        if not part:
+            raise _refused(shown, "a part between two slashes is empty", "write one slash; is a variable unset?")
+
+
+def _refused(url: str, reason: str, remedy: str) -> ArgumentError:
+    return ArgumentError(f"{without_secrets(url)!r} is no place for a store: {reason}", next=remedy)
+
+
+def without_secrets(url: str) -> str:
+    """A URL, of whatever scheme, for messages: what may be a password, a key or a signature is `***`."""
+    scheme, slashes, rest = url.partition("://")
+    if not slashes:
+        scheme, slashes, rest = url.partition(":/")
+    host, behind = rest.partition("/")[0], rest
+    name, at = "", ""
+    if "@" in host:
+        user, at, behind = rest[: len(host)].rpartition("@")
+        name, behind = _without_password(scheme, user), behind + rest[len(host) :]
+    elif ":" in host and not _PORT.fullmatch(host):
+        # A key may have a slash in it: it ends with the last `@`, wherever that is.
+        name, at, behind = f"{host.partition(':')[0]}:***", "@", rest.rpartition("@")[2] if "@" in rest else ""
+    behind, mark, query = behind.partition("?")
+    return f"{scheme}{slashes}{name}{at}{behind}{mark}{'***' if query else ''}"
+
+
+def _without_password(scheme: str, user: str) -> str:
+    name, colon, _ = user.partition(":")
+    if colon:
+        return f"{name}:***"
+    is_known = scheme in _AZURE or scheme in _WITH_USERS or scheme.startswith(FSSPEC)
+    return name if is_known else "***"

@@ -107,12 +107,22 @@ def listed(store: Names) -> list[Journal]:
         entry = parse(name)
         if entry is None or entry.kind is not Kind.JOURNAL or store.is_link(name):
             continue
-        for file in store.names(name):
+        for file in files(store, name) or ():
             opening = _opening(store, name, file)
             if opening is not None and journal_directory(opening.after, opening.id) == name:
                 found.append(Journal(name, opening))
                 break
     return sorted(found, key=lambda one: one.opening.number, reverse=True)
+
+
+def files(store: Names, directory: str) -> tuple[str, ...] | None:
+    """What is in a journal's directory; None: it is none, but another program's file, or has been removed meanwhile."""
+    try:
+        return store.names(directory)
+    except StorageError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR):
+            raise
+        return None
 
 
 def _opening(store: Names, directory: str, file: str) -> Opening | None:
@@ -414,7 +424,7 @@ def remove_older(
     for name, step in sorted(names.items(), key=lambda one: one[1]):
         why = f"step {committed} is committed, and needs no journal from before it"
         try:
-            if store.is_link(name):
+            if store.is_link(name) or files(store, name) is None:
                 continue
             store.check_lock()
             deleting = new_deleting(step)

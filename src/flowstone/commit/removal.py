@@ -49,15 +49,18 @@ def retire(store: Store, step: int) -> Entry:
 
 
 def move(store: Store, source: str, target: str) -> None:
-    """Rename a checkpoint's directory to a free name; atomically if the store can, else file by file, manifest first.
+    """Rename a checkpoint's directory to a free name; atomically if the store can, else file by file, manifest first,
+    and what others have put there stays.
     """
     if store.capabilities.atomic_rename:
         store.rename(source, target)
         return
     store.make_directory(target)
-    for name in _manifest_first(store.names(source)):
+    names = store.names(source)
+    for name in _manifest_first(filter(is_ours, names)):
         store.rename(inside(source, name), inside(target, name))
-    store.remove(source)
+    if all(map(is_ours, names)):
+        store.remove(source)
 
 
 def _manifest_first(names: Iterable[str]) -> list[str]:
@@ -98,7 +101,11 @@ def remove_all(store: Store, directory: str) -> None:
 
 def set_apart(store: Store, entry: Entry) -> str:
     """Rename a directory with foreign files to a name that is neither a step's nor a leftover's. Returns the new name.
+
+    Without atomic renames it stays: without a manifest it is no checkpoint, and what others have made is not copied.
     """
+    if not store.capabilities.atomic_rename:
+        return entry.name
     name, other = left_directories(entry)
     try:
         move(store, entry.name, name)

@@ -133,7 +133,7 @@ def _unreachable(
     torn_max         how many frames a crash may have torn; None: the journal cannot be opened
     is_first_enough  of the steps of a file, only the first is looked for
     """
-    for file in store.names(directory):
+    for file in journals.files(store, directory) or ():
         if not removal.is_journal_file(file):
             continue
         path, size = inside(directory, file), store.size(inside(directory, file))

@@ -12,7 +12,7 @@ import random
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -21,6 +21,7 @@ from flowstone.config import MIB
 from flowstone.errors import ArgumentError, FlowstoneError, FrameworkError, StorageError
 from flowstone.log import log
 from flowstone.store.objects.failures import begins_behind, is_missing, is_taken, may_pass, storage_error
+from flowstone.store.objects.foreign_names import ENDPOINTS, Listing, is_refused, list_all, sorted_out
 from flowstone.store.objects.profiles import of_profile
 from flowstone.store.objects.urls import parse
 
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _OF_CALL = "flowstone-call"  # an attribute of small objects: S3 tells two of equal bytes apart by the second only
-_ENDPOINTS = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AWS_ENDPOINT_URL_S3")
 _PART_ATTEMPTS_MAX = 20
 DIRECTORY_NAME = ".flowstone-directory"  # the object that makes a directory of a prefix
 _COPY_PART_BYTES = 16 * MIB  # of a copy that goes through this machine
@@ -80,7 +80,7 @@ def open_bucket(url: str, patience: Patience) -> tuple[Bucket, Bucket]:
             f"cannot open {url}: obstore is not installed", next="pip install 'flowstone[objects]'"
         ) from error
     client: ClientConfig = {"timeout": timedelta(seconds=patience.request_s), "connect_timeout": timedelta(seconds=5)}
-    if any(os.environ.get(name, "").startswith("http://") for name in _ENDPOINTS):
+    if any(os.environ.get(name, "").startswith("http://") for name in ENDPOINTS):
         client["allow_http"] = True  # others who read the variable take such an address without a further word
         # An answer whose head and body are two packets comes 40 ms late on a connection that has been used just before:
         # the server waits (Nagle) for what the client delays. Ceph's gateway answers so. A new connection has no such
@@ -102,7 +102,7 @@ def open_bucket(url: str, patience: Patience) -> tuple[Bucket, Bucket]:
             f"{url} is no URL of an object store: {str(error).partition(chr(10))[0]}",
             next="write s3://bucket/path, gs://bucket/path or az://container/path",
         ) from error
-    used = {str(one.prefix or "") for one in (once, repeating)}
+    used = {str(cast("Any", one).prefix or "") for one in (once, repeating)}
     assert used == {parts.prefix}, f"obstore takes {url} for {used}"
     return once, repeating
 
@@ -117,6 +117,7 @@ class Client:
         self.location, self.once, self.repeating, self.patience = location, once, repeating, patience
         self._has_tokens = type(once).__name__ == "S3Store"
         self.keeps_buffers = type(once).__name__ in ("MemoryStore", "FileSystemBucket")  # it may, after the call
+        self._with_foreign_names: set[str] = set()  # directories, told of already
         self._tags_are_bare = False  # the server compares tags without their quotes: see `replace`
 
     def try_for(self, operation: str, path: str, act: Callable[[], T]) -> T:
@@ -193,11 +194,26 @@ class Client:
         except FileNotFoundError:
             return None
 
-    def entries(self, path: str) -> tuple[list[str], list[str]]:
-        """Names in a directory: of objects, and of directories. Both are empty where there is nothing."""
-        found = self.try_for("list", path, lambda: self.once.list_with_delimiter(path or None))
-        objects = [entry["path"].rpartition("/")[2] for entry in found["objects"]]
-        return objects, [str(name).rstrip("/").rpartition("/")[2] for name in found["common_prefixes"]]
+    def entries(self, path: str) -> Listing:
+        """Names in a directory. Those that are foreign are told, once."""
+        refused: StorageError | None = None
+        if path not in self._with_foreign_names:
+            try:
+                found = self.try_for("list", path, lambda: self.once.list_with_delimiter(path or None))
+            except StorageError as error:
+                if not is_refused(error.__cause__):
+                    raise
+                refused = error
+            else:
+                return sorted_out(path, found)
+        listing = self.try_for("list", path, lambda: list_all(self.location, self.once, path, refused))
+        if listing.foreign and path not in self._with_foreign_names:
+            self._with_foreign_names.add(path)
+            log.warning(
+                "objects in %s are passed over: no file of Flowstone has such a name: %s",
+                f"{self.location}/{path}".rstrip("/"), ", ".join(listing.foreign[:5]),
+            )
+        return listing
 
     def put_new(self, path: str, data: bytes, token: str) -> str | None:
         """Write an object under a name that is free: all of it or nothing. Returns its tag.

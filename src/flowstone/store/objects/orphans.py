@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flowstone.log import log
+from flowstone.store.objects.foreign_names import place_of, s3_client
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore as Bucket
@@ -21,16 +22,12 @@ def abort_unfinished(location: str, bucket: Bucket) -> int:
     if type(bucket).__name__ != "S3Store":
         return 0
     try:
-        import boto3
-        from botocore.config import Config
+        client = s3_client()
     except ImportError:
         return 0
-    settings: Any = bucket
-    name, prefix = settings.config["bucket"], f"{settings.prefix}/" if settings.prefix else ""
+    name, prefix = place_of(bucket)
     aborted = 0
     try:
-        patience = Config(connect_timeout=5, read_timeout=20, retries={"max_attempts": 3, "mode": "standard"})
-        client = boto3.client("s3", config=patience)
         for page in client.get_paginator("list_multipart_uploads").paginate(Bucket=name, Prefix=prefix):
             for upload in page.get("Uploads", ()):
                 client.abort_multipart_upload(Bucket=name, Key=upload["Key"], UploadId=upload["UploadId"])

@@ -92,14 +92,14 @@ class ObjectStore:
     def exists(self, path: str = "") -> bool:
         if path and self.client.head(path) is not None:
             return True
-        return any(self.client.entries(path))
+        return bool(self.client.entries(path))
 
     def is_link(self, path: str) -> bool:
         return False
 
     def names(self, path: str = "") -> tuple[str, ...]:
-        objects, directories = self.client.entries(path)
-        return tuple(sorted({*objects, *directories} - {DIRECTORY_NAME}))
+        found = self.client.entries(path)
+        return tuple(sorted({*found.objects, *found.directories, *found.foreign} - {DIRECTORY_NAME}))
 
     def size(self, path: str) -> int:
         found = self.client.head(path)
@@ -168,8 +168,8 @@ class ObjectStore:
             raise self._taken("mkdir", path)
 
     def _has_entries(self, path: str) -> bool:
-        objects, directories = self.client.entries(path)
-        return bool(directories or set(objects) - {DIRECTORY_NAME})
+        found = self.client.entries(path)
+        return bool(found.directories or found.foreign or set(found.objects) - {DIRECTORY_NAME})
 
     def remove(self, path: str) -> None:
         found = self.client.head(path)
@@ -178,10 +178,10 @@ class ObjectStore:
             self.client.delete(path)
             self._tags.pop(path, None)
             return
-        objects, directories = self.client.entries(path)
-        if not objects and not directories:
+        inside = self.client.entries(path)
+        if not inside:
             raise self._missing("remove", path)
-        if directories or set(objects) != {DIRECTORY_NAME}:
+        if inside.directories or inside.foreign or set(inside.objects) != {DIRECTORY_NAME}:
             raise StorageError(
                 f"cannot remove {self.location}/{path}", errno=errno.ENOTEMPTY, reason="a directory with entries",
                 next="remove what is in it first",
@@ -215,7 +215,7 @@ class ObjectStore:
         if self.exists(target):
             raise self._taken("rename", target)
         if self.client.head(source) is None:
-            if any(self.client.entries(source)):
+            if self.client.entries(source):
                 raise StorageError(
                     f"cannot rename {self.location}/{source}", errno=errno.EOPNOTSUPP, reason="a directory",
                     next="report this: it is a mistake in Flowstone",

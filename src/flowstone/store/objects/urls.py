@@ -1,6 +1,6 @@
 """URLs of object stores, taken apart strictly: what is shown is what is used, and two URLs are two stores.
 
-Others cut a URL at `#` and `?`, decode `%20`, and resolve `..`: two runs would be one store, or one would lie in another.
+Others cut a URL at `#` and `?`, decode `%20`, and resolve `..`: two runs would be one, or one would lie in another.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def _check_characters(url: str, rest: str) -> None:
 
 
 def check_parts(shown: str, parts: Sequence[str]) -> None:
-    """Raise ArgumentError unless each part of a path, between slashes, is a name and nothing else. `shown`: all of it."""
+    """Raise ArgumentError unless each part of a path, between slashes, is a name. `shown`: all of it."""
     for part in parts:
         control = next((char for char in part if ord(char) < 32 or 127 <= ord(char) < 160), None)
         if control is not None:

@@ -1,0 +1,106 @@
+"""Listings that have names which obstore refuses, with the whole listing: other programs have made those objects.
+
+An empty part (`run//x`), `.`, `..`, control characters: no file of ours is called so. They are passed over, and told.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from flowstone.errors import FrameworkError, StorageError
+from flowstone.store.objects.failures import refusal_of
+
+if TYPE_CHECKING:
+    from obstore import ListResult, ObjectMeta
+    from obstore.store import ObjectStore as Bucket
+
+ENDPOINTS = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AWS_ENDPOINT_URL_S3")
+_REGIONS = ("AWS_REGION", "AWS_DEFAULT_REGION")
+_SAYS = ("Encountered object with invalid path", "Got invalid XML")
+
+
+class Listing(msgspec.Struct, frozen=True):
+    """Names in a directory: of objects, of directories, and of what can be neither of ours, as text for a message."""
+
+    objects: list[str]
+    directories: list[str]
+    foreign: list[str]
+
+    def __bool__(self) -> bool:
+        return bool(self.objects or self.directories or self.foreign)
+
+
+def is_refused(error: BaseException | None) -> bool:
+    """Whether obstore refuses a listing for the sake of a name in it."""
+    return error is not None and any(says in refusal_of(error).text for says in _SAYS)
+
+
+def s3_client() -> Any:
+    """boto3's client for the endpoint and region of the environment, as obstore reads it. Raises ImportError."""
+    import boto3
+    from botocore.config import Config
+
+    endpoint, region = (
+        next((value for name in names if (value := os.environ.get(name))), None) for names in (ENDPOINTS, _REGIONS)
+    )
+    patience = Config(connect_timeout=5, read_timeout=20, retries={"max_attempts": 3, "mode": "standard"})
+    return boto3.client("s3", endpoint_url=endpoint, region_name=region, config=patience)
+
+
+def place_of(bucket: Bucket, path: str = "") -> tuple[str, str]:
+    """The name of S3's bucket, and what the keys below a path begin with."""
+    settings: Any = bucket
+    return settings.config["bucket"], "".join(f"{part}/" for part in (settings.prefix, path) if part)
+
+
+def list_all(location: str, bucket: Bucket, path: str, refused: StorageError | None = None) -> Listing:
+    """Of a directory in a bucket of S3's, by boto3, which knows no name that it refuses.
+
+    refused  the error of obstore's listing
+    raises   FrameworkError  it is not S3's, or boto3 is not installed; what boto3 raises
+    """
+    is_s3 = type(bucket).__name__ == "S3Store"
+    remedy = "remove that object, which is not ours"
+    try:
+        if not is_s3:
+            raise ImportError("boto3 is for S3 alone")
+        client = s3_client()
+    except ImportError as error:
+        raise FrameworkError(
+            f"cannot list {f'{location}/{path}'.rstrip('/')}: an object in it has a name that obstore refuses",
+            reason="" if refused is None else refused.facts["reason"],
+            next=f"pip install boto3, with which it is passed over; or {remedy}" if is_s3 else remedy,
+        ) from error
+    name, prefix = place_of(bucket, path)
+    found = Listing([], [], [])
+    for page in client.get_paginator("list_objects_v2").paginate(Bucket=name, Prefix=prefix, Delimiter="/"):
+        for entry in page.get("Contents", ()):
+            _add(found, path, entry["Key"][len(prefix) :])
+        for entry in page.get("CommonPrefixes", ()):
+            _add(found, path, entry["Prefix"][len(prefix) :])
+    return found
+
+
+def _add(listing: Listing, path: str, name: str) -> None:
+    """`name`: of a directory, if a slash is at its end; "" for the directory's own object, as consoles make it."""
+    own = name.removesuffix("/")
+    if own in (".", "..") or any(ord(char) < 32 or 127 <= ord(char) < 160 for char in own) or name == "/":
+        listing.foreign.append(repr(name))
+    elif own:
+        (listing.directories if name != own else listing.objects).append(own)
+    elif path:
+        listing.foreign.append(repr(f"{path}/"))
+
+
+def sorted_out(path: str, found: ListResult[Sequence[ObjectMeta]]) -> Listing:
+    """The same of what obstore has listed."""
+    listing = Listing([], [], [])
+    for entry in found["objects"]:
+        _add(listing, path, "" if entry["path"] == path else entry["path"].rpartition("/")[2])
+    for name in found["common_prefixes"]:
+        _add(listing, path, f"{str(name).rstrip('/').rpartition('/')[2]}/")
+    return listing

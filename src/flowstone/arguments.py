@@ -15,13 +15,14 @@ from flowstone.errors import ArgumentError, ClosedError, StorageError
 from flowstone.rules import Cast, Init
 from flowstone.store.base import Store, lacks
 from flowstone.store.local import LocalStore
-from flowstone.store.objects.urls import FSSPEC, SCHEMES, URL, ObjectUrl, object_url, without_secrets
 
 if TYPE_CHECKING:
     from flowstone.layout_rules import LoadRule
     from flowstone.quantize import Quantize
     from flowstone.store.node_memory import NodeMemory
+    from flowstone.store.objects.urls import ObjectUrl
 
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(//|/(?=[^/]))")
 _FIRST_NOTE = "path-1.json"  # of a store with several paths (store/striped/records.py)
 _MEMORY = re.compile(r"memory:/{1,2}(?=[^/]|$)")
 _SCHEMES = frozenset({
@@ -189,7 +190,7 @@ def store_path(path: object) -> Path:
         raise ArgumentError(
             f"the path {text!r} is no UTF-8", next="rename the directory, or give another path"
         ) from None
-    url = URL.match(text)
+    url = _URL.match(text)
     if url is not None and (url[2] == "//" or url[1].lower() in _SCHEMES):
         _refuse_url(text, url[1].lower())
     try:
@@ -242,6 +243,8 @@ def check_work(*, on_progress: object = None, cluster: object = None) -> None:
 
 
 def _refuse_url(text: str, scheme: str) -> None:
+    from flowstone.store.objects.urls import FSSPEC, SCHEMES, without_secrets  # imported here: most paths are no URLs
+
     shown_url = without_secrets(text)
     inside = shown_url.partition(":")[2].lstrip("/")
     is_object = scheme in SCHEMES or scheme.startswith(FSSPEC)
@@ -255,6 +258,15 @@ def _refuse_url(text: str, scheme: str) -> None:
     if is_object:
         expected += ": this call takes no object store"
     raise ArgumentError(f"{shown_url!r} is a URL", expected=expected, next=remedy)
+
+
+def object_url(path: object) -> ObjectUrl | None:
+    """The URL that a path is, if it is one of an object store. Raises ArgumentError for one that is ambiguous."""
+    if not isinstance(path, str | os.PathLike) or ":/" not in str(path):
+        return None
+    from flowstone.store.objects import urls  # as above
+
+    return urls.object_url(path)
 
 
 def refuse_object_url(path: object) -> None:
@@ -316,7 +328,7 @@ def store_at(place: Path | ObjectUrl | Store, options: EngineOptions | None = No
     """The store at a place; a store is itself."""
     if isinstance(place, Path):
         return with_paths(LocalStore(place, options), options)
-    if isinstance(place, ObjectUrl):
+    if isinstance(place, str):
         from flowstone.store.objects.store import ObjectStore  # imported here: it needs numpy, and obstore
 
         return ObjectStore(place, options)

@@ -19,7 +19,7 @@ SCHEMES = frozenset({"s3", "s3a", "gs", "az", "azure", "adl", "abfs", "abfss"})
 _AZURE = frozenset({"az", "azure", "adl", "abfs", "abfss"})
 _WITH_USERS = frozenset({"ftp", "hdfs", "sftp", "ssh"})  # elsewhere a name before `@` may be a token
 _WITHOUT_HOST = frozenset({"file", "local", "memory"})
-URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(//|/(?=[^/]))")
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(//|/(?=[^/]))")
 _BUCKET = re.compile(r"[$A-Za-z0-9][A-Za-z0-9._-]*", re.ASCII)
 _ACCOUNT = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]*", re.ASCII)
 _PORT = re.compile(r"[^:@]*:\d*", re.ASCII)
@@ -60,7 +60,7 @@ def object_url(path: object) -> ObjectUrl | None:
     raises  ArgumentError for a URL that other programs would read in another way, or that has credentials
     """
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
-    found = URL.match(text) if isinstance(text, str) else None
+    found = _URL.match(text) if isinstance(text, str) else None
     if not isinstance(text, str) or found is None:
         return None
     scheme, rest = found[1].lower(), text[found.end() :]

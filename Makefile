@@ -21,7 +21,7 @@ NATIVE_SOURCES := CMakeLists.txt $(shell find native third_party -type f)
 # Tests start hundreds of processes; where none of them may keep what it compiled, each one compiles it again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test docs test-docs test-integrations test-wheels test-upstream-dcp test-oldest-torch wheel bench bench-full bench-ranks bench-dcp bench-interference bench-scale bench-pairs soak check check-native setup clean
+.PHONY: demo test test-tools docs test-docs test-integrations test-wheels test-upstream-dcp test-oldest-torch wheel bench bench-full bench-ranks bench-dcp bench-interference bench-scale bench-pairs soak check check-native setup clean
 .DELETE_ON_ERROR:
 
 demo: setup
@@ -32,11 +32,17 @@ demo: setup
 # sanitizers: the release build is what Python's tests run; `make check-native` has all four) and run beside them, and
 # give way to all. They begin before the check, which has work for one processor.
 CHECK := $(BIN)/ruff check . && $(BIN)/mypy
+TOOLS := $(addprefix tests/,bench demo site study wheels)
+PYTEST := OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n 3 --dist worksteal
 test: setup
 	PATH="$(CURDIR)/$(BIN):$$PATH" nice -n 19 sh native/check.sh address > $(VENV)/native-tests 2>&1 & native=$$!; \
-	$(CHECK) && OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n 3 --dist worksteal; python=$$?; \
+	$(CHECK) && $(PYTEST) $(addprefix --ignore=,$(TOOLS)); python=$$?; \
 	wait $$native; native=$$?; cat $(VENV)/native-tests; \
 	test $$python -eq 0 && test $$native -eq 0
+
+# What is not imported with Flowstone: benchmarks, study, demo, site and wheels. `pytest` alone runs both.
+test-tools: setup
+	$(PYTEST) $(TOOLS)
 
 # Recipes for frameworks, in an environment that has these. torch comes first and alone, as dev has it: what the group
 # asks for must not draw in another build of it.
@@ -60,7 +66,7 @@ $(WHEELS): $(WHEEL)/installed tools/wheel.py README.md $(NATIVE_SOURCES) $(shell
 	$(WHEEL)/bin/python tools/wheel.py --out dist --machine $(MACHINE) $(WHEEL_PYTHONS)
 	touch $@
 
-# The wheels where there is nothing: no compiler, no network, no PATH. What of this needs no wheel is in `make test`.
+# The wheels where there is nothing: no compiler, no network, no PATH. What of this needs no wheel is in `make test-tools`.
 test-wheels: setup wheel
 	FLOWSTONE_DIST=dist $(BIN)/python -m pytest -o faulthandler_timeout=3600 tests/wheels
 

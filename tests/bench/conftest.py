@@ -1,15 +1,12 @@
-"""The benchmark is no part of the package: its folder's parent must be found."""
+"""Fixtures of the benchmarks' tests."""
 
 import os
 import signal
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 
 @pytest.fixture

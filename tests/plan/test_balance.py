@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import random
-import sys
 from itertools import combinations
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.scaling.bound import least_largest, ownership
 from flowstone.plan.assign_writers import assign_writers
 from flowstone.plan.balance import Replicas, balance
 from flowstone.table.dtype import DTYPES
 from flowstone.table.pieces import Pieces, TensorColumns
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-from bench.scaling.bound import least_largest, ownership
 
 BYTES = DTYPES["uint8"]
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from test_assign_writers import boxes, check, held, jobs
 
+from bench.scaling.bound import least_largest, ownership
 from flowstone.errors import CoverageError
 from flowstone.format.segment import entry_name
 from flowstone.plan.assign_writers import WriterAssignment, assign_writers
@@ -22,10 +21,6 @@ from flowstone.plan.split_replicas import ReplicaSplit, split_replicas
 from flowstone.table.box import Box
 from flowstone.table.dtype import DTYPES
 from flowstone.table.pieces import Block, Memory, Piece, Pieces, Places, TensorColumns
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-from bench.scaling.bound import least_largest, ownership
 
 KIB = 1024
 NOTHING: Mapping[int, NDArray[np.int64]] = {}

@@ -262,7 +262,154 @@ def test_a_generation_that_is_damaged_is_not_made_durable_and_the_one_before_is(
     assert copied is not None
     assert copied.step == 1
     assert fs.open(tmp_path / "disk").verify().sound
-    assert sorted(os.listdir(tmp_path / "disk")) == ["flowstone.json", "flowstone.lock", "step-00000001"]
+    assert "step 2 of" in copied.left_out
+    assert "is damaged" in copied.left_out
+    there = sorted(name for name in os.listdir(tmp_path / "disk") if not name.startswith(".rewound"))
+    assert there == ["flowstone.json", "flowstone.lock", "step-00000001"]
+
+
+def _flushed(store: NodeMemory, step: int) -> None:
+    """Wait until the agent says that this step is durable."""
+    _soon(lambda: (status := store.status()) is not None and not status.is_flushing and status.flushed_step == step)
+
+
+def _newest_is_flushed(store: NodeMemory) -> bool:
+    """Whether what the agent says is durable is the newest checkpoint in memory, by its identity."""
+    status, newest = store.status(), fs.open(store).manifest
+    return status is not None and (status.flushed_step, status.flushed_id) == (newest.step, newest.id)
+
+
+def test_what_a_rewind_set_aside_does_not_come_back_from_the_disk(agent: Path, tmp_path: Path) -> None:
+    """Memory and agent are lost as soon as `rewind` has returned."""
+    store = NodeMemory("run", flush_to=tmp_path / "disk")
+    with fs.Checkpointer(store) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, {"x": np.full(5, step)}).committed.result()
+        assert store.flush()
+        _flushed(store, 2)
+        assert fs.open(tmp_path / "disk").step == 2
+        checkpointer.rewind(1)
+        kill(agent_process(agent), signal.SIGKILL)
+        assert fs.open(tmp_path / "disk").step == 1
+        assert fs.open(tmp_path / "disk").verify().sound
+    NodeMemory("run").make_directory()  # the next agent takes over the socket that the killed one has left
+
+
+def test_a_step_that_is_saved_again_after_a_rewind_is_what_the_disk_gets(agent: Path, tmp_path: Path) -> None:
+    store = NodeMemory("run", flush_to=tmp_path / "disk")
+    with fs.Checkpointer(store) as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.save(step, {"x": np.full(5, step)}).committed.result()
+    store = NodeMemory("run")
+    _flushed(store, 3)
+    with fs.Checkpointer(store) as checkpointer:  # the agent still knows where to
+        checkpointer.rewind(2)
+        checkpointer.save(3, {"x": np.full(5, 33)}).committed.result()
+    store = NodeMemory("run")
+    _soon(lambda: _newest_is_flushed(store))
+    assert (fs.open(tmp_path / "disk", step=3).read("x", framework="numpy") == 33).all()
+    assert fs.open(tmp_path / "disk").manifest == fs.open(store).manifest
+
+
+def test_a_directory_that_cannot_follow_a_rewind_is_told_and_follows_later(
+    agent: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, disk = NodeMemory("run", flush_to=tmp_path / "disk"), LocalStore(tmp_path / "disk")
+    with fs.Checkpointer(store) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, {"x": np.full(5, step)}).committed.result()
+        store.flush()
+        _flushed(store, 2)
+        disk.lock("somebody else")
+        checkpointer.rewind(1)
+        assert "has not followed the rewind of memory://run yet" in caplog.text
+        assert "somebody else" in caplog.text
+        disk.close()
+        _flushed(store, 1)
+        assert fs.open(tmp_path / "disk").step == 1
+
+
+@pytest.mark.parametrize("how", ["memory", "the command line"])
+def test_a_damaged_generation_is_not_reported_as_flushed(agent: Path, tmp_path: Path, how: str) -> None:
+    from typer.testing import CliRunner
+
+    from flowstone.cli.app import app
+
+    store = NodeMemory("run", flush_to=tmp_path / "disk" if how == "memory" else None)
+    with fs.Checkpointer(store) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, {"x": np.full(700_000, step)}).committed.result()
+        file = next(one for one in store._agent._written.values() if ".saving-00000002" in one.path)
+        os.pwrite(file.fd, b"\x77" * 100, file.size_bytes - 9000)
+        if how == "memory":
+            store.flush()
+            _soon(lambda: (status := store.status()) is not None and "step 2" in status.flush_error)
+            status = store.status()
+            assert status is not None
+            assert "is damaged" in status.flush_error
+            assert (status.flushed_step, status.flushed_id) == (1, fs.open(store, step=1).manifest.id)
+        else:
+            told = CliRunner().invoke(app, ["flush", "memory://run", str(tmp_path / "disk")])
+            assert told.exit_code == 1
+            assert "has step 1; step 2 of memory://run is damaged" in told.stdout.replace("\n", " ")
+    assert fs.open(tmp_path / "disk").step == 1
+
+
+def test_steps_in_memory_from_before_a_rewind_of_the_disk_do_not_come_there(agent: Path, tmp_path: Path) -> None:
+    from flowstone.tiers.newest import copy_newest
+
+    store = NodeMemory("run", flush_to=tmp_path / "disk")
+    with fs.Checkpointer(store) as checkpointer:
+        checkpointer.save(1, {"x": np.full(5, 1)}).committed.result()
+        assert store.flush()
+        _flushed(store, 1)
+        checkpointer.save(2, {"x": np.full(5, 2)}).committed.result()
+        assert store.flush()
+        _flushed(store, 2)
+    with fs.Checkpointer(tmp_path / "disk") as alone:
+        alone.rewind(1)
+        alone.save(2, {"x": np.full(5, 22)}).committed.result()
+    with fs.Checkpointer(NodeMemory("run")) as checkpointer:
+        checkpointer.save(3, {"x": np.full(5, 3)}).committed.result()
+    disk = LocalStore(tmp_path / "disk")
+    with pytest.raises(StepExistsError, match="was rewound to step 1; step 3 of memory://run is from before that"):
+        copy_newest(NodeMemory("run"), disk, "a test")
+    disk.close()
+    assert (fs.open(tmp_path / "disk").read("x", framework="numpy") == 22).all()
+
+
+_RELATIVE = """
+import os
+import numpy as np
+import flowstone as fs
+store = fs.NodeMemory("run", flush_to="disk")
+with fs.Checkpointer(store) as checkpointer:
+    os.chdir("/")
+    checkpointer.save(1, {"x": np.arange(5)}).committed.result()
+"""
+
+
+def test_a_relative_agent_directory_and_path_of_modules_are_the_same_for_all_processes(
+    tmp_path: Path, agent: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = os.path.relpath(Path(fs.__file__).parent.parent, tmp_path)
+    own = {"FLOWSTONE_AGENT_DIR": "own", "PYTHONPATH": package}
+    subprocess.run([sys.executable, "-c", _RELATIVE], check=True, cwd=tmp_path, env={**os.environ, **own})
+    monkeypatch.setenv("FLOWSTONE_AGENT_DIR", str(tmp_path / "own"))
+    try:
+        _flushed(NodeMemory("run"), 1)
+        assert _newest_is_flushed(NodeMemory("run"))
+        assert (fs.open(tmp_path / "disk").read("x", framework="numpy") == np.arange(5)).all()
+    finally:
+        kill(agent_process(tmp_path / "own"), signal.SIGTERM)
+
+
+def test_a_flush_that_finds_nothing_has_failed(agent: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "flowstone.agent.flush", "run", str(tmp_path / "disk")]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    assert "no checkpoint of memory://run was found" in ended.stderr
+    assert not ended.stdout
 
 
 def _flushing_child(agent: int) -> int | None:

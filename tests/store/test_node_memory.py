@@ -138,7 +138,7 @@ def test_what_a_rewind_sets_aside_takes_no_memory_from_the_next_save(run: str) -
         for step in (1, 2):
             checkpointer.save(step, _state(step)).committed.result()
         checkpointer.rewind(1)
-        assert len(store.names()) == 3, "the marker, the first step, and the second one aside"
+        assert len(store.names()) == 4, "the marker, the first step, the second one aside, and a note of that"
         checkpointer.save(2, _state(20)).committed.result()
         status = store.status()
         assert status is not None

@@ -33,7 +33,7 @@ _BACKLOG = 128
 
 def main() -> int:
     """The exit status."""
-    place = Path(sys.argv[1]) if len(sys.argv) > 1 else agent_directory()
+    place = Path(sys.argv[1]).absolute() if len(sys.argv) > 1 else agent_directory()
     try:
         directory = open_directory(place, create=True)
         assert directory is not None, "it was made"

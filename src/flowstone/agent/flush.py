@@ -1,12 +1,15 @@
 """`python -m flowstone.agent.flush RUN DIRECTORY`: a run's newest checkpoint becomes durable in a directory.
 
-The agent has a child do it.
+The agent has a child do it, and believes what that says on stdout: which checkpoint is durable there (Copied).
 """
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
+
+import msgspec
 
 from flowstone.errors import FlowstoneError
 from flowstone.store.local import LocalStore
@@ -18,14 +21,19 @@ def main() -> int:
     """The exit status; an error is told on stderr."""
     run, directory = sys.argv[1:]
     source, target = NodeMemory(run), LocalStore(directory)
+    holder = f"the memory agent of {socket.gethostname()}, which flushes {source.location}"
     try:
-        copy_newest(source, target, f"the memory agent of {socket.gethostname()}, which flushes {source.location}")
+        copied = copy_newest(source, target, holder)
     except (FlowstoneError, OSError) as error:
         print(error, file=sys.stderr)
         return 1
     finally:
         target.close()
         source.close()
+    if copied is None:
+        print(f"no checkpoint of {source.location} was found to flush", file=sys.stderr)
+        return 1
+    os.write(sys.stdout.fileno(), msgspec.json.encode(copied))
     return 0
 
 

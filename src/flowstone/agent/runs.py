@@ -11,9 +11,16 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import count
 
-from flowstone.commit.entries import SAVING, SUPERSEDED, Kind, parse, step_of
-from flowstone.config import AGENT_HEADROOM_BYTES, AGENT_LINGER_S, AGENT_POOLED_FROM_BYTES, GENERATIONS
-from flowstone.format.manifest import MANIFEST_NAME
+from flowstone.commit.entries import SAVING, SUPERSEDED, Kind, parse, step_directory, step_of
+from flowstone.config import (
+    AGENT_HEADROOM_BYTES,
+    AGENT_LINGER_S,
+    AGENT_POOLED_FROM_BYTES,
+    GENERATIONS,
+    MANIFEST_BYTES_MAX,
+)
+from flowstone.errors import FormatError
+from flowstone.format.manifest import MANIFEST_NAME, decode_manifest
 from flowstone.store.agent_wire import RunStatus
 from flowstone.store.contents import Contents, MemoryFile, new_memory
 
@@ -33,7 +40,9 @@ class Run:
         self.name = name
         self.contents = Contents()
         self.generations, self.flush_to, self.linger_s = GENERATIONS, "", AGENT_LINGER_S
-        self.flushed_step, self.flush_error = -1, ""
+        self.flushed_step, self.flushed_id, self.flush_error = -1, "", ""
+        self.rewinds = 0  # so many notes of rewinds were put, and steps set aside
+        self.flushed_rewinds = 0  # so many were there when the flush began that has succeeded last
         self.whole, self.epoch = "", 0  # what several nodes have agreed on (store/peers/)
         self.files: dict[int, MemoryFile] = {}  # all of them, by number
         self.holds: Counter[int] = Counter()  # clients that use a file, by its number
@@ -55,6 +64,24 @@ class Run:
         return tuple(sorted(
             step for step, name in found if step is not None and self.contents.exists(f"{name}/{MANIFEST_NAME}")
         ))
+
+    def newest(self) -> tuple[int, str]:
+        """The step and the id of the newest complete checkpoint: -1 if there is none, "" if its manifest is damaged."""
+        steps = self.steps()
+        if not steps:
+            return -1, ""
+        path = f"{step_directory(steps[-1])}/{MANIFEST_NAME}"
+        file = self.contents.file(path)
+        try:
+            return steps[-1], decode_manifest(file.read(0, min(file.size_bytes, MANIFEST_BYTES_MAX)), path=path).id
+        except FormatError:
+            return steps[-1], ""
+
+    def is_flushed(self) -> bool:
+        """Whether the newest checkpoint is durable in `flush_to`, and all rewinds have come there."""
+        step, identity = self.newest()
+        is_there = bool(identity) and (step, identity) == (self.flushed_step, self.flushed_id)
+        return is_there and self.flushed_rewinds == self.rewinds
 
     def take(self, size_bytes: int, writer: object) -> MemoryFile:
         """A file of that size for that client, of memory that was used before where there is some. It has no name."""
@@ -118,6 +145,7 @@ class Run:
     def rename(self, source: str, target: str) -> None:
         """A draft that becomes a checkpoint is written no more: all its writers have said so before."""
         self.contents.rename(source, target)
+        self.rewinds += target.startswith(SUPERSEDED)
         if step_of(target) is not None:
             for path, file in self.contents.files.items():
                 if path.startswith(f"{target}/"):
@@ -146,7 +174,7 @@ class Run:
     def status(self, jobs: int, *, is_flushing: bool) -> RunStatus:
         return RunStatus(
             self.name, self.steps()[-20:], self.held_bytes, sum(file.size_bytes for file in self.pool), jobs,
-            self.contents.holder, self.flush_to, self.flushed_step, is_flushing, self.flush_error,
+            self.contents.holder, self.flush_to, self.flushed_step, is_flushing, self.flush_error, self.flushed_id,
         )
 
 

@@ -28,6 +28,7 @@ from flowstone.runtime import time_slice
 from flowstone.store.agent_wire import (
     DIRECTORY_VARIABLE,
     Answer,
+    Copied,
     Request,
     RunStatus,
     decode_request,
@@ -42,12 +43,16 @@ _TICK_S = 0.5  # what is due by the clock is looked at so often
 
 
 class Flush(msgspec.Struct, eq=False):
-    """A flush of one run: a child process under way, or the next try of it."""
+    """A flush of one run: a child process under way, or the next try of it.
+
+    newest, rewinds  of the run, when the child was started
+    """
 
     run: Run
-    step: int
-    tries: int
-    due: float
+    tries: int = 0
+    due: float = 0.0
+    newest: tuple[int, str] = (-1, "")
+    rewinds: int = 0
     child: subprocess.Popen[bytes] | None = None
     gone: int = -1  # readable once the child has ended
 
@@ -257,25 +262,24 @@ class Server:
 
     def flush(self, run: Run) -> bool:
         """Begin to make the newest checkpoint durable, unless it is; whether that is under way."""
-        steps = run.steps()
-        if not run.flush_to or not steps or steps[-1] <= run.flushed_step:
+        if not run.flush_to or not run.steps() or run.is_flushed():
             return run.name in self._flushes
         flush = self._flushes.get(run.name)
         if flush is None or flush.child is None:
-            flush = self._flushes[run.name] = Flush(run, steps[-1], 0, 0.0)
+            flush, run.flush_error = Flush(run), ""
+            self._flushes[run.name] = flush
             self._begin_flush(flush)
         return True
 
     def _begin_flush(self, flush: Flush) -> None:
         """By a child, so that what happens to it does not happen to the memory."""
         flush.tries += 1
-        steps = flush.run.steps()
-        flush.step = steps[-1] if steps else flush.step
+        flush.newest, flush.rewinds = flush.run.newest(), flush.run.rewinds
         command = [sys.executable, "-P", "-m", "flowstone.agent.flush", flush.run.name, flush.run.flush_to]
         environment = {**os.environ, DIRECTORY_VARIABLE: str(self._directory)}
         try:
             flush.child = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
             )
             flush.gone = os.pidfd_open(flush.child.pid)
         except OSError as error:
@@ -287,16 +291,27 @@ class Server:
         assert flush.child is not None, "it has begun"
         self._selector.unregister(flush.gone)
         os.close(flush.gone)
-        _, told = flush.child.communicate()  # at once: it is dead, and what it says is short
+        said, told = flush.child.communicate()  # at once: it is dead, and what it says is short
         status, flush.child, flush.gone = flush.child.returncode, None, -1
-        self._used = self._last_used[flush.run.name] = time.monotonic()
+        run = flush.run
+        self._used = self._last_used[run.name] = time.monotonic()
         if status != 0:
             self._try_again(flush, told.decode(errors="replace").strip()[-500:] or f"it ended with status {status}")
             return
-        flush.run.flushed_step, flush.run.flush_error = max(flush.run.flushed_step, flush.step), ""
-        del self._flushes[flush.run.name]
-        if not self._is_written(flush.run):
-            self.flush(flush.run)  # what has come meanwhile
+        try:
+            copied = msgspec.json.decode(said, type=Copied)
+        except msgspec.DecodeError:
+            self._try_again(flush, "it ended without a word on what is durable")
+            return
+        run.flushed_step, run.flushed_id = copied.step, copied.id
+        newest = run.newest()
+        if copied.left_out or ((copied.step, copied.id) != newest == flush.newest):
+            self._try_again(flush, copied.left_out or f"step {copied.step} is durable, not the newest, {newest[0]}")
+            return
+        run.flushed_rewinds, run.flush_error = flush.rewinds, ""
+        del self._flushes[run.name]
+        if not self._is_written(run) or run.rewinds != run.flushed_rewinds:
+            self.flush(run)  # what has come meanwhile
 
     def _try_again(self, flush: Flush, error: str) -> None:
         flush.run.flush_error = error

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from flowstone._version import __version__
 from flowstone.agent.runs import NoRoomError, Run, Runs
-from flowstone.commit.entries import SAVING
+from flowstone.commit.entries import REWOUND, SAVING
 from flowstone.config import AGENT_POOLED_FROM_BYTES, GENERATIONS
 from flowstone.errors import ArgumentError
 from flowstone.store.agent_wire import PROTOCOL, Answer, Request, RunStatus, run_name
@@ -164,6 +164,7 @@ class Session:
             run.settle(file)
             raise
         self.writes = True
+        run.rewinds += request.path.startswith(REWOUND)
         return Answer(number=file.number)
 
     def _release(self, run: Run, number: int, holds: int) -> None:

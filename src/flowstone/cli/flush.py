@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from flowstone.arguments import memory_of, store_at, to_store
-from flowstone.cli.output import AsJson, errors_reported, print_json
+from flowstone.cli.output import AsJson, errors_reported, print_json, printable
 from flowstone.errors import ArgumentError, NoCheckpointError
 
 _Run = Annotated[str, typer.Argument(metavar="RUN", help="A run in this node's memory: memory://run.")]
@@ -18,7 +18,11 @@ def flush(
     run: _Run, directory: Annotated[Path, typer.Argument(help="A store on a disk, or its URL.")],
     as_json: AsJson = False,
 ) -> None:
-    """Copy the newest checkpoint of a run in memory to a directory or a bucket, bit for bit, and verify it there."""
+    """Copy the newest checkpoint of a run in memory to a directory or a bucket, bit for bit, and verify it there.
+
+    A rewind in memory is followed there. The exit status is 1 if the newest is damaged in memory, and an older one
+    is there.
+    """
     from flowstone.tiers.newest import copy_newest
 
     with errors_reported(as_json):
@@ -34,6 +38,9 @@ def flush(
         if copied is None:
             raise NoCheckpointError(f"{source.location} holds none", next="run `flowstone agent --status`")
     if as_json:
-        print_json({"path": target.location, "step": copied.step})
+        print_json({"path": target.location, "step": copied.step, "id": copied.id, "left_out": copied.left_out})
     else:
-        typer.echo(f"{target.location} has step {copied.step}")
+        why = f"; {copied.left_out}" if copied.left_out else ""
+        typer.echo(printable(f"{target.location} has step {copied.step}{why}"))
+    if copied.left_out:
+        raise typer.Exit(1)

@@ -12,7 +12,7 @@ from flowstone.config import Keep, KeepRule
 from flowstone.errors import LockedError, MemoryAgentError, StorageError
 from flowstone.format.manifest import MARKER_NAME
 from flowstone.log import log
-from flowstone.store.base import Store
+from flowstone.store.base import FlushesRewinds, Store
 
 
 class StoreWriter:
@@ -135,14 +135,28 @@ class StoreWriter:
 
         note  to put then, for other tiers; None: one, if the store has been one of several
         """
-        moved = catalog.rewind(self._store, step)
-        if note is not None or catalog.is_one_of_several(self._store):
-            catalog.put_note(self._store, note or new_rewound_note(step))
-        if any(map(is_journal, self._store.names())):
-            from flowstone.commit import journals  # as above
-
-            journals.cut(self._store, step)
+        moved = set_aside(self._store, step, note)
+        if isinstance(self._store, FlushesRewinds):
+            self._store.flush_rewind()
         return moved
+
+
+def set_aside(store: Store, step: int, note: str | None = None) -> tuple[int, ...]:
+    """Set every step above `step` aside, and note it for other tiers. Returns those steps. Needs the lock.
+
+    note  None: one of its own, if the store has been one of several, or may be flushed to others, as memory
+    """
+    store.check_lock()
+    if note is not None or catalog.is_one_of_several(store) or store.capabilities.volatile:
+        # First: what a crash leaves of this rewind is then as far in every other tier, too, and no step of before it
+        # comes back from one that lacks the note.
+        catalog.put_note(store, note or new_rewound_note(step))
+    moved = catalog.rewind(store, step)
+    if any(map(is_journal, store.names())):
+        from flowstone.commit import journals  # as above
+
+        journals.cut(store, step)
+    return moved
 
 
 def _now(acts: Sequence[Callable[[], None]]) -> None:

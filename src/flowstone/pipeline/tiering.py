@@ -48,7 +48,7 @@ class Tiering:
         self._engine = engine
         self.stores = tuple(one.store for one in self._placed)
         self._durable = next((one.store for one in self._placed if not one.is_volatile), None)
-        self._promises: dict[int, ExpeditingFuture[Checkpoint]] = {}
+        self._promises: dict[int, Save] = {}
         self._lock = Lock()
         self._turn: Turn | None = None
         self._expedite: Callable[[], None] = lambda: None  # set by `attach`
@@ -107,7 +107,7 @@ class Tiering:
         promise.expedite = self._expedite
         save = Save(step, later=promise)
         with self._lock:
-            self._promises[step] = promise
+            self._promises[step] = save
         # On the thread of commits, before anything waits for a tier.
         save.committed.add_done_callback(lambda _: self._fail_with(save))
         return save
@@ -119,18 +119,33 @@ class Tiering:
             promise.set_exception(failure)
 
     def _came(self, flusher: Flusher, manifest: Manifest) -> None:
-        promise = self._take(manifest.step) if flusher.store is self._durable else None
+        came = Checkpoint(flusher.store, step_directory(manifest.step), self._engine, manifest)
+        promise = self._take(manifest.step, manifest.id) if flusher.store is self._durable else None
         if promise is not None:
-            promise.set_result(Checkpoint(flusher.store, step_directory(manifest.step), self._engine, manifest))
+            promise.set_result(came)
 
     def _will_not_come(self, flusher: Flusher, step: int, reason: str) -> None:
         promise = self._take(step) if flusher.store is self._durable else None
         if promise is not None:
             promise.set_exception(_not_durable(step, flusher.store, reason))
 
-    def _take(self, step: int) -> ExpeditingFuture[Checkpoint] | None:
+    def _take(self, step: int, identity: str | None = None) -> ExpeditingFuture[Checkpoint] | None:
+        """The promise of a save, which is to be kept or broken now.
+
+        identity  of the checkpoint: a flush may end after a rewind, when its step is promised anew; None: any
+        """
         with self._lock:
-            return self._promises.pop(step, None)
+            save = self._promises.get(step)
+            if save is None or (identity is not None and _identity(save) != identity):
+                return None
+            return self._promises.pop(step).later
+
+
+def _identity(save: Save) -> str | None:
+    """Of what it has committed; None: nothing yet."""
+    if not save.committed.done() or save.committed.failed():
+        return None
+    return ExpeditingFuture.result(save.committed).manifest.id
 
 
 def _not_durable(step: int, store: Store, reason: str) -> SaveFailedError:

@@ -54,6 +54,7 @@ class AgentClient:
 
     def __init__(self, run: str) -> None:
         self.run = run
+        self._directory = agent_directory()  # now: the process may change its working directory
         self.ended = ""  # which agent ended while this was connected, in words; "" if none has
         self.connections = 0  # how many there were: what an agent does for one, it does for no later one
         self._connection: socket.socket | None = None
@@ -174,7 +175,7 @@ class AgentClient:
 
     def _connect(self, *, start: bool) -> bool:
         """Whether there is an agent. Raises MemoryAgentError for one that is not for this process."""
-        directory = agent_directory()
+        directory = self._directory
         deadline = time.monotonic() + AGENT_START_S
         while True:
             connection = _connected(directory, create=start)
@@ -264,7 +265,8 @@ def start_agent(directory: Path) -> None:
 
     It is in no session, process group or list of children of this process.
     """
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    # Absolute: the agent has another working directory, and starts children of its own.
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(os.path.abspath(one) for one in sys.path if one)}
     command = [sys.executable, "-P", "-m", "flowstone.agent", str(directory)]
     started = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment,

@@ -65,8 +65,9 @@ class RunStatus(msgspec.Struct, frozen=True):
     held_bytes    of memory, pooled_bytes of these belong to no file now
     jobs          processes that are connected to it
     flush_to      the directory to flush to; "": none
-    flushed_step  the newest step that a flush has made durable; -1: none
-    flush_error   why the last try of a flush failed
+    flushed_step  the step that the last flush has found durable there, or has made so; -1: none
+    flush_error   why the last try of a flush failed; "" once one has succeeded
+    flushed_id    the id of that checkpoint
     """
 
     name: str
@@ -79,6 +80,18 @@ class RunStatus(msgspec.Struct, frozen=True):
     flushed_step: int
     is_flushing: bool
     flush_error: str
+    flushed_id: str = ""
+
+
+class Copied(msgspec.Struct, frozen=True):
+    """What a flush has made durable, or has found durable: as its child tells the agent.
+
+    left_out  why a newer checkpoint in memory is not durable; "" if this is the newest one
+    """
+
+    step: int
+    id: str
+    left_out: str = ""
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -156,8 +169,9 @@ def peer(connection: socket.socket) -> tuple[int, int]:
 def agent_directory() -> Path:
     """Where this user's agent of this node listens."""
     given = os.environ.get(DIRECTORY_VARIABLE, "")
-    # A directory of another user there, or a link, is refused: open_directory.
-    return Path(given) if given else Path(f"/tmp/flowstone-{os.geteuid()}")  # noqa: S108
+    # A directory of another user there, or a link, is refused: open_directory. Absolute: the agent has another working
+    # directory.
+    return Path(given).absolute() if given else Path(f"/tmp/flowstone-{os.geteuid()}")  # noqa: S108
 
 
 def open_directory(path: Path, *, create: bool) -> int | None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import builtins
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast, runtime_checkable
 
 import msgspec
 
@@ -391,6 +391,14 @@ class Store(Names, BulkBytes, Commit, Lock, Protocol):
     def capabilities(self) -> Capabilities: ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class FlushesRewinds(Protocol):
+    """A store that another process flushes elsewhere."""
+
+    def flush_rewind(self) -> None:
+        """Have it set aside there, too, what was set aside here. What that refuses is logged, and tried again."""
 
 
 PROTOCOLS: tuple[type, ...] = (Names, BulkBytes, Commit, Lock, Store)

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 from flowstone import _native
-from flowstone.config import AGENT_LINGER_S, GENERATIONS, EngineOptions, whole_number
+from flowstone.config import AGENT_LINGER_S, GENERATIONS, TIER_ANSWER_S, EngineOptions, whole_number
 from flowstone.errors import ArgumentError, BudgetError, MemoryAgentError
 from flowstone.format.manifest import MARKER_NAME
+from flowstone.log import log
 from flowstone.store.agent_client import AgentClient
 from flowstone.store.agent_wire import Request, RunStatus, run_name
 from flowstone.store.base import Capabilities
@@ -27,6 +29,8 @@ from flowstone.store.mount import available_bytes
 from flowstone.store.system import System
 
 SCHEME = "memory://"
+_NOTE = ".rewound-"  # how the names of notes of rewinds begin (commit/entries.py)
+_POLL_S = 0.01
 
 
 class NodeMemory(StoreInMemory):
@@ -37,7 +41,7 @@ class NodeMemory(StoreInMemory):
     generations  how many checkpoints there is memory for, the one that is being written included: 2 at least. Before
                  one is written, the oldest are removed, but never the newest that is complete
     flush_to     the directory of a store on a disk. Once the last process that saves has ended, in any way, the agent
-                 makes the newest complete checkpoint durable there
+                 makes the newest complete checkpoint durable there. `rewind` sets newer steps aside there, too
     linger_s     how long the memory is kept after the last process that used it has ended
     state_bytes  of one checkpoint, if it is known: what does not fit is refused here, else at the first save
 
@@ -75,14 +79,19 @@ class NodeMemory(StoreInMemory):
         super().make_directory(path)
 
     def lock(self, holder: str) -> None:
-        """As in `Lock`. A run that is flushed into a store has that store's identity, so that it is one run there."""
+        """As in `Lock`. A run that is flushed into a store has that store's identity, so that it is one run there, and
+        takes part in the rewinds that it has seen.
+        """
         self._agent.keep(self._keep)
         super().lock(holder)
         if self.flush_to is None or self.exists(MARKER_NAME):
             return
         disk = LocalStore(self.flush_to)
         if disk.exists(MARKER_NAME):
-            self.put(MARKER_NAME, disk.read(MARKER_NAME))
+            for name in disk.names():
+                if name.startswith(_NOTE) and not self.exists(name):
+                    self.put(name, disk.read(name))
+            self.put(MARKER_NAME, disk.read(MARKER_NAME))  # last: without it all is done again
 
     def status(self) -> RunStatus | None:
         """What the agent holds of this run; None if it holds nothing."""
@@ -93,6 +102,22 @@ class NodeMemory(StoreInMemory):
         """
         answer, _ = self._agent.client.ask(Request("settle"))
         return answer.yes
+
+    def flush_rewind(self) -> None:
+        """After a rewind: wait until `flush_to` has followed, so that the steps that it has set aside cannot come back
+        from there. A directory that refuses, or takes longer than TIER_ANSWER_S, follows later: the log says so.
+        """
+        deadline = time.monotonic() + TIER_ANSWER_S
+        if not self.flush():
+            return
+        while (status := self.status()) is not None and (status.is_flushing or status.flush_error):
+            if status.flush_error or time.monotonic() > deadline:
+                log.warning(
+                    "%s has not followed the rewind of %s yet, and is tried again: %s", status.flush_to, self.location,
+                    status.flush_error or f"it takes longer than {TIER_ANSWER_S:g} s",
+                )
+                return
+            time.sleep(_POLL_S)
 
     def _check_room(self, state_bytes: int) -> None:
         held = self.status()

@@ -238,22 +238,22 @@ class Flusher:
             if left > 0:
                 return left
             with self._changed:
-                step = min(self._waiting, default=None)
-                self._under_way, self._is_cancelled = step, False
-            if step is None and self.is_joined:
+                one = self._waiting[min(self._waiting)] if self._waiting else None
+                self._under_way, self._is_cancelled = None if one is None else one.step, False
+            if one is None and self.is_joined:
                 self._failures = 0  # that it could be opened says nothing about a flush
                 return None
             try:
                 if not self.is_joined:
                     self.join()
                 else:
-                    assert step is not None, "something waits"
-                    self._flush(self._waiting[step])
+                    assert one is not None, "something waits"
+                    self._flush(one)
                     self._failures = 0
             except CancelledError:
                 pass  # who has called it off knows; what still waits is looked at again
             except FlowstoneError as error:
-                self.fail(error, step)
+                self.fail(error, one)
             finally:
                 with self._changed:
                     self._under_way = None
@@ -261,10 +261,10 @@ class Flusher:
             if self.worker.is_asked or self._is_cancelled or self.is_ending:
                 return 0.0
 
-    def fail(self, error: FlowstoneError, step: int | None = None) -> None:
+    def fail(self, error: FlowstoneError, one: Waiting | None = None) -> None:
         """Note a failure, and when to try again."""
-        if step is not None and isinstance(error, StepExistsError):
-            self._drop(step, str(error.message))
+        if one is not None and isinstance(error, StepExistsError):
+            self._drop(one, str(error.message))
             return
         with self._changed:
             self._failures += 1
@@ -273,16 +273,25 @@ class Flusher:
             self.is_joined = False  # whatever it was, the next try looks at the tier anew
         level = log.warning if self._failures == 1 else log.info
         level("tier %s: %s; trying again in %g s", self.store.location, error.message, delay)
+        step = None if one is None else one.step
         self._around.emit(TierFailed(step, self.store.location, str(error), delay, self.waiting))
         with self._changed:  # last: what waits for this goes on once it is told
             self._tries += 1
             self._changed.notify_all()
 
-    def _drop(self, step: int, reason: str) -> None:
+    def _drop(self, one: Waiting, reason: str) -> None:
+        if self._take_out(one):
+            self._tell_dropped([one.step], reason)
+
+    def _take_out(self, one: Waiting) -> bool:
+        """It waits no longer. False: it was called off meanwhile, and another one of its step may wait by now."""
         with self._changed:
-            self._waiting.pop(step, None)
+            waits = self._waiting.get(one.step)
+            is_it = waits is not None and waits.id == one.id
+            if is_it:
+                del self._waiting[one.step]
             self._changed.notify_all()
-        self._tell_dropped([step], reason)
+        return is_it
 
     def _tell_dropped(self, steps: Sequence[int], reason: str) -> None:
         for step in steps:
@@ -308,7 +317,7 @@ class Flusher:
         else:
             reason = "; ".join(reasons) or "no tier has it any more"
             if is_lost:
-                self._drop(one.step, reason)
+                self._drop(one, reason)
                 return
             raise NoCheckpointError(f"step {one.step} cannot be read now: {reason}")
         self.newest = one.step
@@ -317,10 +326,9 @@ class Flusher:
         log.info("step %d has come to %s: %d bytes in %.2f s", one.step, self.store.location, made.bytes, seconds)
         self._around.emit(Flushed(one.step, self.store.location, made.bytes, seconds, left))
         self._around.on_flushed(self.store, made.manifest)
-        self._retain(one.step)
-        with self._changed:
-            self._waiting.pop(one.step, None)
-            self._changed.notify_all()
+        if not self._is_cancelled:  # else it is set aside next, and what came before it has to stay
+            self._retain(one.step)
+        self._take_out(one)
 
     def _retain(self, step: int) -> None:
         assert self._retention is not None, "it is joined"

@@ -3,30 +3,38 @@
 from __future__ import annotations
 
 from flowstone.commit import catalog
-from flowstone.commit.entries import step_directory
+from flowstone.commit.entries import new_rewound_note, step_directory
 from flowstone.commit.manifests import read_manifest, read_marker
 from flowstone.commit.writer import StoreWriter
-from flowstone.errors import StorageError, is_damage
+from flowstone.config import STEP_MAX
+from flowstone.errors import StepExistsError, StorageError, is_damage
 from flowstone.format.manifest import Manifest
 from flowstone.log import log
+from flowstone.store.agent_wire import Copied
 from flowstone.store.base import UNPACED, Store
 from flowstone.store.memory import StoreInMemory
-from flowstone.tiers.copying import SourceFailedError
+from flowstone.tiers import lineage
+from flowstone.tiers.copying import SourceFailedError, reading
 from flowstone.tiers.flush import flush, is_there
+from flowstone.tiers.flusher import align
+from flowstone.tiers.restore import check_same_run
 
 
-def copy_newest(source: StoreInMemory, target: Store, holder: str) -> Manifest | None:
+def copy_newest(source: StoreInMemory, target: Store, holder: str) -> Copied | None:
     """Make the newest sound checkpoint of `source` one of `target`, durable on return. Blocks.
 
     holder   the name under which `target` is locked meanwhile
 
-    returns  the manifest of the newest checkpoint that `target` has then; None: there is none to copy
+    returns  which checkpoint `target` has; None: there is none to copy
 
-    Where `target` has that step already, nothing is copied. One that is damaged in `source` is left out, with a
-    warning. All files of one are opened before the first is copied: what names them may end. The bytes are read again
-    from `target`, past its cache, before the checkpoint exists there.
+    First `target` follows the rewinds of `source`: what these have set aside is set aside there, too, and their notes
+    are put. Where `target` has the checkpoint already, nothing is copied. One that is damaged in `source` is left out,
+    with a warning. All files of one are opened before the first is copied: what names them may end. The bytes are read
+    again from `target`, past its cache, before the checkpoint exists there.
 
-    raises   StepExistsError  `target` has that step, and it is another checkpoint
+    raises   StepExistsError  `target` has another checkpoint of that step, or a newer one; or it was rewound, and what
+                              is in `source` is from before that
+             NotAStoreError   `target` is a store of another run
              DamagedError     `source` has checkpoints, and none is sound; or `target` gives back other bytes than
                               were written: nothing is published then
              LockedError, StorageError
@@ -35,31 +43,61 @@ def copy_newest(source: StoreInMemory, target: Store, holder: str) -> Manifest |
     if not steps:
         return None
     writer = StoreWriter(target, None, _removed, _left)
-    writer.identity = read_marker(source).store
-    newest = writer.begin(holder)
+    writer.identity = identity = read_marker(source).store
+    writer.begin(holder)
     try:
+        if writer.store_id != identity:
+            is_there(target, read_manifest(source, step_directory(steps[-1])))  # says more, if both have that step
+            check_same_run(target, writer.store_id or "", identity)
         writer.sweep()
-        for step in reversed(steps):
-            if newest is not None and newest >= step:
-                return _there(source, target, newest)
+        stale = _follow_rewinds(source, target, steps[-1])
+        newest = max(catalog.steps(target), default=-1)
+        left_out = ""
+        for step in reversed([one for one in steps if one not in stale]):
             try:
-                held = source.held(step_directory(step))
-                return flush(held, target, step, UNPACED, _never_rest, reads_back=True).manifest
+                made = _copied(source, target, step, newest)
             except SourceFailedError as failure:
                 if not is_damage(failure.error):
                     raise failure.error from failure
                 log.warning("step %d of %s is not copied: %s", step, source.location, failure.error)
                 last = failure.error
+                left_out = left_out or f"step {step} of {source.location} is damaged: {last.message}"
+            else:
+                return Copied(made.step, made.id, left_out)
         raise last
     finally:
         writer.give_up()
 
 
-def _there(source: Store, target: Store, newest: int) -> Manifest:
-    """The target's newest checkpoint. Raises StepExistsError if the source has another one of that step."""
-    if newest in catalog.steps(source):
-        is_there(target, read_manifest(source, step_directory(newest)))
-    return read_manifest(target, step_directory(newest))
+def _follow_rewinds(source: StoreInMemory, target: Store, newest: int) -> tuple[int, ...]:
+    """Set aside in `target` what a rewind has set aside in `source`. Returns steps of `source` that one in `target` has
+    set aside; raises StepExistsError if `newest` is one of these.
+    """
+    ours, theirs = lineage.look(source), lineage.look(target)
+    stale = lineage.superseded(ours, [theirs])
+    if newest in stale:
+        above = min(theirs.notes[note] for note in lineage.missing_notes(ours, [theirs]))
+        raise StepExistsError(
+            f"{target.location} was rewound to step {above}; step {newest} of {source.location} is from before that",
+            next=f"call rewind({above}) of {source.location} as well, or give another directory",
+        )
+    align(target, [ours])
+    if not catalog.is_one_of_several(target):
+        catalog.put_note(target, new_rewound_note(STEP_MAX))  # later rewinds are noted there, even without this source
+    return stale
+
+
+def _copied(source: StoreInMemory, target: Store, step: int, newest: int) -> Manifest:
+    """The manifest of `step`, once `target` has it. `newest`: the newest step there."""
+    with reading():
+        held = source.held(step_directory(step))
+        manifest = read_manifest(held, step_directory(step))
+    if newest > step and not is_there(target, manifest):
+        raise StepExistsError(
+            f"{target.location} has step {newest}, which is newer than step {step} of {source.location}",
+            next="call rewind() to set it aside there, or give another directory",
+        )
+    return flush(held, target, step, UNPACED, _never_rest, manifest.id, reads_back=True).manifest
 
 
 def _never_rest() -> None: ...

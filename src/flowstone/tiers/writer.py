@@ -201,6 +201,8 @@ class TieredWriter(StoreWriter):
         for flusher in self.flushers:
             for called_off in flusher.call_off(step):
                 self.on_dropped(flusher, called_off, f"it was set aside, back to step {step}")
+        self._ask_all(_nothing)  # what each was doing has ended
+        self.find(step)  # a tier's retention may have given it up meanwhile: nothing would be left
         said = note or new_rewound_note(step)
         moved = super().rewind(step, said)  # from here on every tier without the note is behind
         self._ask_all(lambda flusher: flusher.rewind(step, said))

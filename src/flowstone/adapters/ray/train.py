@@ -14,8 +14,8 @@ from flowstone.adapters.ray.package import FRAMEWORK, local_run, ray_train
 from flowstone.adapters.ray.upload import upload
 from flowstone.checkpoint import Checkpoint, open_checkpoint
 from flowstone.checkpointer import Checkpointer
-from flowstone.commit import catalog
 from flowstone.commit.entries import step_directory
+from flowstone.commit.writer import set_aside
 from flowstone.errors import ArgumentError, NoCheckpointError, NotAStoreError, StorageError
 from flowstone.log import log
 from flowstone.pipeline.futures import Save
@@ -133,7 +133,7 @@ def _set_aside(place: Path, step: int) -> None:
     store = LocalStore(place)
     try:
         store.lock(f"process {os.getpid()}, which resumes from step {step}")
-        moved = catalog.rewind(store, step)
+        moved = set_aside(store, step)
     finally:
         store.close()
     if moved:

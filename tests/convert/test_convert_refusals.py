@@ -107,9 +107,15 @@ def test_damage_in_a_checkpoint_is_found_on_the_way_and_nothing_appears(saved: P
     shutil.copytree(saved, tmp_path / "run")
     segment, begin = place_of(next((tmp_path / "run").glob("step-*")), "model.long")
     flip(segment, begin + 5_000_000)
-    with pytest.raises(fs.DamagedError, match=r"'model.long', chunk 4, is not what was written"):
-        fs.export(tmp_path / "run", tmp_path / "hf")
-    assert not (tmp_path / "hf").exists()
+    for act, target in (
+        (lambda to: fs.export(tmp_path / "run", to), "hf"), (lambda to: fs.pack(tmp_path / "run", to), "packed"),
+        (lambda to: fs.export(tmp_path / "run", to, to="torch"), "model.pt"),
+        (lambda to: fs.import_checkpoint(tmp_path / "run", to, step=6), "other"),
+    ):
+        with pytest.raises(fs.DamagedError, match=r"'model.long', chunk 4, is not what was written"):
+            act(tmp_path / target)
+        assert {path.name for path in tmp_path.iterdir()} - {"other"} == {"run"}, "no draft, and no journal"
+    assert {path.name for path in (tmp_path / "other").iterdir()} == {"flowstone.json", "flowstone.lock"}
 
 
 @pytest.mark.parametrize("there", ["file", "directory", "link"])

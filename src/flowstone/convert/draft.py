@@ -7,11 +7,12 @@ import os
 import re
 import secrets
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from flowstone.convert.journal import Journal
 from flowstone.convert.layout import Layout
-from flowstone.errors import ArgumentError, StorageError
+from flowstone.errors import ArgumentError, DamagedError, StorageError
 from flowstone.store.os_errors import translated
 from flowstone.store.system import System
 
@@ -20,7 +21,10 @@ _JOURNAL = "flowstone-journal"
 
 
 class Draft:
-    """Of a target at `path`: the directory that it will be, or the one file.
+    """Of a target at `path`: the directory that it will be, or the one file. Use with `with`.
+
+    An error leaves it for the same command to go on with; but damage in the source does not: what replaces a damaged
+    file is another file, with which a conversion begins anew.
 
     directory  where its files are written: each that is begun anew has a name of its own, so that what still writes
                into an earlier one, a cluster's task that outlived its job, cannot write into this one
@@ -36,6 +40,18 @@ class Draft:
         self._journal_path = self.path.parent / f".{self.path.name}.{_JOURNAL}"
         self.journal = Journal(self._journal_path)
         self._system = System()
+
+    def __enter__(self) -> Draft:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is not None and issubclass(kind, DamagedError):
+                with suppress(StorageError):  # safe: the same command finds it, and begins anew
+                    self._clear()
+                    self.journal.remove()
+        finally:
+            self.journal.close()
 
     def begin(self, plan: str, windows: int) -> bool:
         """Lock the target, and go on with an earlier draft of the plan, or begin anew; whether all is done already.

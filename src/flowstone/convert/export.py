@@ -148,7 +148,7 @@ def _write(
 ) -> int:
     """Write the files of a target in a directory, by the draft of that plan. Returns what was there already."""
     layout, window = job.layout, window_bytes(job.budget_bytes)
-    try:
+    with draft:
         if draft.begin(digest, len(windows(layout, window))):
             draft.end()
             return layout.bytes
@@ -157,8 +157,6 @@ def _write(
         draft.put(texts)
         draft.finish(layout)
         return copied.resumed_bytes
-    finally:
-        draft.journal.close()
 
 
 def _mapped(

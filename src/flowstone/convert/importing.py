@@ -29,7 +29,7 @@ from flowstone.convert.opening import open_source
 from flowstone.convert.source import Source
 from flowstone.convert.store_writes import StoreDraft, Unresumed
 from flowstone.convert.targets.flowstone import StepLayout, io_record, lay_out_step, publish_step
-from flowstone.errors import ArgumentError, CollisionError, StepExistsError, StorageError
+from flowstone.errors import ArgumentError, CollisionError, DamagedError, StepExistsError, StorageError
 from flowstone.format.documents import DOCUMENTS_SECTION
 from flowstone.format.manifest import INDEX_NAME, MANIFEST_NAME, MARKER_NAME, OBJECTS_NAME
 from flowstone.layout_rules import GivenRules
@@ -250,7 +250,12 @@ class _Import(_Begun):
             directory = self._root / draft.directory
             self._journal.durable = resumable(self._layout.layout, self._journal, directory, window)
             job = Job(self._source, self._layout.layout, directory, budget_bytes)
-            copied = copy(job, self._journal, on_progress=on_progress, cluster=cluster)
+            try:
+                copied = copy(job, self._journal, on_progress=on_progress, cluster=cluster)
+            except DamagedError:  # what replaces a damaged file is another one, with which an import begins anew
+                self._sweep((import_journal(self._step),))
+                self._journal.remove()
+                raise
             for name in (INDEX_NAME, OBJECTS_NAME, MANIFEST_NAME):  # of an earlier try that ended here
                 if store.exists(inside(draft.directory, name)):
                     store.remove(inside(draft.directory, name))

@@ -101,7 +101,7 @@ def _write(
 ) -> int:
     """Write the checkpoint into a directory. Returns how many bytes were there already."""
     layout, window = job.layout, window_bytes(job.budget_bytes)
-    try:
+    with draft:
         digest = plan_digest(job.source, layout, ["pack", window, manifest.id])
         if draft.begin(digest, len(windows(layout, window))):
             draft.end()
@@ -111,8 +111,6 @@ def _write(
         _record(manifest, laid, copied, objects, LocalStore(draft.directory))
         draft.finish(layout)
         return copied.resumed_bytes
-    finally:
-        draft.journal.close()
 
 
 def _objects_text(opened: Checkpoint) -> bytes:

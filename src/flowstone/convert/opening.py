@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from flowstone.arguments import memory_of
+from flowstone.arguments import memory_of, store_path
 from flowstone.checkpoint import Checkpoint, open_checkpoint
 from flowstone.commit.entries import step_of
 from flowstone.convert.documents import with_documents
@@ -22,6 +22,7 @@ from flowstone.errors import ArgumentError, DamagedError, NotAStoreError
 from flowstone.format.manifest import MANIFEST_NAME, MARKER_NAME
 from flowstone.store.base import Store
 from flowstone.store.objects.urls import object_url
+from flowstone.store.os_errors import translated
 
 
 def open_source(path: str | os.PathLike[str] | Store | Checkpoint, step: int | None = None) -> Source:
@@ -36,11 +37,16 @@ def open_source(path: str | os.PathLike[str] | Store | Checkpoint, step: int | N
         return with_documents(read_flowstone(path), path)
     if not isinstance(path, str | os.PathLike) or object_url(path) is not None or memory_of(path) is not None:
         return open_source(open_checkpoint(path, step))
-    place = Path(path).expanduser()
+    place = store_path(path)
     if _is_ours(place):
         return open_source(open_checkpoint(place, step))
     if step is not None:
         raise ArgumentError(f"{place} is no store of Flowstone, and has no steps", next="leave out the step")
+    with translated(place, "look at", ""):
+        return _read_foreign(place)
+
+
+def _read_foreign(place: Path) -> Source:
     if not place.exists():
         raise NotAStoreError(f"there is nothing at {place}", next="check the path")
     if _is_deepspeed(place):  # before Megatron's: Megatron-DeepSpeed names its latest iteration in the same file, too

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import BinaryIO, Protocol
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from flowstone.config import MIB
+from flowstone.config import GIB, MIB, NAME_BYTES_MAX, NDIM_MAX
 from flowstone.errors import CollisionError, CoverageError, DamagedError, UnsupportedFormatError
-from flowstone.plan.coverage import check_tiling
+from flowstone.format.leaves import valid_text
+from flowstone.plan.coverage import check_tiling, tiles
+from flowstone.store.descriptors import Descriptors
+from flowstone.store.engines import open_file
 from flowstone.store.os_errors import translated
 from flowstone.table.box import Box
 from flowstone.table.pieces import Alias
@@ -21,6 +25,14 @@ from flowstone.table.stored import SourceTensor, StoredBox, reach_elements, row_
 
 METADATA_BYTES_MAX = 1024 * MIB
 """What is read of a checkpoint before anything is known of it: the file that names all tensors."""
+
+_SIDE_MAX = 1 << 60
+_PATH_BYTES_MAX = 2048  # of a file below a checkpoint's directory: Linux takes 4096 in all
+_FILE_NAME_BYTES_MAX = 255
+_EXPANSION_MAX = 16  # tensors that share memory in a file are written out each for itself
+_EXPANDED_BYTES_MIN = GIB  # so much is allowed of the smallest file: a mask may be one number, expanded
+_BLOCKS_MIN = 8  # of a page, which a file with a header takes; some network file systems say 0 or 1 of any file
+_UNALIGNED_MAX = 1 << 14  # boxes that form no grid: each is compared with all before it
 
 
 class Decoded(Protocol):
@@ -35,6 +47,7 @@ class SourceFile(msgspec.Struct, frozen=True):
 
     decoded  where there is no such file: what reads its bytes, which `path` names for people
     is_shared  whether other processes can read it by this record: it is a file, perhaps of a shared file system
+    allocated_bytes  what it takes on its disk, less where it has holes
     """
 
     path: str
@@ -42,6 +55,7 @@ class SourceFile(msgspec.Struct, frozen=True):
     changed_ns: int
     decoded: Decoded | None = None
     is_shared: bool = True
+    allocated_bytes: int = 0
 
 
 class Unmapped(msgspec.Struct, frozen=True):
@@ -82,19 +96,56 @@ class Source(msgspec.Struct, frozen=True, eq=False):
 
 def source_file(path: Path) -> SourceFile:
     """The file at `path`, behind links if there are any: caches keep their files behind links."""
-    with translated(path.parent, "look at", path.name):
-        real = path.resolve(strict=True)
-        found = os.stat(real)
-    return SourceFile(str(real), found.st_size, found.st_mtime_ns)
+    with translated(path.parent, "read", path.name), open_plain(path) as opened:
+        found = os.fstat(opened.fileno())
+        allocated = allocated_bytes(opened)
+        return SourceFile(os.path.realpath(path), found.st_size, found.st_mtime_ns, allocated_bytes=allocated)
+
+
+def allocated_bytes(file: BinaryIO) -> int:
+    """What a file takes on its disk, and not where it has holes. Raises OSError."""
+    found = os.fstat(file.fileno())
+    if found.st_blocks >= _BLOCKS_MIN or not found.st_size:
+        return min(found.st_size, found.st_blocks * 512)
+    try:
+        os.lseek(file.fileno(), 0, os.SEEK_DATA)
+    except OSError as error:
+        return 0 if error.errno == errno.ENXIO else found.st_size
+    os.lseek(file.fileno(), 0, os.SEEK_SET)
+    return found.st_size
+
+
+def open_plain(path: Path) -> BinaryIO:
+    """A regular file, behind links if there are any. Opens nothing that could block, or never ends. Raises OSError."""
+
+    def opener(name: str, _: int) -> int:
+        owner = Descriptors(in_use=True)  # until the file object has it
+        try:
+            return open_file(Path(os.path.realpath(name, strict=True)), owner)
+        except BaseException:
+            owner.close()
+            raise
+
+    return open(path, "rb", opener=opener)
+
+
+def is_inner(name: object) -> bool:
+    """Whether a checkpoint may call one of its files so: a path below its directory, which the system takes."""
+    if not isinstance(name, str) or name in ("", ".") or name.startswith("/") or "\0" in name or not valid_text(name):
+        return False
+    parts = name.encode().split(b"/")
+    return len(name.encode()) <= _PATH_BYTES_MAX and all(
+        part != b".." and len(part) <= _FILE_NAME_BYTES_MAX for part in parts
+    )
 
 
 def read_whole(directory: Path, name: str, bytes_max: int) -> bytes:
     """A small file of a checkpoint. Raises DamagedError if it is longer than `bytes_max`; StorageError."""
     path = directory / name
-    with translated(directory, "read", name):
-        if path.stat().st_size > bytes_max:
+    with translated(directory, "read", name), open_plain(path) as opened:
+        if os.fstat(opened.fileno()).st_size > bytes_max:
             raise DamagedError(f"{path} is too long", expected=f"at most {bytes_max} bytes", next="check it")
-        return path.read_bytes()
+        return opened.read(bytes_max)
 
 
 def in_file_order(tensors: Iterable[SourceTensor]) -> tuple[SourceTensor, ...]:
@@ -103,11 +154,13 @@ def in_file_order(tensors: Iterable[SourceTensor]) -> tuple[SourceTensor, ...]:
 
 
 def check_source(source: Source) -> Source:
-    """The source itself, if it is whole: names differ, boxes fill their tensors, extents lie inside of their files.
+    """The source itself, if it is whole: names differ, boxes fill their tensors, extents lie inside of their files, and
+    the tensors do not expand beyond measure.
 
     raises  CollisionError, CoverageError, DamagedError, UnsupportedFormatError
     """
-    _check_names([*(tensor.name for tensor in source.tensors), *(alias.name for alias in source.aliases)])
+    _check_names([*(tensor.name for tensor in source.tensors), *(alias.name for alias in source.aliases)], source)
+    _check_sizes(source)
     for tensor in source.tensors:
         whole = len(tensor.boxes) == 1 and tensor.boxes[0].box == Box.whole(tensor.shape)
         if not whole:
@@ -117,9 +170,41 @@ def check_source(source: Source) -> Source:
     return source
 
 
-def _check_names(names: Iterable[str]) -> None:
+def _check_sizes(source: Source) -> None:
+    for tensor in source.tensors:
+        if len(tensor.shape) > NDIM_MAX or max(tensor.shape, default=0) >= _SIDE_MAX:
+            raise UnsupportedFormatError(
+                f"{tensor.name!r:.200} in {source.location} has too many dimensions, or too long ones",
+                expected=f"at most {NDIM_MAX} dimensions, each below 2^60", next="do not use this checkpoint",
+            )
+    if source.digests is None and all(file.decoded is None for file in source.files):
+        held = sum({file.path: file.allocated_bytes for file in source.files}.values())
+        lengths = {tensor.name: tensor.bytes for tensor in source.tensors}
+        check_expansion(source.location, lengths, held, _EXPANSION_MAX)
+
+
+def check_expansion(location: str, lengths: Mapping[str, int], held_bytes: int, expansion_max: int) -> None:
+    """Raise UnsupportedFormatError if what is read (bytes by name) takes many times the bytes that all files hold."""
+    most = max(_EXPANDED_BYTES_MIN, expansion_max * held_bytes)
+    total = sum(lengths.values())
+    if total > most:
+        largest = max(lengths, key=lambda name: lengths[name])
+        raise UnsupportedFormatError(
+            f"{location} would expand from {held_bytes} bytes to {total}", expected=f"at most {most} bytes",
+            found=f"the largest is {largest!r:.200}, {lengths[largest]} bytes",
+            next="if you trust this checkpoint, load it with the program that saved it, and save it without what is "
+            "expanded",
+        )
+
+
+def _check_names(names: Iterable[str], source: Source) -> None:
     seen: set[str] = set()
     for name in names:
+        if not valid_text(name) or "\0" in name or len(name.encode()) > NAME_BYTES_MAX:
+            raise UnsupportedFormatError(
+                f"{name!r:.200} in {source.location} cannot name a tensor",
+                expected=f"at most {NAME_BYTES_MAX} bytes of UTF-8 without NUL", next="rename it, and save again",
+            )
         if name in seen:
             raise CollisionError(
                 f"two tensors of the checkpoint are called {name!r}", next="rename one of them with a Rename rule"
@@ -128,8 +213,16 @@ def _check_names(names: Iterable[str]) -> None:
 
 
 def _check_filled(source: Source, tensor: SourceTensor) -> None:
+    boxes = [stored.box for stored in tensor.boxes]
+    if {len(box.shape) for box in boxes} == {len(tensor.shape)} and all(box.inside(tensor.shape) for box in boxes):
+        offsets, sides = (np.array(rows, np.int64).reshape(len(boxes), len(tensor.shape))
+                          for rows in ([box.offset for box in boxes], [box.shape for box in boxes]))
+        if tiles(offsets, sides, tensor.shape):
+            return
     try:
-        check_tiling(tensor.name, tensor.shape, [stored.box for stored in tensor.boxes])
+        if len(boxes) > _UNALIGNED_MAX:
+            raise CoverageError(f"{len(boxes)} parts that do not lie side by side", next="save it in fewer parts")
+        check_tiling(tensor.name, tensor.shape, boxes)
     except CoverageError as error:
         raise CoverageError(
             f"{source.location} has not every element of {tensor.name!r:.200} once",

@@ -16,7 +16,7 @@ Path: TypeAlias = "str | tuple[Path, object]"
 KEYS = object()  # as the last part of a path: the container's own keys
 
 _STRING_OR_OTHER = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|[^"]+', re.DOTALL)
-_SAME_HASH_MAX = 1000  # keys of one container with equal hashes: a dict compares each with those before it
+SAME_HASH_MAX = 1000  # keys of one container with equal hashes: a dict compares each with those before it
 
 
 def containers(text: bytes | bytearray) -> int:
@@ -36,7 +36,7 @@ def containers(text: bytes | bytearray) -> int:
 
 def hashed(keys: list[object]) -> list[object]:
     """The same keys, after a check that a dict lookup will not compare thousands of them."""
-    if len(keys) > _SAME_HASH_MAX and max(Counter(map(hash, keys)).values()) > _SAME_HASH_MAX:
+    if len(keys) > SAME_HASH_MAX and max(Counter(map(hash, keys)).values()) > SAME_HASH_MAX:
         raise ValueError("thousands of keys with one hash")
     return keys
 

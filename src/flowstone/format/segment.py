@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from flowstone.config import BLOCK_BYTES, HEADER_BYTES_MAX
+from flowstone.config import BLOCK_BYTES, HEADER_BYTES_MAX, NDIM_MAX
 from flowstone.errors import DamagedError
 from flowstone.format.digest import digest
 from flowstone.table.box import Box
@@ -198,6 +198,8 @@ _FIELDS = msgspec.json.Decoder(_Fields)
 
 def _entry(name: str, fields: _Fields) -> Entry:
     begin, end = fields.data_offsets
+    if len(fields.shape) > NDIM_MAX + 1:  # what is stored as bytes has one more
+        raise ValueError(f"entry {name!r:.80} has {len(fields.shape)} dimensions")
     numbers = (*fields.shape, begin, end)
     if min(numbers) < 0 or max(numbers) >= 1 << 63:
         raise ValueError(f"entry {name!r:.80} has a negative or too large number")

@@ -10,14 +10,14 @@ from typing import cast
 
 import msgspec
 
-from flowstone.convert.source import METADATA_BYTES_MAX, Source, check_source, in_file_order, read_whole
+from flowstone.convert.source import METADATA_BYTES_MAX, Source, check_source, in_file_order, is_inner, read_whole
 from flowstone.convert.sources.pickled_files import PickledFiles
 from flowstone.convert.sources.restricted_unpickler import Global, Known, Record, read_pickle
 from flowstone.convert.sources.torch_archive import Place
-from flowstone.convert.sources.torch_values import KNOWN
+from flowstone.convert.sources.torch_values import KNOWN, sides
 from flowstone.convert.sources.tree import Tree, check_sections
 from flowstone.errors import DamagedError, UnsupportedFormatError
-from flowstone.format.objects import Named, TensorRef
+from flowstone.format.objects import TensorRef
 from flowstone.table.box import Box
 from flowstone.table.dtype import DTYPES, DType
 from flowstone.table.stored import SourceTensor, StoredBox
@@ -154,20 +154,11 @@ def _item(index: Record, found: Record) -> tuple[tuple[str, tuple[int, ...] | No
         raise UnsupportedFormatError(
             f"{name!r:.80} is stored by the extensions {transforms!r:.80}", next="save it with dcp.save without them"
         )
-    is_plain = isinstance(file, str) and file and not file.startswith("/") and ".." not in Path(file).parts
-    if not is_plain or not all(isinstance(n, int) and n >= 0 for n in (begin, length)) or not isinstance(name, str):
+    is_plain = is_inner(file) and isinstance(name, str)
+    if not is_plain or not all(isinstance(n, int) and n >= 0 for n in (begin, length)):
         raise ValueError(f"the place of {name!r:.80}")
     place = Place(cast("int", begin), cast("int", length))
-    return (name, None if offset is None else sides(offset)), Item(cast("str", file), place)
-
-
-def sides(value: object) -> tuple[int, ...]:
-    """A torch.Size, as the pickle has it, or a tuple. Raises ValueError."""
-    if isinstance(value, Named):
-        return tuple(int(n) for n in value.text.split(",") if n)
-    if isinstance(value, Sequence) and all(isinstance(n, int) and n >= 0 for n in value):
-        return tuple(value)
-    raise ValueError(f"a size {value!r:.40}")
+    return (cast("str", name), None if offset is None else sides(offset)), Item(cast("str", file), place)
 
 
 def stored_tensor(path: Path, name: str, entry: Record, metadata: Metadata, files: PickledFiles) -> SourceTensor:

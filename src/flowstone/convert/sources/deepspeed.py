@@ -13,7 +13,7 @@ from typing import cast
 import msgspec
 
 from flowstone.convert.fetch import linear_boxes
-from flowstone.convert.source import Source, Unmapped, check_source, in_file_order
+from flowstone.convert.source import Source, Unmapped, check_source, in_file_order, is_inner, open_plain
 from flowstone.convert.sources.deepspeed_files import DeepSpeedFiles, Run
 from flowstone.convert.sources.deepspeed_universal import PARAMETERS_NAME, read_universal
 from flowstone.convert.sources.deepspeed_zero import (
@@ -116,9 +116,9 @@ def _tagged(path: Path) -> Path:
     """The directory that `latest` names, or the path itself if it has none. Raises DamagedError."""
     for name in _LATEST:
         if (path / name).is_file():
-            with translated(path, "read", name):
-                tag = (path / name).read_bytes()[:4096].decode(errors="replace").strip()
-            if not tag or tag in (".", "..") or "/" in tag or "\0" in tag or not (path / tag).is_dir():
+            with translated(path, "read", name), open_plain(path / name) as opened:
+                tag = opened.read(4096).decode(errors="replace").strip()
+            if "/" in tag or not is_inner(tag) or not (path / tag).is_dir():
                 raise DamagedError(
                     f"{path / name} names {tag!r:.80}, which is no directory there", next="give the directory itself"
                 )

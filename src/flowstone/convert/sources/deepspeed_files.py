@@ -11,7 +11,6 @@ from flowstone.convert.sources.restricted_unpickler import Known, Record
 from flowstone.convert.sources.torch_archive import Place
 from flowstone.convert.sources.torch_values import KNOWN, TensorView, view_bytes
 from flowstone.errors import DamagedError
-from flowstone.format.objects import Named
 
 _SCALERS = frozenset({
     "deepspeed.runtime.fp16.loss_scaler.LossScaler", "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
@@ -70,15 +69,6 @@ def _show_scaler(state: object) -> None:
     scaler = state.get("loss_scaler") if isinstance(state, dict) else None
     if isinstance(state, dict) and isinstance(scaler, Record) and scaler.kind in _SCALERS:
         state["loss_scaler"] = scaler.state
-
-
-def sides(value: object) -> tuple[int, ...]:
-    """A torch.Size, as the pickle has it, or a tuple or list of numbers. Raises ValueError."""
-    if isinstance(value, Named) and value.kind == "torch.Size":
-        return tuple(int(n) for n in value.text.split(",") if n)
-    if isinstance(value, tuple | list) and all(type(n) is int and n >= 0 for n in value):
-        return tuple(value)
-    raise ValueError(f"a size {value!r:.40}")
 
 
 def fragment(value: object) -> tuple[int, int]:

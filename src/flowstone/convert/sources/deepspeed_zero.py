@@ -8,8 +8,8 @@ from typing import TypeAlias, cast
 
 import msgspec
 
-from flowstone.convert.sources.deepspeed_files import DeepSpeedFiles, Run, fragment, sides
-from flowstone.convert.sources.torch_values import TensorView
+from flowstone.convert.sources.deepspeed_files import DeepSpeedFiles, Run, fragment
+from flowstone.convert.sources.torch_values import TensorView, sides
 from flowstone.errors import DamagedError, UnsupportedFormatError
 from flowstone.table.dtype import DType
 

@@ -12,7 +12,7 @@ import msgspec
 
 from flowstone.config import MIB
 from flowstone.convert.fetch import linear_boxes
-from flowstone.convert.source import Source, check_source, in_file_order
+from flowstone.convert.source import Source, check_source, in_file_order, open_plain
 from flowstone.convert.sources.dcp import (
     METADATA_NAME,
     SHARD,
@@ -21,12 +21,11 @@ from flowstone.convert.sources.dcp import (
     contradiction,
     put,
     read_metadata,
-    sides,
     stored_tensor,
 )
 from flowstone.convert.sources.pickled_files import PickledFiles
 from flowstone.convert.sources.restricted_unpickler import Known, Record
-from flowstone.convert.sources.torch_values import KNOWN
+from flowstone.convert.sources.torch_values import KNOWN, sides
 from flowstone.convert.sources.tree import Tree, check_sections
 from flowstone.errors import DamagedError, UnsupportedFormatError
 from flowstone.format.objects import TensorRef
@@ -118,7 +117,7 @@ def _tagged(path: Path) -> Path:
 
 
 def _read(path: Path, name: str) -> bytes:
-    with translated(path, "read", name), (path / name).open("rb") as opened:
+    with translated(path, "read", name), open_plain(path / name) as opened:
         return opened.read(MIB)
 
 

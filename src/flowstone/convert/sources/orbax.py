@@ -7,6 +7,7 @@ that Orbax itself has for it; nothing else here needs it.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +21,18 @@ from numpy.typing import NDArray
 
 from flowstone.config import MIB
 from flowstone.convert.fetch import linear_boxes
-from flowstone.convert.source import METADATA_BYTES_MAX, Source, SourceFile, Unmapped, check_source, read_whole
+from flowstone.convert.source import (
+    METADATA_BYTES_MAX,
+    Source,
+    SourceFile,
+    Unmapped,
+    allocated_bytes,
+    check_expansion,
+    check_source,
+    is_inner,
+    open_plain,
+    read_whole,
+)
 from flowstone.convert.sources.tree import check_sections
 from flowstone.errors import DamagedError, FrameworkError, UnsupportedFormatError
 from flowstone.format.objects import TensorRef
@@ -35,6 +47,10 @@ _STEP = re.compile(r"(?:.*_)?(\d+)")
 _ARRAYS = frozenset({"jax.Array", "np.ndarray"})
 _EMPTY: Mapping[str, object] = {"None": None, "Dict": {}, "List": [], "Tuple": ()}
 _CACHE_BYTES = 64 * MIB  # beside one row of chunks: of those that two threads read at once
+_READ_WHOLE = frozenset({_DATABASE, ".zarray", ".zattrs", ".zgroup", "zarr.json"})
+_READ_WHOLE_BYTES_MAX = 64 * MIB
+_ENCODED_MAX = 2  # a chunk that does not compress becomes longer, by little
+_EXPANSION_MAX = 1024  # what is equal throughout, such as moments before the first step, compresses so well
 
 
 class _Key(msgspec.Struct, frozen=True):
@@ -102,8 +118,14 @@ def read_orbax(path: Path) -> Source:
     """
     items = _items(_step(path))
     is_alone = len(items) == 1
+    stored = [_stored_bytes(item) for item in items]
+    held, longest = sum(total for total, _ in stored), max(longest for _, longest in stored)
     parts = [_Item(item, "" if is_alone else f"{item.name}.") for item in items]
-    cache_bytes = _CACHE_BYTES + max(part.row_bytes() for part in parts)
+    row_bytes = max(part.row_bytes() for part in parts)
+    check_expansion(str(path), {"one row of chunks": row_bytes}, held, _EXPANSION_MAX)
+    if longest > MIB + _ENCODED_MAX * row_bytes:
+        raise DamagedError(f"{path} has a chunk that is too long", found=f"{longest} bytes", next="copy it again")
+    cache_bytes = _CACHE_BYTES + row_bytes
     tensors: list[SourceTensor] = []
     objects: dict[str, object] = {}
     files: list[SourceFile] = []
@@ -115,10 +137,33 @@ def read_orbax(path: Path) -> Source:
     check_sections(objects, str(path))
     has_arrays_alone = all(isinstance(leaf, TensorRef) for leaf in _leaves(objects))
     is_flat = is_alone and has_arrays_alone and any(isinstance(value, TensorRef) for value in objects.values())
+    check_expansion(str(path), {tensor.name: tensor.bytes for tensor in tensors}, held, _EXPANSION_MAX)
     return check_source(Source(
         "orbax", str(path), tuple(files), tuple(tensors), objects={} if is_flat else objects, is_flat=is_flat,
         unmapped=tuple(unmapped),
     ))
+
+
+def _stored_bytes(item: Path) -> tuple[int, int]:
+    """What the files of an item take on the disk, and how long the longest chunk is.
+
+    raises  DamagedError, StorageError  one is far too long, or no file: tensorstore would end the process, or wait
+    """
+    total = longest = 0
+    is_database = (item / _DATABASE).is_file()
+    for place, directories, names in os.walk(item):
+        for name in (*names, *(one for one in directories if os.path.islink(os.path.join(place, one)))):
+            with translated(item, "look at", name), open_plain(Path(place, name)) as opened:
+                length = os.fstat(opened.fileno()).st_size
+                total += allocated_bytes(opened)
+            if name in _READ_WHOLE and length > _READ_WHOLE_BYTES_MAX:
+                raise DamagedError(
+                    f"{os.path.join(place, name)} is too long", expected=f"at most {_READ_WHOLE_BYTES_MAX} bytes",
+                    found=f"{length} bytes", next="copy the whole directory again",
+                )
+            if place != str(item) and not is_database:
+                longest = max(longest, length)
+    return total, longest
 
 
 def _step(path: Path) -> Path:
@@ -149,7 +194,7 @@ def _others(path: Path) -> list[str]:
 def _is_item(path: Path) -> bool:
     if not (path / _METADATA).is_file():
         return False
-    with (path / _METADATA).open("rb") as opened:
+    with translated(path, "read", _METADATA), open_plain(path / _METADATA) as opened:
         return b'"tree_metadata"' in opened.read(1 << 16)
 
 
@@ -162,7 +207,7 @@ class _Item:
         content = read_whole(directory, _METADATA, METADATA_BYTES_MAX)
         try:
             self._metadata = msgspec.json.decode(content, type=_Metadata)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise DamagedError(
                 f"{directory / _METADATA} is not as Orbax writes it", found=f"{error!s:.200}", next="copy it again"
             ) from error
@@ -226,8 +271,8 @@ class _Item:
             "fill_missing_data_reads": not self._metadata.store_array_data_equal_to_fill_value,
         }
         try:
-            if ".." in name.split("/"):
-                raise ValueError("a name that leads out of the directory")
+            if not is_inner(name):
+                raise ValueError("a name that leads out of the directory, or cannot be a file's")
             store = self._tensorstore.open(spec, open=True, read=True, context=context).result()
             return _Array(store, f"{self._directory}/{name}")
         except (ValueError, OSError) as error:
@@ -240,7 +285,7 @@ class _Item:
         if self._strings is None:
             try:
                 self._strings = json.loads(read_whole(self._directory, _STRINGS, METADATA_BYTES_MAX))
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise DamagedError(f"{self._directory / _STRINGS} cannot be read", next="copy it again") from error
         if not isinstance(self._strings, dict) or not isinstance(self._strings.get(name), str):
             raise DamagedError(f"{self._directory / _STRINGS} lacks {name!r:.200}", next="copy it again")
@@ -262,9 +307,9 @@ def _row_bytes(store: Any) -> int:
     """Of one row of chunks: all that begin at the same index of the first dimension."""
     if not store.shape:
         return 0
-    chunk = store.chunk_layout.read_chunk.shape
-    rows = min(store.shape[0], chunk[0] if chunk else store.shape[0])
-    return int(rows * np.prod(store.shape[1:], dtype=np.int64) * store.dtype.numpy_dtype.itemsize)
+    chunk = store.chunk_layout.read_chunk.shape or store.shape
+    sides = [-(-side // part) * part for side, part in zip(store.shape[1:], chunk[1:], strict=True)]  # of whole chunks
+    return int(math.prod((chunk[0], *sides)) * store.dtype.numpy_dtype.itemsize)
 
 
 def _tree(leaves: Sequence[tuple[tuple[_Key, ...], object]], path: str) -> dict[str, object]:
@@ -284,11 +329,15 @@ def _tree(leaves: Sequence[tuple[tuple[_Key, ...], object]], path: str) -> dict[
                     f"{path}: {key.key!r:.60} is a value, and has values below it", next="restore it with Orbax"
                 )
             node = inner
-        node[keys[-1].key if keys else ""] = value
+        if not keys or keys[-1].key in node:
+            name = ".".join(key.key for key in keys)
+            raise DamagedError(f"{path} has two values at {name!r:.200}, or one at none", next="copy it again")
+        node[keys[-1].key] = value
     for node, name in reversed(lists):  # those inside of others first
         inner = node[name]
         assert isinstance(inner, dict), "it was made one"
-        node[name] = [inner[key] for key in sorted(inner, key=int)] if all(map(str.isdigit, inner)) else inner
+        if inner.keys() == {str(at) for at in range(len(inner))}:
+            node[name] = [inner[str(at)] for at in range(len(inner))]
     return root
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import BinaryIO
 
-from flowstone.convert.source import SourceFile, source_file
+from flowstone.convert.source import SourceFile, open_plain, source_file
 from flowstone.convert.sources.restricted_unpickler import Known, read_pickle
 from flowstone.convert.sources.torch_archive import Archive, Place, read_archive
 from flowstone.convert.sources.torch_values import KNOWN, StorageRef, TensorView, storage_of, view_bytes
@@ -34,7 +34,7 @@ class PickledFiles:
         """The number of a file among those of the checkpoint. Raises DamagedError where it is missing."""
         if path not in self._numbers:
             with translated(path.parent, "look at", path.name):
-                is_there = path.is_file()
+                is_there = path.exists()
             if not is_there:
                 name = path.relative_to(self.location) if path.is_relative_to(self.location) else path.name
                 raise DamagedError(f"{self.location} lacks {name}", next="copy the whole directory again")
@@ -84,7 +84,7 @@ class PickledFiles:
         with translated(path.parent, "read", path.name):
             if self._current is None or self._current[0] != number:
                 self.close()
-                self._current = number, open(file.path, "rb")  # noqa: SIM115
+                self._current = number, open_plain(Path(file.path))
             return number, read_archive(self._current[1], part, where), where
 
     def place(self, wanted: StorageRef) -> tuple[int, Place]:

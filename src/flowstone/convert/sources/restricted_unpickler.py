@@ -8,15 +8,22 @@ name: what is done about it is for the caller to say.
 from __future__ import annotations
 
 import pickletools
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from flowstone.errors import DamagedError, UnsupportedFormatError
+from flowstone.format.bounds import SAME_HASH_MAX, hashed
 
 Known = Mapping[str, Callable[..., object]]
 """What may be called, by the dotted name that pickles have for it."""
 
 _ITEMS_MAX = 1 << 24  # opcodes: of a checkpoint with a million tensors
+_NAME_CHARS_MAX = 1000  # of a class or function
+_DEPTH_MAX = 128  # our objects nest 100 deep; around them is what carries them
+_KEY_VALUES_MAX = 1000  # in a tuple that is a key: C code hashes it, as deep as it nests, each time that it is used
+_EXPANSION_MAX = 16  # values, for each opcode: what is in several places counts in each
+_EXPANDED_MIN = 1 << 16
 
 
 class Opaque:
@@ -69,8 +76,11 @@ def read_pickle(
     records     classes of which a Record is made
     persistent  what stands for a persistent id; None: there is none
 
+    What is returned ends: it nests at most _DEPTH_MAX deep, and a walk of it, in which a value that is in several
+    places is met in each, takes a time that the pickle's length bounds.
+
     raises  DamagedError            this is no pickle, or not one that its own program could have written
-            UnsupportedFormatError  an opcode that no file of this kind has
+            UnsupportedFormatError  an opcode that no file of this kind has, or values that nest or repeat without end
     """
     machine = _Machine(known, records, persistent, path)
     try:
@@ -78,7 +88,9 @@ def read_pickle(
             if number > _ITEMS_MAX:
                 raise UnsupportedFormatError(f"{path} has too many values", next="save the tensors by themselves")
             if opcode.name == "STOP":
-                return machine.pop()
+                value = machine.pop()
+                _check_expanded(value, max(_EXPANDED_MIN, _EXPANSION_MAX * number), path)
+                return value
             machine.step(opcode.name, argument)
     except UnsupportedFormatError:
         raise
@@ -97,6 +109,89 @@ _LITERALS = frozenset({
 _IGNORED = frozenset({"PROTO", "FRAME"})
 
 
+def hashable(key: object) -> object:
+    """The key itself, if it can be hashed in bounded time and depth. Raises ValueError."""
+    waiting, count = [key], 0
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, tuple | frozenset):
+            count += 1 + len(value)
+            if count > _KEY_VALUES_MAX:
+                raise ValueError("a key of thousands of values")
+            waiting += value
+    return key
+
+
+def hashables(keys: Iterable[object]) -> list[object]:
+    """The same of all keys of a new container."""
+    return hashed(list(map(hashable, keys)))
+
+
+def items_of(values: object) -> Collection[Any]:
+    """The values of a container that holds them; a range would make them up, without end. Raises ValueError."""
+    if not isinstance(values, tuple | list | set | frozenset):
+        raise ValueError(f"a {type(values).__name__} where values should be")
+    return values
+
+
+def pairs_of(values: object) -> list[tuple[object, object]]:
+    """Keys and values, as a list of pairs or as a dict. Raises ValueError."""
+    if isinstance(values, dict):
+        return list(values.items())
+    keys, parts = [], []
+    for key, value in map(items_of, items_of(values)):
+        keys.append(key)
+        parts.append(value)
+    return list(zip(hashables(keys), parts, strict=True))
+
+
+def _parts(value: object) -> Collection[object]:
+    if isinstance(value, dict):
+        return [*value, *value.values()]
+    if isinstance(value, Record):
+        return [value.arguments, value.state]
+    return value if isinstance(value, tuple | list | set | frozenset) else ()
+
+
+def _check_expanded(value: object, count_max: int, path: str) -> None:
+    """Raise UnsupportedFormatError if a value nests too deep, holds itself, or has more values than that."""
+    done: dict[int, tuple[int, int]] = {}  # how many values a container has, and how deep they nest
+    above = set[int]()
+    waiting = [(value, False)]
+    while waiting:
+        node, is_walked = waiting.pop()
+        if id(node) in done:
+            continue
+        parts = _parts(node)
+        if not is_walked:
+            if not parts:
+                continue
+            above.add(id(node))
+            inner = [part for part in parts if isinstance(part, _CONTAINERS)]
+            if len(above) > _DEPTH_MAX or any(id(part) in above for part in inner):
+                raise _without_end(path)
+            waiting.append((node, True))
+            waiting += [(part, False) for part in inner]
+            continue
+        above.discard(id(node))
+        found = [done[id(part)] for part in parts if id(part) in done]
+        count = len(parts) + sum(inner for inner, _ in found)
+        depth = 1 + max((inner for _, inner in found), default=0)
+        if count > count_max or depth > _DEPTH_MAX:
+            raise _without_end(path)
+        done[id(node)] = count, depth
+
+
+_CONTAINERS = (dict, tuple, list, set, frozenset, Record)
+
+
+def _without_end(path: str) -> UnsupportedFormatError:
+    return UnsupportedFormatError(
+        f"{path}: its values nest too deep, or repeat without end", expected=f"at most {_DEPTH_MAX} levels",
+        next="do not use this file; or save the tensors by themselves",
+    )
+
+
 class _Machine:
     def __init__(
         self, known: Known, records: frozenset[str], persistent: Callable[[object], object] | None, path: str
@@ -104,6 +199,7 @@ class _Machine:
         self._known, self._records, self._persistent, self._path = known, records, persistent, path
         self._stack: list[Any] = []
         self._memo: dict[int, object] = {}
+        self._hashes = Counter[tuple[int, int]]()  # of each container's keys that are not text
         self._steps: dict[str, Callable[[Any], object]] = {
             "MARK": lambda _: self._stack.append(_Mark()),
             "EMPTY_DICT": lambda _: self._stack.append({}),
@@ -115,8 +211,8 @@ class _Machine:
             "TUPLE2": lambda _: self._tuple(2),
             "TUPLE3": lambda _: self._tuple(3),
             "LIST": lambda _: self._stack.append(self._to_mark()),
-            "DICT": lambda _: self._stack.append(_pairs(self._to_mark())),
-            "FROZENSET": lambda _: self._stack.append(frozenset(self._to_mark())),
+            "DICT": lambda _: self._dict(),
+            "FROZENSET": lambda _: self._stack.append(frozenset(hashables(self._to_mark()))),
             "APPEND": lambda _: self._append([self.pop()]),
             "APPENDS": lambda _: self._append(self._to_mark()),
             "SETITEM": lambda _: self._set([self.pop(), self.pop()][::-1]),
@@ -126,7 +222,7 @@ class _Machine:
             "POP_MARK": lambda _: self._to_mark(),
             "DUP": lambda _: self._stack.append(self._stack[-1]),
             "MEMOIZE": lambda _: self._memo.__setitem__(len(self._memo), self._stack[-1]),
-            "GLOBAL": lambda text: self._stack.append(Global(text.replace(" ", "."))),
+            "GLOBAL": lambda text: self._global(text.replace(" ", ".")),
             "STACK_GLOBAL": lambda _: self._stack_global(),
             "REDUCE": lambda _: self._reduce(),
             "NEWOBJ": lambda _: self._reduce(),
@@ -175,24 +271,47 @@ class _Machine:
             self._stack[-1].extend(values)
 
     def _set(self, values: list[Any]) -> None:
-        if not isinstance(self._stack[-1], Opaque):
-            self._stack[-1].update(_pairs(values))
+        target = self._stack[-1]
+        if not isinstance(target, Opaque):
+            target.update(dict(zip(self._keys(target, values[::2]), values[1::2], strict=True)))
 
     def _add(self, values: list[Any]) -> None:
-        if not isinstance(self._stack[-1], Opaque):
-            self._stack[-1].update(values)
+        target = self._stack[-1]
+        if not isinstance(target, Opaque):
+            target.update(self._keys(target, values))
+
+    def _dict(self) -> None:
+        values = self._to_mark()
+        self._stack.append({})
+        self._set(values)
+
+    def _keys(self, target: object, keys: Iterable[object]) -> list[object]:
+        """The keys, if looking them up in `target` takes no time beyond measure."""
+        found = list(map(hashable, keys))
+        for key in found:
+            if not isinstance(key, str):
+                same = id(target), hash(key)
+                self._hashes[same] += 1
+                if self._hashes[same] > SAME_HASH_MAX:
+                    raise ValueError("thousands of keys with one hash")
+        return found
+
+    def _global(self, *parts: object) -> None:
+        if not all(isinstance(part, str) and len(part) <= _NAME_CHARS_MAX and part.isprintable() for part in parts):
+            raise ValueError("a name that is none")
+        self._stack.append(Global(".".join(map(str, parts))))
 
     def _stack_global(self) -> None:
         name, module = self.pop(), self.pop()
-        self._stack.append(Global(f"{module}.{name}"))
+        self._global(module, name)
 
     def _reduce(self) -> None:
         arguments, called = self.pop(), self.pop()
-        self._stack.append(self._call(called, tuple(arguments)))
+        self._stack.append(self._call(called, tuple(items_of(arguments))))
 
     def _reduce_named(self) -> None:
         named, arguments, called = self.pop(), self.pop(), self.pop()
-        self._stack.append(self._call(called, (*arguments, *named.values())))
+        self._stack.append(self._call(called, (*items_of(arguments), *named.values())))
 
     def _call(self, called: object, arguments: tuple[object, ...]) -> object:
         if not isinstance(called, Global):
@@ -213,7 +332,3 @@ class _Machine:
         if self._persistent is None:
             raise ValueError("a reference to what lies outside of it")
         return self._persistent(identity)
-
-
-def _pairs(values: list[Any]) -> dict[Any, Any]:
-    return dict(zip(values[::2], values[1::2], strict=True))

@@ -11,7 +11,7 @@ import msgspec
 
 from flowstone.config import HEADER_BYTES_MAX, MIB
 from flowstone.convert.documents import read_documents
-from flowstone.convert.source import Source, SourceFile, check_source, read_whole, source_file
+from flowstone.convert.source import Source, SourceFile, check_source, is_inner, open_plain, read_whole, source_file
 from flowstone.errors import DamagedError, NotAStoreError, UnsupportedFormatError
 from flowstone.format.documents import SHARD_INDEX_SUFFIX
 from flowstone.format.segment import LENGTH_BYTES, Entry, parse_header
@@ -91,10 +91,10 @@ def _shards(directory: Path) -> tuple[tuple[str, ...], Mapping[str, str] | None]
             f"{path} is no index of shards: {error!s:.200}", next="copy or download the file again"
         ) from error
     shards = tuple(dict.fromkeys(weight_map.values()))
-    strange = [name for name in shards if "/" in name or name in ("", ".", "..") or "\0" in name]
+    strange = [name for name in shards if "/" in name or not is_inner(name)]
     if strange:
-        raise DamagedError(f"{path} names a file elsewhere", found=repr(strange[0]), next="do not use it")
-    missing = [name for name in shards if not (directory / name).is_file()]
+        raise DamagedError(f"{path} names a file elsewhere", found=f"{strange[0]!r:.200}", next="do not use it")
+    missing = [name for name in shards if not (directory / name).exists()]
     if missing:
         raise DamagedError(
             f"{directory} lacks {len(missing)} of {len(shards)} shards", missing=", ".join(missing[:5]),
@@ -105,7 +105,7 @@ def _shards(directory: Path) -> tuple[tuple[str, ...], Mapping[str, str] | None]
 
 def _read_file(path: Path, number: int) -> tuple[SourceFile, list[SourceTensor]]:
     file = source_file(path)
-    with translated(path.parent, "read", path.name), open(file.path, "rb") as opened:
+    with translated(path.parent, "read", path.name), open_plain(Path(file.path)) as opened:
         start = opened.read(LENGTH_BYTES)
         length = int.from_bytes(start, "little")
         if len(start) < LENGTH_BYTES or length > min(HEADER_BYTES_MAX * 2, file.bytes):

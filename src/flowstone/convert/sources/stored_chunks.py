@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from flowstone import _native
 from flowstone.checkpoint import Checkpoint
 from flowstone.config import CHUNK_BYTES
+from flowstone.convert.source import open_plain
 from flowstone.convert.sources.stored_files import Ranges
 from flowstone.errors import DamagedError
 from flowstone.format.codec import CAST, CAST_ELEMENTS, PLANES
@@ -56,7 +57,7 @@ class ChunkData:
             stored = self._checkpoint.stored_bytes(name, offset, length)
         else:  # a process on another machine has no open store, but sees the files
             path = Path(self._checkpoint.path)
-            with translated(path, "read", name), (path / name).open("rb") as file:
+            with translated(path, "read", name), open_plain(path / name) as file:
                 file.seek(offset)
                 stored = file.read(length)
         return stored if len(stored) == length and _native.xxh3_64(stored) == digest else None

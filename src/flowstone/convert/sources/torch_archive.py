@@ -15,6 +15,7 @@ from flowstone.config import MIB
 from flowstone.errors import DamagedError, FormatError, UnsupportedFormatError
 
 _PICKLE_BYTES_MAX = 512 * MIB
+_DIRECTORY_BYTES_MAX = 256 * MIB  # of an archive: names and places of two million storages
 _LOCAL_BYTES = 30  # of an entry's own header, before its name
 _ZIP = b"PK\x03\x04"
 _LEGACY = (b"\x80\x02\x8a\x0al\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19", b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19")
@@ -65,6 +66,15 @@ class Slice(io.RawIOBase):
         return len(found)
 
 
+class _Bounded(io.BufferedReader):
+    """For zipfile, which reads a whole directory at once: as long as the archive says that it is."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if size is not None and size > _DIRECTORY_BYTES_MAX:
+            raise ValueError(f"a directory of {size} bytes")
+        return super().read(size)
+
+
 def read_archive(file: BinaryIO, place: Place, path: str) -> Archive:
     """The archive that lies at a place of a file.
 
@@ -78,7 +88,7 @@ def read_archive(file: BinaryIO, place: Place, path: str) -> Archive:
         raise _no_archive(bytes(start), path)
     try:
         part.seek(0)
-        with zipfile.ZipFile(io.BufferedReader(part)) as opened:
+        with zipfile.ZipFile(_Bounded(part)) as opened:
             return _read(opened, file, place, path)
     except (zipfile.BadZipFile, NotImplementedError, EOFError, ValueError, KeyError, OverflowError) as error:
         if isinstance(error, FormatError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from flowstone.convert.source import Source, source_file
+from flowstone.convert.source import Source, open_plain, source_file
 from flowstone.convert.sources.restricted_unpickler import read_pickle
 from flowstone.convert.sources.torch_archive import Place, read_archive
 from flowstone.convert.sources.torch_values import KNOWN, StorageRef, TensorView, storage_of
@@ -20,7 +20,7 @@ def is_torch_file(path: Path) -> bool:
     """Whether a file begins like what torch.save writes, or wrote once."""
     if not path.is_file():
         return False
-    with translated(path.parent, "read", path.name), path.open("rb") as opened:
+    with translated(path.parent, "read", path.name), open_plain(path) as opened:
         return opened.read(4).startswith(_STARTS) or path.suffix in _SUFFIXES
 
 
@@ -30,7 +30,7 @@ def read_torch_file(path: Path) -> Source:
     raises  DamagedError, UnsupportedFormatError, StorageError
     """
     file = source_file(path)
-    with translated(path.parent, "read", path.name), open(file.path, "rb") as opened:
+    with translated(path.parent, "read", path.name), open_plain(Path(file.path)) as opened:
         archive = read_archive(opened, Place(0, file.bytes), str(path))
     value = read_pickle(archive.content, KNOWN, persistent=storage_of, path=str(path))
     if not isinstance(value, dict):

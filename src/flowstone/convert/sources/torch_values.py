@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
 
-from flowstone.convert.sources.restricted_unpickler import Global, Known, Opaque
+from flowstone.config import NDIM_MAX
+from flowstone.convert.sources.restricted_unpickler import Global, Known, Opaque, hashables, items_of, pairs_of
 from flowstone.errors import DamagedError, UnsupportedFormatError
 from flowstone.format.objects import Named
 from flowstone.table.dtype import DTYPES, DType
@@ -20,6 +21,8 @@ STORAGE_DTYPES: Mapping[str, str] = {
     "ComplexDoubleStorage": "complex128",
 }
 _UNTYPED = ("torch.UntypedStorage", "torch.storage.UntypedStorage")
+_NUMBER_MAX = 1 << 60
+_TEXT_CHARS_MAX = 100  # of a device or layout
 
 
 class StorageRef(msgspec.Struct, frozen=True):
@@ -45,8 +48,10 @@ def storage_of(identity: object) -> StorageRef:
     if not isinstance(identity, tuple) or len(identity) < 5 or identity[0] != "storage":
         raise ValueError("a persistent id that is no storage")
     kind, key, elements = identity[1], identity[2], identity[4]
-    if not isinstance(kind, Global) or not isinstance(key, str) or not isinstance(elements, int) or elements < 0:
+    if not isinstance(kind, Global) or not isinstance(key, str) or not isinstance(elements, int):
         raise ValueError("a storage that is not described as torch does it")
+    if not 0 <= elements < _NUMBER_MAX:
+        raise ValueError("a storage with a negative or too large number")
     if kind.name in _UNTYPED:
         return StorageRef(key, None, elements)
     name = STORAGE_DTYPES.get(kind.name.removeprefix("torch."))
@@ -55,71 +60,111 @@ def storage_of(identity: object) -> StorageRef:
     return StorageRef(key, DTYPES[name], elements * DTYPES[name].item_bytes)
 
 
-def _tensor_v2(storage: object, offset: int, shape: Sequence[int], strides: Sequence[int], *rest: object) -> TensorView:
+def _tensor_v2(storage: object, offset: object, shape: object, strides: object, *rest: object) -> TensorView:
     if len(rest) > 2 and isinstance(rest[2], dict) and any(rest[2].values()):
         raise UnsupportedFormatError(
-            "a tensor is a lazy conjugate or negation", found=", ".join(map(str, rest[2])),
+            "a tensor is a lazy conjugate or negation", found=", ".join(key for key in rest[2] if isinstance(key, str)),
             next="save tensor.resolve_conj().resolve_neg()",
         )
     return _tensor(storage, offset, shape, strides, None)
 
 
-def _tensor_v3(
-    storage: object, offset: int, shape: Sequence[int], strides: Sequence[int], *rest: object
-) -> TensorView:
+def _tensor_v3(storage: object, offset: object, shape: object, strides: object, *rest: object) -> TensorView:
     dtype = rest[2] if len(rest) > 2 else None
     if not isinstance(dtype, Global) or dtype.name.removeprefix("torch.") not in DTYPES:
-        name = dtype.name if isinstance(dtype, Global) else dtype
-        raise UnsupportedFormatError(f"a tensor of the unknown type {name!s:.80}", next="convert it with torch")
+        name = dtype.name if isinstance(dtype, Global) else type(dtype).__name__
+        raise UnsupportedFormatError(f"a tensor of the unknown type {name:.80}", next="convert it with torch")
     return _tensor(storage, offset, shape, strides, DTYPES[dtype.name.removeprefix("torch.")])
 
 
-def _tensor(
-    storage: object, offset: int, shape: Sequence[int], strides: Sequence[int], dtype: DType | None
-) -> TensorView:
-    numbers = (offset, *shape, *strides)
-    if not isinstance(storage, StorageRef) or len(shape) != len(strides):
+def _tensor(storage: object, offset: object, shape: object, strides: object, dtype: DType | None) -> TensorView:
+    begin, sides, steps = *lengths((offset,)), lengths(shape), lengths(strides)
+    if not isinstance(storage, StorageRef) or len(sides) != len(steps):
         raise ValueError("a tensor without a storage, or of two ranks")
-    if not all(isinstance(n, int) and 0 <= n < 1 << 62 for n in numbers):
-        raise ValueError("a tensor with a negative or too large number")
     kind = dtype or storage.dtype
     if kind is None:
         raise ValueError("a tensor without a type")
-    return TensorView(storage, kind, offset, tuple(shape), tuple(strides))
+    return TensorView(storage, kind, begin, sides, steps)
+
+
+def lengths(values: object) -> tuple[int, ...]:
+    """Numbers of elements, one for each dimension. Raises ValueError."""
+    found = items_of(values)
+    if len(found) > NDIM_MAX:
+        raise ValueError(f"a tensor of {len(found)} dimensions")
+    if not all(isinstance(n, int) and 0 <= n < _NUMBER_MAX for n in found):
+        raise ValueError("a tensor with a negative or too large number")
+    return tuple(found)
+
+
+def sides(value: object) -> tuple[int, ...]:
+    """A torch.Size, as the pickle has it, or a tuple or list of numbers. Raises ValueError."""
+    if isinstance(value, Named) and value.kind == "torch.Size":
+        return tuple(int(n) for n in value.text.split(",") if n)
+    return lengths(value)
 
 
 def _parameter(tensor: object, *_: object) -> object:
     return tensor
 
 
-def _from_type(function: object, kind: object, arguments: tuple[object, ...], *_: object) -> object:
+def _from_type(function: object, kind: object, arguments: object, *_: object) -> object:
     """A tensor of a subclass, or with attributes: the tensor alone, where it is one of torch's own."""
     plain = ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3", "torch._utils._rebuild_parameter")
     if isinstance(function, Global) and function.name in plain and isinstance(kind, Global):
         if kind.name in ("torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer"):
-            return KNOWN[function.name](*arguments)
+            return KNOWN[function.name](*items_of(arguments))
         return Opaque(kind.name)
     return Opaque(kind.name if isinstance(kind, Global) else "a tensor subclass")
 
 
-def _ordered(items: Sequence[tuple[object, object]] = ()) -> OrderedDict[object, object]:
-    return OrderedDict(items)
+def _ordered(items: object = ()) -> OrderedDict[object, object]:
+    return OrderedDict(pairs_of(items))
 
 
-def _counted(items: Mapping[Any, int] | None = None) -> Counter[Any]:
-    return Counter(items or {})
+def _counted(items: object = ()) -> Counter[Any]:
+    return Counter(dict(pairs_of(items)))
+
+
+def _dict(items: object = ()) -> dict[object, object]:
+    return dict(pairs_of(items))
 
 
 def _made(kind: type) -> Callable[..., object]:
     """A container of a builtin type, of nothing or of values."""
-    return lambda values=(): kind(values)
+    is_hashed = kind in (set, frozenset)
+    return lambda values=(): kind(hashables(items_of(values)) if is_hashed else items_of(values))
 
 
-def _encoded(text: str, encoding: str) -> bytes:
+def _encoded(text: object = "", encoding: object = "latin-1") -> bytes:
     """How protocol 2 has bytes: as text, and latin-1."""
-    if encoding != "latin1":
+    if not isinstance(text, str) or encoding not in ("latin1", "latin-1"):
         raise ValueError("bytes in an unknown encoding")
     return text.encode("latin1")
+
+
+def _bytearray(content: object = b"", *encoding: object) -> bytearray:
+    """Of bytes, or of text and latin-1: of a number it would be as long as that."""
+    return bytearray(content if isinstance(content, bytes) else _encoded(content, *encoding))
+
+
+def _slice(*parts: object) -> slice:
+    if not all(part is None or isinstance(part, int | float | str) for part in parts):
+        raise ValueError("a slice of something else than numbers")
+    return slice(*parts)
+
+
+def _device(*parts: object) -> Named:
+    text = ":".join(map(str, parts)) if all(isinstance(part, int | str) for part in parts) else ""
+    if not 0 < len(text) <= _TEXT_CHARS_MAX:
+        raise ValueError("a device that is none")
+    return Named("torch.device", text)
+
+
+def _layout(name: object) -> Global:
+    if not isinstance(name, str) or len(name) > _TEXT_CHARS_MAX:
+        raise ValueError("a layout that is none")
+    return Global(name)
 
 
 KNOWN: Known = {
@@ -128,16 +173,19 @@ KNOWN: Known = {
     "torch._utils._rebuild_parameter": _parameter,
     "torch._utils._rebuild_parameter_with_state": _parameter,
     "torch._tensor._rebuild_from_type_v2": _from_type,
-    "torch.Size": lambda sides=(): Named("torch.Size", ",".join(map(str, sides))),
-    "torch.device": lambda *parts: Named("torch.device", ":".join(map(str, parts))),
-    "torch.serialization._get_layout": lambda name: Global(name),
+    "torch.Size": lambda sides=(): Named("torch.Size", ",".join(map(str, lengths(sides)))),
+    "torch.device": _device,
+    "torch.serialization._get_layout": _layout,
     "collections.OrderedDict": _ordered,
     "collections.Counter": _counted,
     "_codecs.encode": _encoded,
     **{f"{module}.{kind.__name__}": _made(kind) for module in ("builtins", "__builtin__")
-       for kind in (set, frozenset, bytearray, list, dict, tuple)},
-    **{f"{module}.complex": complex for module in ("builtins", "__builtin__")},
-    **{f"{module}.{kind.__name__}": kind for module in ("builtins", "__builtin__") for kind in (range, slice)},
+       for kind in (set, frozenset, list, tuple)},
+    **{f"{module}.{name}": call for module in ("builtins", "__builtin__") for name, call in (
+        ("bytearray", _bytearray), ("bytes", lambda: b""), ("complex", complex), ("dict", _dict), ("range", range),
+        ("xrange", range),  # how protocol 2 calls it
+        ("slice", _slice),
+    )},
 }
 """All that a pickle of torch may call."""
 

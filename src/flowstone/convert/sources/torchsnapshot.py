@@ -7,10 +7,10 @@ import os
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from urllib.parse import unquote
 
-from flowstone.convert.source import Source, Unmapped, check_source, in_file_order
+from flowstone.convert.source import Source, Unmapped, check_source, in_file_order, is_inner
 from flowstone.convert.sources.pickled_files import PickledFiles
 from flowstone.convert.sources.restricted_unpickler import Opaque
 from flowstone.convert.sources.torch_archive import Place
@@ -250,8 +250,7 @@ class _Snapshot:
         return StoredBox(box, file, offset_bytes, view.strides if box.shape else ())
 
     def _file(self, location: str) -> Path:
-        parts = PurePosixPath(location).parts
-        if not parts or location.startswith("/") or ".." in parts or "\0" in location:
+        if not is_inner(location):
             raise self._contradiction(f"{location!r:.200} is no place in it")
         return self._path / location
 

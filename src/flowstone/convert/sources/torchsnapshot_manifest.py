@@ -12,14 +12,15 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
+from flowstone.config import NDIM_MAX
 from flowstone.convert.source import METADATA_BYTES_MAX, read_whole
 from flowstone.errors import DamagedError, UnsupportedFormatError
 
 METADATA_NAME = ".snapshot_metadata"
 _VERSION = "0.1."
 
-_Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
-_Sides: TypeAlias = tuple[_Count, ...]
+_Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 60)]
+_Sides: TypeAlias = Annotated[tuple[_Count, ...], msgspec.Meta(max_length=NDIM_MAX)]
 
 
 class _Tagged(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type"):

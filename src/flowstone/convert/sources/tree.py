@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from flowstone.config import MIB, NAME_BYTES_MAX
 from flowstone.convert.source import Source, SourceFile, Unmapped, check_source, in_file_order
 from flowstone.convert.sources.restricted_unpickler import Global, Opaque, Record
 from flowstone.convert.sources.torch_archive import Place
 from flowstone.convert.sources.torch_values import StorageRef, TensorView, view_bytes
 from flowstone.errors import CollisionError, DamagedError, UnsupportedFormatError
+from flowstone.format.leaves import valid_text
 from flowstone.format.objects import Named, TensorRef, key_text
 from flowstone.table.box import Box
 from flowstone.table.dtype import DTYPES
@@ -17,6 +19,7 @@ from flowstone.table.stored import SourceTensor, StoredBox, row_major
 
 _DEPTH_MAX = 100  # that of our objects
 _NODES_MAX = 1 << 22  # a list may hold one value many times, and so on: it would never end
+_NAMES_BYTES_MAX = 512 * MIB  # of all tensors: keys are long, and each tensor below one repeats it
 _DROPPED = object()
 
 
@@ -34,8 +37,8 @@ class Tree:
         shown: Mapping[str, Callable[[Record], object]] | None = None,
     ) -> None:
         self._place, self._path, self._shown = place, path, shown or {}
-        self._first: dict[tuple[int, int, TensorView], str] = {}
-        self._nodes = 0
+        self._first: dict[str, str] = {}
+        self._nodes = self._names_bytes = 0
         self.tensors: list[SourceTensor] = []
         self.aliases: list[Alias] = []
         self.unmapped: list[Unmapped] = []
@@ -47,7 +50,7 @@ class Tree:
 
     def _walk(self, name: str, value: object, depth: int) -> object:
         self._nodes += 1
-        if depth > _DEPTH_MAX or self._nodes > _NODES_MAX:
+        if depth > _DEPTH_MAX or self._nodes > _NODES_MAX or len(name) > NAME_BYTES_MAX:
             raise UnsupportedFormatError(
                 f"{self._path} nests too deep, or without end, at {name!r:.200}", next="save the tensors by themselves"
             )
@@ -68,15 +71,19 @@ class Tree:
             what = value.kind if isinstance(value, Record) else getattr(value, "name", "a storage without a tensor")
             self.unmapped.append(Unmapped(name, str(what)))
             return _DROPPED
+        if isinstance(value, set | frozenset) and (strange := _strange(value)) is not None:
+            self.unmapped.append(Unmapped(name, f"a set, with {strange}"))
+            return _DROPPED
         return value
 
     def _walk_dict(self, name: str, value: dict[object, object], depth: int) -> object:
         kept: dict[object, object] = {}
         paths = set[str]()
         for key, inner in value.items():
-            where = f"{name}.{_text(key)}"
-            if isinstance(key, Opaque | Record | StorageRef | TensorView):
-                self.unmapped.append(Unmapped(where, f"a key, {_text(key)}"))
+            strange = None if _is_dtype(key) else _strange(key)
+            where = f"{name}.{_text(key) if strange is None else strange}"
+            if strange is not None:
+                self.unmapped.append(Unmapped(where, f"a key, {strange}"))
                 continue
             if where in paths:
                 raise CollisionError(
@@ -98,7 +105,14 @@ class Tree:
                 found=f"{place.bytes} bytes", next="copy the file again",
             )
         begin, end = view_bytes(view)
-        key = (file, place.offset, view)
+        self._names_bytes += len(name)
+        if self._names_bytes > _NAMES_BYTES_MAX:
+            raise UnsupportedFormatError(
+                f"the names of the tensors in {self._path} are too long", expected=f"{_NAMES_BYTES_MAX} bytes in all",
+                next="shorten the keys that lead to them, and save again",
+            )
+        # As text: hashes of text are keyed, so that none can be forged.
+        key = repr((file, place.offset, view.dtype.name, view.offset, view.shape, view.strides))
         if key in self._first and begin < end:
             self.aliases.append(Alias(name, self._first[key]))
             return
@@ -122,9 +136,11 @@ class Tree:
 def check_sections(names: object, path: str) -> None:
     """Raise UnsupportedFormatError for a key that cannot be the name of a section."""
     for name in names if isinstance(names, dict) else ():
-        if not isinstance(name, str) or not name or name.startswith("__") or "@" in name or "\0" in name:
+        if not isinstance(name, str) or not name or name.startswith("__") or "@" in name or "\0" in name or (
+            len(name) > NAME_BYTES_MAX or not valid_text(name)
+        ):
             raise UnsupportedFormatError(
-                f"{path}: {name!r:.60} cannot name a section", expected="text without '@' and NUL",
+                f"{path}: {name!r:.60} cannot name a section", expected="text without '@', NUL and lone surrogates",
                 next="save a dict of state_dicts, by names",
             )
 
@@ -135,13 +151,22 @@ def _is_dense(view: TensorView) -> bool:
     return 0 in view.shape or all(side == 1 or stride == dense for side, stride, dense in pairs)
 
 
+def _is_dtype(key: object) -> bool:
+    return isinstance(key, Global) and key.name.removeprefix("torch.") in DTYPES
+
+
 def _plain_key(key: object) -> object:
-    if isinstance(key, Global) and key.name.removeprefix("torch.") in DTYPES:
-        return Named("torch.dtype", key.name.removeprefix("torch."))
-    return key
+    return Named("torch.dtype", key.name.removeprefix("torch.")) if isinstance(key, Global) else key
+
+
+def _strange(value: object) -> str | None:
+    """What is in a key, or in a set, that no checkpoint of ours can hold."""
+    if isinstance(value, tuple | set | frozenset):
+        return next((found for inner in value if (found := _strange(inner)) is not None), None)
+    if isinstance(value, Global | Opaque):
+        return value.name
+    return type(value).__name__ if isinstance(value, Record | StorageRef | TensorView) else None
 
 
 def _text(key: object) -> str:
-    if isinstance(key, Global | Opaque):
-        return key.name
-    return type(key).__name__ if isinstance(key, Record | StorageRef | TensorView) else key_text(key)
+    return key.name if isinstance(key, Global) else key_text(key)

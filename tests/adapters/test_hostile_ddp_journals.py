@@ -12,8 +12,9 @@ import pytest
 import test_ddp_gradients
 import torch
 import torch.distributed as dist
+from apart import apart
 from journal_forgery import forge, forge_tensor
-from memory_taken import tried
+from memory_taken import return_freed_memory, tried
 from test_ddp_gradients import Training, loaded, run
 
 import flowstone as fs
@@ -50,10 +51,18 @@ def saved(root: Path, make: type[Any]) -> tuple[Path, StepRow]:
 
 def refused(root: Path, make: type[Any]) -> None:
     """A load ends with the error of a journal that does not fit, and takes little more than what is imported for it."""
-    training = Training(make, seed=1)
-    outcome, taken = tried(lambda: loaded(root, training))
+    outcome, taken = apart(_load_alone, root, make, test_ddp_gradients.WIDTH)
     assert outcome == "DamagedError"
     assert taken < 128 * MIB
+
+
+def _load_alone(root: Path, make: type[Any], width: int) -> tuple[str, int]:
+    """What came of a load, and the memory that it took."""
+    return_freed_memory()
+    test_ddp_gradients.WIDTH = width
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    training = Training(make, seed=1)
+    return tried(lambda: loaded(root, training))
 
 
 @pytest.mark.parametrize("index", [-1, -(1 << 31), 1 << 20, (1 << 31) - 1])

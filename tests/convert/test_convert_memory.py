@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
+from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
+from apart import apart
+from memory_taken import return_freed_memory, tried
 from safetensors.torch import load_file, save_file
 
 import flowstone as fs
 
 MIB = 1 << 20
+_MODULES = ("flowstone.convert.importing", "flowstone.convert.export", "flowstone.convert.diff")
 BESIDE_BYTES = 40 * MIB  # of the budget: Python's own, headers, the engine's queues
-_CHILD = """
-import json, sys, threading
-import flowstone as fs
-from flowstone.cli.output import parse_size
-import flowstone.convert.importing, flowstone.convert.export, flowstone.convert.diff
-def resident():
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
-before = resident()
-exec(sys.argv[1])
-print(json.dumps([before, resident()]))
-"""
 
 
 def growth(verb: str, source: Path, target: Path, budget_bytes: int) -> int:
@@ -34,12 +24,18 @@ def growth(verb: str, source: Path, target: Path, budget_bytes: int) -> int:
     return growth_of(f"fs.{verb}({str(source)!r}, {str(target)!r}, budget_bytes={budget_bytes})")
 
 
-def growth_of(call: str) -> int:
-    """The same by any call, as Python has it."""
-    command = [sys.executable, "-c", _CHILD, call]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    before, after = json.loads(done.stdout)
-    return after - before
+def growth_of(call: str, *needed: str) -> int:
+    """The same by any call, as Python has it, in a process that has imported the modules that are `needed`."""
+    outcome, taken = apart(_called, call, needed)
+    assert outcome == "done"
+    return int(taken)
+
+
+def _called(call: str, needed: Sequence[str]) -> tuple[str, int]:
+    return_freed_memory()
+    for name in (*_MODULES, *needed):
+        import_module(name)
+    return tried(lambda: exec(call, {"fs": fs}))
 
 
 def convert_there_and_back(tmp_path: Path, total_bytes: int) -> None:

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from forge import edit_index, edit_manifest
 from journal_forgery import forge
-from memory_taken import tried
+from memory_taken import return_freed_memory, tried
 
 import flowstone as fs
 from flowstone.config import MIB
@@ -276,6 +276,7 @@ def campaign(directory: Path, first: int, last: int) -> dict[str, int]:
     """Cases by their numbers. Returns how often each outcome came. Raises AssertionError for a broken promise."""
     kinds, counts = [*ENGINES, JOURNAL], dict[str, int]()
     peak = 0
+    return_freed_memory()
     for kind in kinds:
         for way in ways(directory / kind).values():
             way()  # what is imported, and mapped once, is no case's

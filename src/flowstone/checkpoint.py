@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from copy import copy
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -32,7 +33,7 @@ from flowstone.format.manifest import MANIFEST_NAME, Manifest
 from flowstone.plan.read import plan_reads
 from flowstone.regions import Region, to_box
 from flowstone.stage.arena import open_read_arena
-from flowstone.stage.scatter import Fill, raise_damage, scatter
+from flowstone.stage.scatter import Fill, Source, raise_damage, scatter
 from flowstone.store.base import Store
 from flowstone.table.box import Box
 from flowstone.table.pieces import Piece, Pieces, Places
@@ -169,10 +170,8 @@ class Checkpoint:
 
     def with_journal(self, step: int | None) -> Checkpoint:
         """The same checkpoint, from which a journal leads to `step`."""
-        if step == self.manifest.step:
-            step = None
         same = copy(self)
-        same._journal_step = step
+        same._journal_step = None if step == self.manifest.step else step
         return same
 
     @property
@@ -267,11 +266,8 @@ class Checkpoint:
         plan = plan_reads(index, wanted, rows)  # before memory is allocated: raises if a part is not stored
         made = [fresh(index.tensors.dtypes[row], box.shape, framework) for row, box in zip(rows, boxes, strict=True)]
         fill = Fill(index, plan, wanted, Places.of([memory for _, memory in made]))
-        arena = open_read_arena(self._store)
-        try:
+        with closing(open_read_arena(self._store)) as arena:
             found = scatter(self._store, self.segment_paths, fill, arena)
-        finally:
-            arena.close()
         what = repr(names[0]) if len(names) == 1 else f"{len(names)} tensors"
         raise_damage(found, index, wanted, self.segment_paths, f"cannot read {what} of {self.path}")
         return [result for result, _ in made]
@@ -430,6 +426,10 @@ class Checkpoint:
     def stored_bytes(self, name: str, offset: int, length: int) -> bytes:
         """Bytes of one of its files as they are stored, unverified; fewer if it ends before. Raises StorageError."""
         return self._store.read(inside(self._directory, name), offset=offset, length=length)
+
+    @property
+    def source(self) -> Source:
+        return Source(self._store, self.index, self.segment_paths, self.path)
 
     @cached_property
     def segment_paths(self) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Tensors of a state that share memory without being the same: not both can be loaded, and that is said before."""
+"""Tensors of a state that share memory without being the same: loaded where what is stored agrees, refused before."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import flowstone as fs
-from flowstone.stage import overlap
+from flowstone.stage import overlap, shared_memory
 from flowstone.table.dtype import DTYPES
 from flowstone.table.pieces import Memory, Piece, Pieces, Places
 
 BASE = np.zeros(4096, np.float32)
+REFUSED = "overlap     second: shares memory with first, other values are stored for it"
 
 
 def saved(store: Path, **tensors: torch.Tensor) -> fs.Checkpointer:
@@ -34,7 +35,7 @@ def test_tensors_that_share_some_memory_are_refused_before_a_byte_changes_and_bo
     with saved(store, first=torch.ones(10), second=torch.full((10,), 2.0), alone=torch.ones(3)) as checkpointer:
         with pytest.raises(fs.MismatchError) as caught:
             checkpointer.load(blank)
-        assert caught.value.differences == ("overlap     second: shares memory with first",)
+        assert caught.value.differences == (REFUSED,)
         assert "nothing was changed" in caught.value.message
         assert content(blank) == before
         checkpointer.save(2, blank)  # nothing was changed, so nothing forbids it
@@ -42,10 +43,10 @@ def test_tensors_that_share_some_memory_are_refused_before_a_byte_changes_and_bo
 
 def test_what_a_load_would_refuse_as_overlapping_is_in_its_explanation(store: Path) -> None:
     memory = torch.zeros(15)
-    with saved(store, first=torch.ones(10), second=torch.ones(10)):
+    with saved(store, first=torch.ones(10), second=torch.zeros(10)):
         pass
     told = fs.explain(fs.open(store), {"first": memory[:10], "second": memory[5:]})
-    assert told.differences == ("overlap     second: shares memory with first",)
+    assert told.differences == (REFUSED,)
 
 
 def test_columns_of_one_matrix_interleave_and_are_loaded(store: Path) -> None:
@@ -59,7 +60,7 @@ def test_columns_of_one_matrix_interleave_and_are_loaded(store: Path) -> None:
 
 def test_columns_that_share_one_column_are_refused(store: Path) -> None:
     fused = torch.zeros(6, 9)
-    checkpointer = saved(store, q=torch.ones(6, 4), k=torch.ones(6, 4))
+    checkpointer = saved(store, q=torch.ones(6, 4), k=torch.zeros(6, 4))
     with checkpointer, pytest.raises(fs.MismatchError, match="k: shares memory with q"):
         checkpointer.load({"q": fused[:, 0:4], "k": fused[:, 3:7]})
 
@@ -102,9 +103,10 @@ class _Stored:
         return one == other
 
 
-def _found(memory: list[Memory]) -> list[tuple[int, int]]:
+def _found(memory: list[Memory]) -> list[list[int]]:
     pieces, places = _places(memory)
-    return overlap.overlaps(pieces, places, _Stored(pieces), range(len(pieces)))  # type: ignore[arg-type]
+    targets = overlap.LoadTargets(pieces, places, _Stored(pieces), range(len(pieces)))  # type: ignore[arg-type]
+    return shared_memory.sharing(targets, overlap.candidates(targets))
 
 
 def _memory(array: np.ndarray, device: str = "cpu") -> Memory:
@@ -128,23 +130,20 @@ def _views(draw: st.DrawFn) -> np.ndarray:
 def test_overlaps_are_those_that_numpy_finds_two_by_two(views: list[np.ndarray], marked: bool) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if marked:
-            patch.setattr(overlap, "_PAIRS_MAX", -1)
+            patch.setattr(shared_memory, "_PAIRS_MAX", -1)
         found = _found([_memory(view) for view in views])
-    sharing = {
-        at for at, one in enumerate(views)
-        if any(np.shares_memory(one, other) for number, other in enumerate(views) if number != at)
-    }
-    named = {at for pair in found for at in pair}
-    assert named <= sharing
-    assert bool(named) == bool(sharing)
-    for at, other in found:
-        assert np.shares_memory(views[at], views[other])
+    pairs = [
+        (at, other) for at in range(len(views)) for other in range(at) if np.shares_memory(views[at], views[other])
+    ]
+    groups = {at: number for number, group in enumerate(found) for at in group}
+    assert all(groups[at] == groups[other] for at, other in pairs)
+    assert {groups[at] for at, _ in pairs} == set(range(len(found))), "no group without a pair"
 
 
 def test_the_same_addresses_on_two_devices_are_not_the_same_memory() -> None:
     one = BASE[:10]
     assert _found([_memory(one), _memory(one, "cuda:0"), _memory(one, "cuda:1")]) == []
-    assert _found([_memory(one, "cuda:0"), _memory(BASE[5:15], "cuda:0")]) == [(1, 0)]
+    assert _found([_memory(one, "cuda:0"), _memory(BASE[5:15], "cuda:0")]) == [[0, 1]]
 
 
 def test_ten_thousand_columns_that_interleave_are_told_apart_at_once() -> None:
@@ -152,17 +151,17 @@ def test_ten_thousand_columns_that_interleave_are_told_apart_at_once() -> None:
     columns = [_memory(matrix[:, at]) for at in range(10_000)]
     started = time.process_time()
     assert _found(columns) == []
-    assert _found([*columns, _memory(matrix[3, 500:501])]) == [(10_000, 500)]
+    assert _found([*columns, _memory(matrix[3, 500:501])]) == [[*range(10_001)]]
     assert time.process_time() - started < 5
 
 
 def test_fifty_thousand_tensors_cost_milliseconds() -> None:
     memory = [Memory(BASE, 4096 * at, (1024,), (4,), 4) for at in range(50_000)]
     pieces, places = _places(memory)
-    index = _Stored(pieces)
+    targets = overlap.LoadTargets(pieces, places, _Stored(pieces), range(len(pieces)))  # type: ignore[arg-type]
     spent = []
     for _ in range(3):
         started = time.process_time()
-        assert overlap.overlaps(pieces, places, index, range(len(pieces))) == []  # type: ignore[arg-type]
+        assert overlap.candidates(targets) == []
         spent.append(time.process_time() - started)
     assert min(spent) < 0.1, "of 130 ms that describing them takes"

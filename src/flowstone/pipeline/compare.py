@@ -20,16 +20,15 @@ from flowstone.plan.match import (
     StoredTable,
     allowed,
     match,
-    refuse,
     rename,
     renamed,
     section_of,
 )
 from flowstone.rules import Cast, Init, Rename, Rule, Skip
-from flowstone.stage.overlap import overlaps
+from flowstone.stage.overlap import LoadTargets, candidates
 from flowstone.state import Restoration, Stored, StoredTensor, found_in, prepare, warn_of_load, wrapped_sections
 from flowstone.state.names import strip_wrappers
-from flowstone.table.pieces import TensorColumns
+from flowstone.table.pieces import Places, TensorColumns
 
 if TYPE_CHECKING:
     from flowstone.layout_rules import LoadRule
@@ -160,7 +159,7 @@ def compare(found: Wanted, elsewhere: Container[str], unwanted: Container[str] |
         Available(found.table, found.names, found.checkpoint.contents.replicated, *_words(found)), rules,
         differences=others, elsewhere=elsewhere, remedy=_remedy(found),
     )
-    _check_apart(found, matched)
+    _check_shared(found, matched)
     return replace(matched, skipped=(*matched.skipped, *skipped))
 
 
@@ -195,17 +194,28 @@ def _remedy(found: Wanted) -> str:
     )
 
 
-def _check_apart(found: Wanted, matched: Match) -> None:
-    """Raise MismatchError if the bytes of two tensors would be loaded into the same memory."""
-    restoration = found.restoration
-    wanted, places = restoration.pieces.take(matched.wanted), restoration.places.take(matched.wanted)
-    pairs = overlaps(wanted, places, found.table, matched.rows)
-    if pairs:
-        refuse(
-            [f"overlap     {wanted.names[at]}: shares memory with {wanted.names[other]}" for at, other in pairs],
-            what="tensors of the state share memory",
-            next="give each its own memory (clone()), or leave one out of the state and add fs.Skip for it",
-        )
+def _check_shared(found: Wanted, matched: Match) -> None:
+    """Raise MismatchError if different bytes would be loaded into the same memory. Reads what shares memory."""
+    restoration, positions = found.restoration, matched.wanted
+    indirect = restoration.indirect and {
+        at: restoration.indirect[position] for at, position in enumerate(positions) if position in restoration.indirect
+    }
+    pieces, places = restoration.pieces.take(positions), restoration.places.take(positions)
+    targets = LoadTargets(pieces, places, found.table, matched.rows, indirect)
+    groups = candidates(targets)
+    if not groups:
+        return
+    from flowstone.stage.read_pieces import read_pieces  # imported here: most states have no views
+    from flowstone.stage.shared_memory import refuse_conflicts
+
+    def read(some: Sequence[int], fresh: Places) -> None:
+        wanted, rows = pieces.take(some), tuple(matched.rows[at] for at in some)
+        if found.arrangement is not None:
+            lowered = found.arrangement.lower(wanted, fresh, rows)
+            wanted, fresh, rows = lowered.wanted, lowered.places, lowered.rows
+        read_pieces(found.checkpoint.source, wanted, fresh, rows, into_state=False)
+
+    refuse_conflicts(targets, groups, read)
 
 
 class _Tensors(Mapping[str, StoredTensor]):

@@ -81,7 +81,7 @@ def explain(
 ) -> Explanation:
     """Predict what loading `checkpoint` into `state` would do, on this rank; other ranks are not asked.
 
-    Reads the checkpoint's index and objects, but no tensors. Changes nothing.
+    Reads the checkpoint's index and objects; of tensors, only those that share memory in the state. Changes nothing.
 
     rules   as for `load`
     raises  what `load` raises, except MismatchError for differences: the result lists those

@@ -26,7 +26,8 @@ class UnmatchedRules:
     """
 
     def __init__(self, rules: Sequence[Quantize]) -> None:
-        self._left, self._told = list(rules), set[str]()
+        self._rules, self._left, self._told = tuple(rules), list(rules), set[str]()
+        self._layout: object = None  # that was last looked at for views
         self._seen: object = None
         self._optimizers: tuple[str, ...] = ()  # sections that have some; one more save may begin before a commit
 
@@ -35,7 +36,14 @@ class UnmatchedRules:
         return bool(self._left)
 
     def look(self, described: Described, *, is_all: bool) -> None:
-        """Note which sections have an optimizer; and `check`, if no other rank has more tensors."""
+        """Refuse views that a rule rounds; note which sections have an optimizer; and `check`, if no other rank has
+        more tensors.
+        """
+        if self._rules and described.layout is not self._layout:
+            from flowstone.pipeline.rounded_views import refuse_rounded_views  # imported here: only rules need it
+
+            refuse_rounded_views(self._rules, described)
+            self._layout = described.layout
         if not self._left:
             return
         sections = (*described.objects.items(), *described.per_rank.items())

@@ -43,8 +43,9 @@ class BounceBuffer(msgspec.Struct, frozen=True, eq=False):
         if tensors.dtype_of(values) != self.wanted:
             values = values.to(tensors.torch_dtype(self.wanted))
         if self.target.device != "cpu":
-            carrier = on_device(self.target)
-            carrier.copy_(values.view(carrier.dtype))
+            alone = tuple(slice(1) if stride == 0 else slice(None) for stride in self.target.strides_bytes)
+            carrier = on_device(self.target)[alone]  # torch refuses to copy into what is expanded
+            carrier.copy_(values[alone].view(carrier.dtype))
             return
         source = tensors.memory_of(values.contiguous())
         host_array(self.target)[...] = host_array(source)

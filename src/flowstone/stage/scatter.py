@@ -62,6 +62,15 @@ class Fill(msgspec.Struct, frozen=True, eq=False):
     devices: Mapping[str, _native.Device] = msgspec.field(default_factory=dict)
 
 
+class Source(msgspec.Struct, frozen=True, eq=False):
+    """A committed checkpoint to read from. `paths`: of its segments in the store, by id; `location`: for messages."""
+
+    store: Store
+    index: Index
+    paths: Sequence[str]
+    location: str
+
+
 class Runs(msgspec.Struct, frozen=True, eq=False):
     """Runs of chunks [first, last) of stored pieces, as columns.
 

@@ -17,7 +17,7 @@ from flowstone.state.flat import Range
 from flowstone.state.names import Place
 from flowstone.state.nodes import kind_of, refers_to_tensors, without_tensors
 from flowstone.state.parameters import Parameters
-from flowstone.state.records import MISSING, Difference, DifferenceKind, Phase, Shard, Stored
+from flowstone.state.records import MISSING, Difference, DifferenceKind, IndirectTarget, Phase, Shard, Stored
 from flowstone.state.scan import Scan
 from flowstone.state.sink import Role, Sink
 from flowstone.table.pieces import Layout, Memory, Places
@@ -54,6 +54,7 @@ class Loading:
         self.new_bytes = 0
         self.fitting = Fitting()
         self._places: dict[int, tuple[Place, object]] = {}
+        self._indirect: dict[int, IndirectTarget] = {}
 
     @cached_property
     def parameters(self) -> Parameters:
@@ -100,7 +101,7 @@ class Loading:
     def into_tensor(
         self, tensor: torch.Tensor, node: object, place: Place, *, within: Shard | Range | None = None
     ) -> None:
-        """Request a tensor's elements, in its own memory. Refuses memory in which elements overlap."""
+        """Request a tensor's elements, in its own memory."""
         self.written.append(tensor)
         self.sink.enter(self.named(node, place), tensor, within=within)
 
@@ -122,21 +123,23 @@ class Loading:
         self.written += values
         self.sink.enter_all(place, keys, names, values)
 
-    def close(self) -> tuple[Layout, Places]:
-        """The requested pieces and memory, once all are known. Lazily negated or conjugated tensors are set later."""
+    def close(self) -> tuple[Layout, Places, Mapping[int, IndirectTarget]]:
+        """The requested pieces and memory, once all are known, and the memory of pieces that is set later: of lazily
+        negated or conjugated tensors, and of arrays that run backwards.
+        """
         columns = self.sink.look(hold=False)
-        apart = {}
+        apart, indirect = {}, dict(self._indirect)
         for position in columns.odd:
             tensor = self.sink.tensors[position]
+            memory = apart[position] = tensors.memory_of(tensor)
             if tensors.deferred(tensor):
+                _check_apart(memory, tensor, self.sink.names[position])
                 aside = tensors.empty(columns.dtypes[position], tensor.shape, device=tensor.device)
                 self.later(Phase.VALUES, partial(_copy_into, tensor, aside))
                 apart[position] = tensors.memory_of(aside)
-            else:
-                apart[position] = tensors.memory_of(tensor)
-                self._check_apart(apart[position], tensor, self.sink.names[position])
-        layout, places, _ = self.sink.close(columns, apart)
-        return layout, places
+                indirect[position] = IndirectTarget(memory, tensor.is_conj(), tensor.is_neg())
+        layout, places, of_entry = self.sink.close(columns, apart)
+        return layout, places, {int(of_entry[position]): one for position, one in indirect.items()}
 
     def into_array(self, array: np.ndarray, node: object, place: Place, *, within: Shard | None = None) -> None:
         """Request an array's elements in its own memory."""
@@ -145,17 +148,18 @@ class Loading:
         if not array.flags.writeable:
             raise unsupported(place.name, array, "cannot be loaded into: it is read-only", "pass a copy() of it")
         aside = tensors.ascending(array)
-        memory = tensors.array_memory(aside)
-        self._check_apart(memory, array, place.name)
-        self.sink.add(place, dtype, memory, within=within)
         if aside is not array:
+            self._indirect[len(self.sink.names)] = IndirectTarget(tensors.array_memory(array))
             self.later(Phase.VALUES, partial(np.copyto, array, aside))
+        self.sink.add(place, dtype, tensors.array_memory(aside), within=within)
 
-    def _check_apart(self, memory: Memory, value: object, name: str) -> None:
-        if tensors.overlaps_itself(memory):
-            raise unsupported(
-                name, value, "cannot be loaded into: its elements share memory", "pass a contiguous copy of it"
-            )
+
+def _check_apart(memory: Memory, value: object, name: str) -> None:
+    """Refuse a conjugate or negative view whose elements share memory: torch does not copy into it."""
+    if tensors.overlaps_itself(memory):
+        raise unsupported(
+            name, value, "cannot be loaded into: its elements share memory", "pass a contiguous copy of it"
+        )
 
 
 def _copy_into(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -15,7 +15,7 @@ import torch
 from flowstone.errors import UnsupportedStateError
 from flowstone.state.counters import Counters
 from flowstone.table.dtype import DType
-from flowstone.table.pieces import Alias, Layout, Pieces, Places
+from flowstone.table.pieces import Alias, Layout, Memory, Pieces, Places
 
 DifferenceKind: TypeAlias = Literal["missing", "unexpected", "shape", "dtype", "kind"]
 
@@ -46,6 +46,17 @@ class PerRank:
 
     def __repr__(self) -> str:
         return f"PerRank({self.value!r})"
+
+
+class IndirectTarget(msgspec.Struct, frozen=True, eq=False):
+    """Memory of the state whose values are read to other memory first.
+
+    is_conj, is_neg  how the memory has them: conjugate, negated
+    """
+
+    memory: Memory
+    is_conj: bool = False
+    is_neg: bool = False
 
 
 class Shard:

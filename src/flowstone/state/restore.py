@@ -17,7 +17,7 @@ from flowstone.state.loading import Loading, Replacement
 from flowstone.state.names import Place, check_sections, section_place
 from flowstone.state.new_values import NewValues
 from flowstone.state.providers import PROVIDERS
-from flowstone.state.records import MISSING, Difference, PerRank, Phase, Stored
+from flowstone.state.records import MISSING, Difference, IndirectTarget, PerRank, Phase, Stored
 from flowstone.state.registry import kind_of
 from flowstone.state.saving import Saving
 from flowstone.state.scan import facts_of_failure
@@ -32,6 +32,7 @@ class Restoration:
 
     pieces, places  requested tensors and their target memory, each memory once; it is the user's, or new and owned
                     by this object until `finish`
+    indirect        by position among the pieces: memory of the state that is set after its place, in `finish`
     aliases         further requested names of memory that is among the pieces
     differences     between the state's and the checkpoint's objects; tensors are not compared here
     sections        of the state
@@ -41,9 +42,10 @@ class Restoration:
     """
 
     def __init__(self, loading: Loading, sections: tuple[str, ...]) -> None:
-        layout, places = loading.close()
+        layout, places, indirect = loading.close()
         self.pieces: Pieces = layout.pieces
         self.places: Places = places
+        self.indirect: Mapping[int, IndirectTarget] = indirect
         self.aliases: tuple[Alias, ...] = layout.aliases
         self.differences: tuple[Difference, ...] = tuple(loading.differences)
         self.notes: tuple[str, ...] = tuple(loading.notes)

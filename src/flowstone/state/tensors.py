@@ -347,7 +347,7 @@ def overlaps_itself(memory: Memory) -> bool:
     if memory.contiguous:
         return False
     reach = memory.item_bytes  # bytes spanned by the dimensions so far
-    for stride, length in sorted(zip(memory.strides_bytes, memory.shape, strict=True)):
+    for stride, length in sorted(zip(map(abs, memory.strides_bytes), memory.shape, strict=True)):
         if length > 1:
             if stride < reach:
                 return True

@@ -103,11 +103,10 @@ class FlowstoneReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fill the planner's tensors, then give it the objects. Raises DamagedError, which names what has changed."""
-        checkpoint, store = self._open, self._store
-        assert store is not None, "it is open with its checkpoint"
+        checkpoint = self._open
         objects = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
         tensors = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
-        read_tensors(Stored(checkpoint, store, self._names), tensors, planner)
+        read_tensors(Stored(checkpoint, self._names), tensors, planner)
         for item in objects:
             self._load_object(checkpoint, item, planner)
         self._close()

@@ -10,11 +10,10 @@ from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
 from flowstone.checkpoint import Checkpoint, no_tensor
 from flowstone.errors import MismatchError
-from flowstone.stage.arena import open_read_arena
-from flowstone.stage.bounce import choose_destinations
-from flowstone.stage.scatter import raise_damage, scatter
+from flowstone.stage.overlap import LoadTargets, candidates
+from flowstone.stage.read_pieces import read_pieces
+from flowstone.stage.shared_memory import refuse_conflicts
 from flowstone.state import tensors
-from flowstone.store.base import Store
 from flowstone.table.box import Box
 from flowstone.table.pieces import Memory, Piece, Pieces, Places
 
@@ -33,7 +32,6 @@ class Stored(msgspec.Struct, frozen=True, eq=False):
     """What is read from. `names`: of tensors, in DCP and in the index."""
 
     checkpoint: Checkpoint
-    store: Store
     names: Mapping[str, str]
 
 
@@ -43,7 +41,7 @@ def read_tensors(stored: Stored, items: Sequence[ReadItem], planner: LoadPlanner
     raises  DamagedError, which names what has changed; NoTensorError, MismatchError before anything has
     """
     wanted = [_wanted(stored, item, planner) for item in items]
-    _fill(stored.checkpoint, stored.store, [one for one in wanted if one.piece.box.elements])
+    _fill(stored.checkpoint, [one for one in wanted if one.piece.box.elements])
     for one in wanted:
         planner.commit_tensor(one.item, one.target)
 
@@ -66,18 +64,15 @@ def _wanted(stored: Stored, item: ReadItem, planner: LoadPlanner) -> _Wanted:
     return _Wanted(item, target, Piece(name, dtype, shape, box), tensors.memory_of(target), row)
 
 
-def _fill(checkpoint: Checkpoint, store: Store, wanted: Sequence[_Wanted]) -> None:
+def _fill(checkpoint: Checkpoint, wanted: Sequence[_Wanted]) -> None:
     if not wanted:
         return
-    index = checkpoint.index
     pieces, places = Pieces.of([one.piece for one in wanted]), Places.of([one.memory for one in wanted])
-    rows = [one.row for one in wanted]
-    found = choose_destinations(index, pieces, places, rows, verify_first=False)
-    for stream in found.streams.values():
-        stream.wait_current()
-    arena = open_read_arena(store, found.device)
-    try:
-        done = found.run(index, lambda _, fill: scatter(store, checkpoint.segment_paths, fill, arena))
-    finally:
-        arena.close()
-    raise_damage(done, index, found.wanted, checkpoint.segment_paths, f"cannot load {checkpoint.path}")
+    rows, source = [one.row for one in wanted], checkpoint.source
+
+    def read(positions: Sequence[int], fresh: Places) -> None:
+        read_pieces(source, pieces.take(positions), fresh, [rows[at] for at in positions], into_state=False)
+
+    targets = LoadTargets(pieces, places, checkpoint.index, rows)
+    refuse_conflicts(targets, candidates(targets), read)
+    read_pieces(source, pieces, places, rows)

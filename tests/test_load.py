@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +13,10 @@ import pytest
 import torch
 from forge import content, edit_index, flip, place_of
 from specimen import STEP, state
+from typer.testing import CliRunner
 
 import flowstone as fs
+from flowstone.cli.app import app
 from flowstone.events import Event, FellBack
 from flowstone.store.base import ReadReceipt, finish_reading
 
@@ -178,7 +181,65 @@ def test_fallback_goes_to_the_next_older_step_and_sets_the_damaged_aside_at_the_
     assert fs.open(three).read("small").tolist() == [8] * 5
 
 
+def test_a_step_that_has_lost_its_manifest_is_damaged_and_not_passed_over(three: Path) -> None:
+    (three / "step-00000009/manifest.json").unlink()
+    with fs.Checkpointer(three) as checkpointer:
+        for ask in (
+            checkpointer.latest, lambda: checkpointer.load(state(0.0)), lambda: checkpointer.load(state(0.0), step=9),
+            lambda: fs.open(three), lambda: fs.open(three, step=9), lambda: fs.open(three / "step-00000009"),
+        ):
+            with pytest.raises(fs.DamagedError, match=r"step-00000009 has no manifest\.json"):
+                ask()
+        with pytest.raises(fs.StepExistsError):
+            checkpointer.save(9, state())
+    listed = CliRunner().invoke(app, ["ls", str(three), "--json"])
+    assert listed.exit_code == 1
+    assert "has no manifest.json" in str(json.loads(listed.stdout)["checkpoints"][2])
+    assert CliRunner().invoke(app, ["verify", str(three)]).exit_code == 1
+    assert fs.open(three, step=8).verify().sound
+
+
+def test_fallback_takes_the_step_before_one_without_manifest_tells_why_and_goes_on(three: Path) -> None:
+    (three / "step-00000009/manifest.json").unlink()
+    blank = state(0.0)
+    with fs.Checkpointer(three, keep=5) as checkpointer:
+        report = checkpointer.load(blank, fallback=True)
+        assert report.step == 8
+        assert "step 9 is damaged and was passed over" in report.notes[0]
+        checkpointer.save(9, blank)
+    assert len(list(three.glob(".superseded-00000009-*"))) == 1
+    assert fs.open(three).verify().step == 9
+
+
+def test_retention_and_sweep_leave_a_step_without_manifest(three: Path) -> None:
+    (three / "step-00000008/manifest.json").unlink()
+    before = sorted((three / "step-00000008").iterdir())
+    with fs.Checkpointer(three, keep=1) as checkpointer:
+        checkpointer.save(10, state())
+    assert sorted(path.name for path in three.glob("step-*")) == ["step-00000008", "step-00000010"]
+    assert sorted((three / "step-00000008").iterdir()) == before
+
+
+@pytest.mark.parametrize("made", ["file", "link", "loop", "empty", "theirs"])
+def test_what_was_never_a_step_of_ours_is_passed_over_under_a_steps_name(three: Path, made: str) -> None:
+    place = three / "step-00000010"
+    if made == "file":
+        place.write_text("theirs")
+    elif made in ("link", "loop"):
+        place.symlink_to("nowhere" if made == "link" else place.name)
+    else:
+        place.mkdir()
+        (place / "eval.json").write_text("{}") if made == "theirs" else None
+    with fs.Checkpointer(three) as checkpointer:
+        newest = checkpointer.latest()
+        assert newest is not None
+        assert newest.step == checkpointer.load(state(0.0)).step == 9
+
+
 def test_fallback_passes_over_several_kinds_of_damage(three: Path) -> None:
+    with fs.Checkpointer(three) as checkpointer:
+        checkpointer.save(10, state())
+    (three / "step-00000010/manifest.json").unlink()
     (three / "step-00000009/manifest.json").write_text("{")
     (three / "step-00000008/rank-00000.safetensors").unlink()
     blank = state(0.0)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from recording import Recording
 
-from flowstone.commit import catalog
-from flowstone.errors import NoCheckpointError
+from flowstone.commit import catalog, manifests
+from flowstone.errors import DamagedError, NoCheckpointError
 from flowstone.store.local import LocalStore
+from flowstone.store.wrap import Wrapper
 
 
 def test_only_directories_with_a_manifest_are_steps(several: Path) -> None:
@@ -19,6 +21,31 @@ def test_only_directories_with_a_manifest_are_steps(several: Path) -> None:
     for name in ("step-9", "step-000000007", ".saving-00000010-ab"):
         shutil.copy(several / "step-00000001/manifest.json", several / name)
     assert catalog.steps(LocalStore(several)) == (1, 2, 3, 4)
+
+
+def test_a_directory_that_has_lost_its_manifest_is_a_damaged_step(several: Path) -> None:
+    (several / "step-00000004/manifest.json").unlink()
+    store = LocalStore(several)
+    assert catalog.steps(store) == (1, 2, 3, 4)
+    assert catalog.find(store, None) == catalog.find(store, 4) == 4
+    with pytest.raises(DamagedError, match="has no manifest"):
+        catalog.newest(store)
+    assert "has no manifest" in str(manifests.listing(store)[-1].error)
+
+
+def test_a_step_that_a_writer_takes_away_while_it_is_looked_at_is_not_damaged(checkpoint: Path) -> None:
+    several = checkpoint.parent
+    shutil.copytree(checkpoint, several / "step-00000009")
+
+    class Leaving(Wrapper):
+        def read(self, path: str, **how: Any) -> bytes:
+            if path == "step-00000009/manifest.json" and (several / path).exists():
+                (several / "step-00000009").rename(several / ".deleting-00000009-0123456789abcdef")
+            return super().read(path, **how)
+
+    found = catalog.newest(Leaving(LocalStore(several)))
+    assert found is not None
+    assert found.step == 7
 
 
 def test_a_step_that_is_not_there_is_refused_with_those_that_are(several: Path) -> None:

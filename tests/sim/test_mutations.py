@@ -56,6 +56,11 @@ MUTANTS = {
     "deletion_is_not_synced_before_files_go": Mutant(
         removal, "retire", (("sync(store)", "pass"),), "retention", start=".deleting-00000002"
     ),
+    "deletion_begins_with_the_manifest": Mutant(
+        removal, "retire",
+        (("        store.rename(", "        store.remove(inside(name, MANIFEST_NAME))\n        store.rename("),),
+        "retention", start="step-00000002",
+    ),
     "sweep_does_not_sync_before_files_go": Mutant(
         catalog, "_sync_before", (("sync(store)", "pass"),), "retention", "kill", start=".deleting-00000002",
         seeds=range(12),

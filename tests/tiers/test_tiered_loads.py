@@ -101,6 +101,29 @@ def test_damage_in_the_near_tier_gives_the_same_step_from_the_next(
     assert not told(events, fs.FellBack)
 
 
+def test_a_tiers_step_without_manifest_is_damaged_and_set_aside_by_the_flush_of_a_whole_one(
+    clock: Clock, paths: tuple[Path, Path]
+) -> None:
+    near, far = paths
+    _run(range(1, 4), near, far)
+    (near / "step-00000003/manifest.json").unlink()
+    into = state(0)
+    with _tiers(near, far) as checkpointer:
+        report = checkpointer.load(into)
+        assert (report.step, report.tier) == (3, str(far))
+        assert f"{near} has a damaged manifest of it" in report.why
+    (far / "step-00000003/manifest.json").unlink()
+    with _tiers(near, far) as checkpointer:
+        with pytest.raises(DamagedError, match="has no manifest"):
+            checkpointer.load(into)
+        report = checkpointer.load(into, fallback=True)
+        assert (report.step, report.tier) == (2, str(near))
+        assert "step 3 is damaged and was passed over" in report.notes[0]
+        save(checkpointer, 3)
+    for store in paths:
+        assert fs.open(store, 3).verify().sound
+
+
 def test_damage_in_every_tier_raises_or_falls_back(clock: Clock, paths: tuple[Path, Path]) -> None:
     near, far = paths
     _run(range(1, 4), near, far)

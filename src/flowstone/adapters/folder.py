@@ -14,7 +14,7 @@ from flowstone.adapters.dcp import publication
 from flowstone.adapters.dcp.claim import Claim, claim_file, is_claimed
 from flowstone.adapters.dcp.target import Target, is_draft, is_draft_of
 from flowstone.commit import removal
-from flowstone.commit.entries import Kind, new_deleting, parse
+from flowstone.commit.entries import Kind, is_ours, new_deleting, parse
 from flowstone.config import EngineOptions
 from flowstone.errors import FlowstoneError
 from flowstone.format.manifest import MARKER_NAME
@@ -71,7 +71,7 @@ class Folder:
         raises   StorageError
         """
         path = self.place / name
-        foreign = [entry for entry in os.listdir(path) if not removal.is_ours(entry)]
+        foreign = [entry for entry in os.listdir(path) if not is_ours(entry)]
         if foreign:
             log.warning("%s is not removed: it holds files that are not Flowstone's: %s", path, foreign[0])
             return None

@@ -16,16 +16,20 @@ from flowstone.commit.entries import (
     step_directory,
     step_of,
 )
-from flowstone.commit.manifests import inside, read_manifest
+from flowstone.commit.manifests import inside, lacks_manifest, read_manifest
 from flowstone.errors import NoCheckpointError, StorageError
 from flowstone.format.manifest import MANIFEST_NAME, Manifest
 from flowstone.store.base import Names, Store
 
 
 def steps(store: Names) -> tuple[int, ...]:
-    """Steps with a manifest in place, ascending. Their content is not checked."""
+    """Steps with a manifest in place, and those that have lost theirs, ascending. Their content is not checked."""
     found = ((step_of(name), name) for name in store.names())
-    return tuple(sorted(step for step, name in found if step is not None and store.exists(inside(name, MANIFEST_NAME))))
+    return tuple(sorted(step for step, name in found if step is not None and _is_step(store, name)))
+
+
+def _is_step(store: Names, directory: str) -> bool:
+    return store.exists(inside(directory, MANIFEST_NAME)) or lacks_manifest(store, directory)
 
 
 def newest(store: Names, on_first: Callable[[str], None] | None = None) -> Manifest | None:
@@ -33,8 +37,8 @@ def newest(store: Names, on_first: Callable[[str], None] | None = None) -> Manif
 
     on_first  called with the directory that is looked into first, before anything in it is asked for
 
-    A damaged manifest raises: silently taking an older one would lose steps. A manifest that a writer removes meanwhile
-    (it has committed a newer step, or rewound) does not raise.
+    A manifest that is damaged or missing raises: silently taking an older one would lose steps. A step that a writer
+    removes meanwhile (it has committed a newer step, or rewound) does not raise.
     """
     without: set[str] = set()
     while (name := next((one for one in _step_directories(store) if one not in without), None)) is not None:
@@ -58,7 +62,7 @@ def find(store: Names, step: int | None) -> int:
     """`step` itself, or the newest step for None. Raises NoCheckpointError, which lists the existing steps."""
     for name in _step_directories(store):
         number = step_of(name)
-        if step in (None, number) and number is not None and store.exists(inside(name, MANIFEST_NAME)):
+        if step in (None, number) and number is not None and _is_step(store, name):
             return number
     existing = steps(store)
     if not existing or (step is not None and step not in existing):

@@ -8,7 +8,7 @@ from enum import Enum
 
 import msgspec
 
-from flowstone.format.manifest import MARKER_NAME
+from flowstone.format.manifest import INDEX_NAME, MANIFEST_NAME, MARKER_NAME, OBJECTS_NAME
 from flowstone.store.lock import LOCK_NAME
 from flowstone.store.tuning import TUNING_NAME
 
@@ -24,6 +24,8 @@ _TEMPORARY = {
 }
 _JOURNAL = re.compile(r"journal-(\d{8,})-([0-9a-f]{16})", re.ASCII)
 _STEP = re.compile(r"step-(\d{8,})", re.ASCII)
+_SEGMENT_FILE = re.compile(r"(from-[0-9a-f]{16}-)?rank-\d{5,}(\.\d{4,})?(-path\d{1,4})?\.safetensors", re.ASCII)
+_JOURNAL_FILE = re.compile(r"rank-\d{5,}\.journal", re.ASCII)
 _NUMBERED = re.compile(r"(\d{8,})-(.+)", re.ASCII | re.DOTALL)
 
 
@@ -94,6 +96,17 @@ def is_leftover(name: str) -> bool:
     """Whether a dead writer left this entry, if no writer is alive."""
     entry = parse(name)
     return entry is not None and entry.leftover is not None
+
+
+def is_ours(name: str) -> bool:
+    """Whether a file of a checkpoint, or of a journal, has this name."""
+    if name in (MANIFEST_NAME, INDEX_NAME, OBJECTS_NAME):
+        return True
+    return _SEGMENT_FILE.fullmatch(name) is not None or is_journal_file(name)
+
+
+def is_journal_file(name: str) -> bool:
+    return _JOURNAL_FILE.fullmatch(name) is not None
 
 
 def step_directory(step: int) -> str:

@@ -17,6 +17,7 @@ from flowstone.commit import catalog, removal, retention
 from flowstone.commit.durable import sync
 from flowstone.commit.entries import (
     Kind,
+    is_journal_file,
     journal_directory,
     journal_file,
     new_deleting,
@@ -128,7 +129,7 @@ def files(store: Names, directory: str) -> tuple[str, ...] | None:
 def _opening(store: Names, directory: str, file: str) -> Opening | None:
     """The opening of a file; None if it is torn, or none of ours."""
     path = inside(directory, file)
-    if not removal.is_journal_file(file):
+    if not is_journal_file(file):
         return None
     try:
         frame = _frame_at(store, path, 0)
@@ -260,7 +261,7 @@ def following(store: Names, manifest: Manifest) -> tuple[JournalMakeup, ...]:
 def _makeup(store: Names, journal: Journal) -> JournalMakeup:
     frames_, bytes_ = 0, 0
     for file in store.names(journal.directory):
-        if removal.is_journal_file(file):
+        if is_journal_file(file):
             opening = _frame_at(store, inside(journal.directory, file), 0)
             places = frames(store, journal, int(file[len("rank-") : -len(".journal")]))
             frames_ += len(places)

@@ -6,9 +6,9 @@ import errno
 import os
 
 from flowstone.commit import catalog
-from flowstone.commit.entries import is_journal, is_leftover
+from flowstone.commit.entries import is_journal, is_leftover, is_ours, step_of
 from flowstone.commit.manifests import read_marker
-from flowstone.errors import FlowstoneError, FormatError, NoCheckpointError, NotAStoreError, StorageError
+from flowstone.errors import DamagedError, FlowstoneError, FormatError, NoCheckpointError, NotAStoreError, StorageError
 from flowstone.format.manifest import MANIFEST_NAME, MARKER_NAME
 from flowstone.store.base import Names
 from flowstone.store.lock import LOCK_NAME
@@ -41,6 +41,11 @@ def check_store(store: Names) -> None:
         if error.errno != errno.ENOTDIR:
             raise
         foreign, checkpoints = ["a file"], ()
+    if step_of(os.path.basename(store.location)) is not None and any(map(is_ours, foreign)) and not checkpoints:
+        raise DamagedError(
+            f"{store.location} has no {MANIFEST_NAME}", found=", ".join(foreign[:5]),
+            next="restore it from a copy, or open another step of that store",
+        )
     if foreign and not checkpoints:
         from flowstone.commit.foreign import remedy  # imported here: most paths are stores
 

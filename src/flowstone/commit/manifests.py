@@ -6,7 +6,7 @@ import errno
 
 import msgspec
 
-from flowstone.commit.entries import step_of
+from flowstone.commit.entries import is_ours, step_of
 from flowstone.config import MANIFEST_BYTES_MAX, MARKER_BYTES_MAX
 from flowstone.errors import DamagedError, FormatError, NoCheckpointError, StorageError
 from flowstone.format.manifest import (
@@ -36,6 +36,25 @@ def inside(directory: str, name: str) -> str:
     return f"{directory}/{name}" if directory else name
 
 
+def lacks_manifest(store: Names, directory: str) -> bool:
+    """Whether a step's directory is damaged: it has files of a checkpoint, and no manifest. False where the put of that
+    is the commit.
+
+    A writer may rename the directory while it is looked at: then another one may have the name by now, or none.
+    """
+    if not store.capabilities.atomic_rename or step_of(directory) is None or store.is_link(directory):
+        return False
+    try:
+        names = store.names(directory)
+        if MANIFEST_NAME in names or not any(map(is_ours, names)) or not store.exists(directory):
+            return False
+    except StorageError as error:
+        if error.errno not in _NOTHING_THERE:
+            raise
+        return False  # a file of that name, say
+    return not store.exists(inside(directory, MANIFEST_NAME))
+
+
 def read_manifest(store: Names, directory: str) -> Manifest:
     """The manifest, checked. Raises NoCheckpointError, DamagedError or UnsupportedFormatError."""
     path = inside(directory, MANIFEST_NAME)
@@ -43,8 +62,14 @@ def read_manifest(store: Names, directory: str) -> Manifest:
     try:
         text = store.read(path, bytes_max=MANIFEST_BYTES_MAX)
     except StorageError as error:
-        if error.errno not in _NOTHING_THERE:
+        if error.errno not in _NOTHING_THERE and not store.is_link(directory):
             raise
+        if lacks_manifest(store, directory):
+            raise DamagedError(
+                f"{store.location}/{directory} has no {MANIFEST_NAME}", found=", ".join(store.names(directory)[:5]),
+                next="restore it from a copy, or load with fallback=True, which takes the step before and has the next "
+                "save set this one aside",
+            ) from None
         raise NoCheckpointError(
             f"there is no checkpoint in {store.location}/{directory}", missing=MANIFEST_NAME,
             next="run `flowstone ls` to see what is there",
@@ -65,7 +90,9 @@ def read_marker(store: Names) -> Marker:
 
 
 def listing(store: Names) -> list[Listed]:
-    """Every step with a manifest in place, ascending. Lists the names once, and opens one file per step."""
+    """Every step, ascending: also those whose manifest is damaged, or missing. Lists the names once, and opens one file
+    per step.
+    """
     found = []
     for name in store.names():
         step = step_of(name)

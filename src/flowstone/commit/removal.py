@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import errno
-import re
 from collections.abc import Callable, Iterable
 
 from flowstone.commit.durable import sync
-from flowstone.commit.entries import Entry, Kind, left_directories, new_deleting, step_directory
+from flowstone.commit.entries import Entry, Kind, is_ours, left_directories, new_deleting, step_directory
 from flowstone.commit.manifests import inside
 from flowstone.errors import StorageError
-from flowstone.format.manifest import INDEX_NAME, MANIFEST_NAME, OBJECTS_NAME
+from flowstone.format.manifest import MANIFEST_NAME
 from flowstone.store.base import Store
 
-_SEGMENT = re.compile(r"(from-[0-9a-f]{16}-)?rank-\d{5,}(\.\d{4,})?(-path\d{1,4})?\.safetensors", re.ASCII)
-_JOURNAL = re.compile(r"rank-\d{5,}\.journal", re.ASCII)
 # Names that network file systems and FUSE give to a file that is removed while open. They vanish by themselves.
 _STILL_OPEN = (".nfs", ".fuse_hidden")
 
@@ -22,17 +19,6 @@ _STILL_OPEN = (".nfs", ".fuse_hidden")
 def at_once(act: Callable[[], None]) -> None:
     """Empty a directory now, on this thread."""
     act()
-
-
-def is_ours(name: str) -> bool:
-    """Whether a file of a checkpoint, or of a journal, has this name."""
-    if name in (MANIFEST_NAME, INDEX_NAME, OBJECTS_NAME):
-        return True
-    return _SEGMENT.fullmatch(name) is not None or is_journal_file(name)
-
-
-def is_journal_file(name: str) -> bool:
-    return _JOURNAL.fullmatch(name) is not None
 
 
 def retire(store: Store, step: int) -> Entry:

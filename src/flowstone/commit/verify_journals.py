@@ -12,8 +12,8 @@ from itertools import islice
 
 import msgspec
 
-from flowstone.commit import catalog, journals, removal
-from flowstone.commit.entries import Kind, journal_file, parse
+from flowstone.commit import catalog, journals
+from flowstone.commit.entries import Kind, is_journal_file, journal_file, parse
 from flowstone.commit.journals import Chain
 from flowstone.commit.manifests import inside
 from flowstone.commit.verify import Finding
@@ -134,7 +134,7 @@ def _unreachable(
     is_first_enough  of the steps of a file, only the first is looked for
     """
     for file in journals.files(store, directory) or ():
-        if not removal.is_journal_file(file):
+        if not is_journal_file(file):
             continue
         path, size = inside(directory, file), store.size(inside(directory, file))
         number, offset = -1, 0

@@ -173,6 +173,7 @@ class Loads:
                 *([s for s in reversed(catalog.steps(self._store)) if s <= newest] if fallback else [newest]),
             ]
 
+        passed: list[str] = []
         leads_to_step, *candidates = self._group.decide("which step to load", look)
         for candidate in candidates:
             try:
@@ -185,8 +186,9 @@ class Loads:
                     raise
                 log.warning("cannot load step %d, trying an older one: %s", candidate, error)
                 self._emit(FellBack(candidate, str(error)))
+                passed.append(passed_over(candidate, error))
             else:
-                report = dataclasses.replace(report, notes=(*report.notes, *lost))
+                report = dataclasses.replace(report, notes=(*report.notes, *passed, *lost))
                 if candidate != candidates[0]:
                     self._outcome.superseded_above = candidate
                 elif leads_to_step >= 0:
@@ -334,6 +336,11 @@ class Loads:
         except BaseException:
             ready.held.close()
             raise
+
+
+def passed_over(step: int, error: FlowstoneError) -> str:
+    """The note of a load that falls back, on a newer step."""
+    return f"step {step} is damaged and was passed over: {error.message}"
 
 
 def leads_to(store: Store, step: int | None) -> Chain | None:

@@ -23,7 +23,7 @@ from flowstone.errors import (
 )
 from flowstone.events import FellBack
 from flowstone.log import log
-from flowstone.pipeline.load import Loads
+from flowstone.pipeline.load import Loads, passed_over
 from flowstone.pipeline.load_outcome import LoadReport
 from flowstone.pipeline.meeting import Meets
 from flowstone.pipeline.shared import Shared
@@ -105,6 +105,7 @@ class TieredLoads(Loads):
         """
         candidates = self._choose(step, fallback=fallback)
         tried: dict[int, str] = {}
+        passed: list[str] = []
         for number, one in enumerate(candidates):
             try:
                 report = self._by_tier[one.tier].load(one.step, state, rules, verify_first=verify_first)
@@ -112,13 +113,16 @@ class TieredLoads(Loads):
                 following = candidates[number + 1] if number + 1 < len(candidates) else None
                 if following is None or not _is_of_tier(error, same_step=following.step == one.step):
                     raise
+                if following.step != one.step:
+                    passed.append(passed_over(one.step, error))
                 tried = self._pass_over(one, following, error, tried)
             else:
                 if one.tier:
                     self._outcome.verified = None  # a save refers to files of the first tier alone
                 if one.step != candidates[0].step:
                     self._outcome.superseded_above = one.step
-                report = replace(report, tier=self._stores[one.tier].location, why=self._why(one, tried))
+                tier, notes = self._stores[one.tier].location, (*report.notes, *passed)
+                report = replace(report, tier=tier, why=self._why(one, tried), notes=notes)
                 log.info("step %d was loaded from %s%s", report.step, report.tier, f": {report.why}" * bool(report.why))
                 self._on_loaded(one.tier, one.step)
                 return report

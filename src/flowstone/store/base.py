@@ -269,6 +269,9 @@ class Names(Protocol):
     def location(self) -> str:
         """The store's location, for people and messages."""
 
+    @property
+    def capabilities(self) -> Capabilities: ...
+
     def exists(self, path: str = "") -> bool:
         """Whether the name exists. Raises StorageError if that cannot be determined."""
 
@@ -386,9 +389,6 @@ class Lock(Protocol):
 
 class Store(Names, BulkBytes, Commit, Lock, Protocol):
     """The store of one run's checkpoints."""
-
-    @property
-    def capabilities(self) -> Capabilities: ...
 
     def close(self) -> None: ...
 

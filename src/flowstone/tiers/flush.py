@@ -19,8 +19,8 @@ from flowstone import _native
 from flowstone.commit import catalog, publish, removal
 from flowstone.commit import read as contents
 from flowstone.commit.durable import sync
-from flowstone.commit.entries import step_directory
-from flowstone.commit.manifests import inside, read_manifest
+from flowstone.commit.entries import new_superseded_directory, step_directory
+from flowstone.commit.manifests import inside, lacks_manifest, read_manifest
 from flowstone.commit.verify import Checked, Share, check_share, segment_bytes
 from flowstone.config import MANIFEST_BYTES_MAX, READ_ARENA_BYTES
 from flowstone.errors import (
@@ -34,6 +34,7 @@ from flowstone.errors import (
 from flowstone.format.index import Index
 from flowstone.format.manifest import MANIFEST_NAME, Manifest, SegmentRow, decode_manifest
 from flowstone.format.segment import written_as
+from flowstone.log import log
 from flowstone.store.base import Names, Pace, Store
 from flowstone.tiers.copying import Buffers, Copy, copy_segment, reading
 from flowstone.tiers.runs import Runs, runs_of
@@ -136,7 +137,14 @@ def is_there(target: Names, manifest: Manifest) -> bool:
 
 
 def _draft(target: Store, manifest: Manifest) -> publish.Draft:
-    """An empty draft: what an earlier try of the same flush has left goes first."""
+    """An empty draft: what an earlier try of the same flush has left goes first. A damaged step of that number, which
+    has lost its manifest, is set aside.
+    """
+    taken = step_directory(manifest.step)
+    if lacks_manifest(target, taken):
+        aside = new_superseded_directory(manifest.step)
+        log.warning("%s/%s has no manifest: it is damaged, and set aside as %s", target.location, taken, aside)
+        removal.move(target, taken, aside)
     draft = publish.begin(target, manifest.step, manifest.id)
     if target.names(draft.directory):
         left = removal.empty(target, draft.directory)

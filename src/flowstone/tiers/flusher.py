@@ -19,6 +19,7 @@ from flowstone.config import FLUSH_YIELD, TIER_RETRY_S, TIER_RETRY_S_MAX, Keep, 
 from flowstone.errors import (
     CancelledError,
     FlowstoneError,
+    FormatError,
     NoCheckpointError,
     StepExistsError,
     StorageError,
@@ -215,7 +216,8 @@ class Flusher:
             with suppress(FlowstoneError):  # it is down: what only that one has cannot come now
                 for step in catalog.steps(store):
                     if (self.newest is None or step > self.newest) and step not in found:
-                        found[step] = Waiting.of(read_manifest(store, step_directory(step)))
+                        with suppress(FormatError, NoCheckpointError):  # there, it is damaged or gone
+                            found[step] = Waiting.of(read_manifest(store, step_directory(step)))
         with self._changed:
             kept = self._waiting if self._last is not None else {}
             self._last = self.newest

@@ -9,9 +9,8 @@ from pathlib import Path
 import msgspec
 
 from flowstone.adapters.step_names import step_at_end
-from flowstone.commit.entries import SAVING, saving_directory, step_of
+from flowstone.commit.entries import SAVING, is_ours, saving_directory, step_of
 from flowstone.commit.manifests import inside
-from flowstone.commit.removal import is_ours
 from flowstone.errors import ArgumentError, NotAStoreError, StepExistsError
 from flowstone.format.digest import digest
 from flowstone.format.manifest import MANIFEST_NAME, MARKER_NAME

@@ -61,7 +61,7 @@ for at in range(-4, instants):
     if at >= 0:
         time.sleep(at * 0.006)
         os.kill(child, signal.SIGINT)
-    if not ended(child, 30):
+    if not ended(child, 120):
         hung.append(at)
 else:
     print(hung)

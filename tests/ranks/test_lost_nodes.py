@@ -20,7 +20,7 @@ from flowstone.store.peers.erasure import is_there
 
 NODES = 4
 MBIT_PER_S = 50.0
-ATTEMPTS = 4  # other processes of this machine only make a load slower; what is rebuilt is not kept for the next one
+ATTEMPTS = 12  # other processes of this machine only make a load slower; what is rebuilt is not kept for the next one
 BYTES_PER_S = MBIT_PER_S * 1e6 / 8
 REASON = refusal()
 

@@ -32,7 +32,7 @@ def save_and_wait(trainer: Trainer, chance: Random) -> None:
     """Saves, and waits until it is durable."""
     one = trainer.save()
     if one is not None and one.save is not None:
-        one.save.committed.exception(20)
+        one.save.committed.exception(60)
 
 
 @TABLE.quiet(weight=6, basic=True)

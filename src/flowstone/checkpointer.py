@@ -87,19 +87,19 @@ class Checkpointer(TierVerbs):
         if calls.is_list(path):
             from flowstone.pipeline.tiering import Tiering  # imported here: others do not need it
             tiers = Tiering(path, keep, engine, every_step=every_step)
-            path, budget_bytes = tiers.stores[0], tiers.budget_of_saves(budget_bytes)
-        self._store: Store = calls.store_at(calls.to_store(path), engine)
+            budget_bytes = tiers.budget_of_saves(budget_bytes)
+        stores = tiers.stores if tiers else (calls.store_at(calls.to_store(path), engine),)
+        self.made_at, self._pid, self._turn = caller(), os.getpid(), Turn()
+        meet = meeting_of(stores, tiers.leave_out if tiers else None)
+        # Last of what may be refused: it makes this Checkpointer known to the other ranks.
+        self._group = RankGroup(deadline_s, stores[0].location, self._turn, alone=alone)
+        self._turn.on_interrupt = self._group.agreement.leave_call
+        self._store: Store = meet(self._group)
         saves_in_flight = min(saves_in_flight, self._store.capabilities.drafts_max or saves_in_flight)
         options = SaveOptions(budget_bytes, saves_in_flight, on_error, max_unsaved_steps, lossy, lag_steps)
-        self.made_at, self._pid, self._turn = caller(), os.getpid(), Turn()
         emit = Teller(on_event, self._store.location)
         self._store_writer = tiers.open_writer(emit, self._turn) if tiers else StoreWriter(
             self._store, keep, emit.removed, emit.left)
-        meet = meeting_of(tiers.stores if tiers else [self._store])
-        # Last: it makes this Checkpointer known to the other ranks.
-        self._group = RankGroup(deadline_s, self._store.location, self._turn, alone=alone)
-        self._turn.on_interrupt = self._group.agreement.leave_call
-        meet(self._group)
         emit.quiet, self._end = self._group.rank > 0, Ending(self.close)
         shared = Shared(self._store, engine, self._group, self._turn, emit, Frozen(first_samples), LoadOutcome())
         self._saves = Saves(shared, options, self._store_writer, self, self._end)

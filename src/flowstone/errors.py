@@ -259,3 +259,15 @@ class FrameworkError(FlowstoneError, ImportError):
 
 class SaveFailedError(FlowstoneError):
     """A save failed in the background; its cause is chained."""
+
+
+def printable(text: str) -> str:
+    """Text from a file, escaped so that a terminal only shows it; line breaks are kept."""
+    if text.isprintable():
+        return text
+    return "".join([one if one.isprintable() or one == "\n" else repr(one)[1:-1] for one in text])
+
+
+def escaped(text: str) -> str:
+    """Text of somebody else's as a part of one line: without line breaks, and what a terminal would act on."""
+    return printable(text).replace("\n", "\\n")

@@ -91,6 +91,12 @@ def _link(store: PeerMemory, node: int) -> Link:
     return store._peers.link_of(node).link
 
 
+def _lose(store: PeerMemory, node: int, path: str) -> None:
+    """A file of a checkpoint, on one node: by the connection that holds the lock."""
+    with store._peers._guard:
+        store._peers.nodes[node].link.ask(Ask("remove", path))
+
+
 def test_what_is_saved_is_on_both_nodes_when_it_is_committed_and_says_where(pair: list[PeerMemory]) -> None:
     first, second = pair
     with fs.Checkpointer(first) as checkpointer:
@@ -122,12 +128,12 @@ def test_what_only_the_other_node_has_is_read_over_the_network_and_verified(pair
     first, second = pair
     with fs.Checkpointer(first) as checkpointer:
         checkpointer.save(1, {"w": np.arange(3_000_000), "step": 1}).committed.result()
-        _link(first, 0).ask(Ask("remove", "step-00000001/rank-00000.safetensors"))
+        _lose(first, 0, "step-00000001/rank-00000.safetensors")
         state = {"w": np.zeros(3_000_000, np.int64), "step": 0}
         assert checkpointer.load(state).bytes == 24_000_000
         assert np.array_equal(state["w"], np.arange(3_000_000))
         assert fs.open(second).verify().sound
-        _link(first, 1).ask(Ask("remove", "step-00000001/rank-00000.safetensors"))
+        _lose(first, 1, "step-00000001/rank-00000.safetensors")
         assert checkpointer.latest() is None, "not whole"
         assert "rank-00000.safetensors" in first.absent()
 

@@ -18,7 +18,7 @@ from peer_nodes import HERE, SECRET, Nodes, several_nodes
 
 import flowstone as fs
 from flowstone.agent.peers import Attendance, PeerServer
-from flowstone.config import PEER_STRANGERS_MAX
+from flowstone.config import PEER_STRANGERS_MAX, PEER_STRANGERS_TOLD_MAX
 from flowstone.errors import ArgumentError, PeerError
 from flowstone.store.agent_wire import Request
 from flowstone.store.peers import wire
@@ -216,8 +216,11 @@ def test_strangers_are_refused_and_told_in_the_log_and_the_job_goes_on(nodes: No
     for secret, run, words in ((b"another secret, quite long", "run", "another one"), (KEY, "other", "memory://run")):
         with pytest.raises(PeerError, match=words):
             Link(Place("", *where), run, secret).ask(Ask("free"))
-    crowd = [socket.create_connection(where) for _ in range(PEER_STRANGERS_MAX + 5)]
-    assert any(one.recv(1) == b"" for one in crowd[-5:]), "no more than so many may say nothing"
+    crowd = [socket.create_connection(where, timeout=30) for _ in range(PEER_STRANGERS_MAX + 5)]
+    newcomer = Link(place, "run", KEY)
+    assert newcomer.ask(Ask("free")).size_bytes > 0, "who is slow makes room for who is not"
+    newcomer.close()
+    assert _is_cut_off(crowd[0]), "the oldest first"
     for one in crowd:
         one.close()
     assert link.ask(Ask("free")).size_bytes > 0
@@ -226,6 +229,89 @@ def test_strangers_are_refused_and_told_in_the_log_and_the_job_goes_on(nodes: No
     assert "its secret is another one" in log
     assert "is no node of a flowstone job" in log
     store.close()
+
+
+def _is_cut_off(stranger: socket.socket) -> bool:
+    """Read what it is sent, to the end; a timeout raises."""
+    with suppress(ConnectionResetError):
+        while stranger.recv(1000):
+            pass
+    return True
+
+
+def test_a_greeting_has_one_deadline_however_slowly_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "PEER_GREETING_S", 1.0)
+    ended: list[Exception] = []
+
+    def serve(server: socket.socket) -> None:
+        try:
+            welcome(server, "run", KEY, "node-1")
+        except (PeerError, OSError) as error:
+            ended.append(error)
+
+    with _pair() as (client, server):
+        thread = threading.Thread(target=serve, args=(server,))
+        thread.start()
+        client.sendall((4000).to_bytes(4, "big"))
+        begun, sent = time.monotonic(), 0
+        while thread.is_alive() and sent < 3000:
+            client.sendall(b"x")
+            sent += 1
+            thread.join(0.05)
+        assert not thread.is_alive()
+        assert time.monotonic() - begun < 30
+    assert "or too little" in str(ended[0])
+
+
+def test_what_a_stranger_sends_is_escaped_in_the_log_and_told_a_bounded_number_of_times(nodes: Nodes) -> None:
+    (store,) = nodes.stores("escaped")
+    place = store._peers.nodes[0].place
+    for _ in range(4 * PEER_STRANGERS_TOLD_MAX):
+        with socket.create_connection((place.address, place.port), timeout=30) as stranger:
+            said = stranger.recv(15)
+            while len(said) < 15:
+                said += stranger.recv(15 - len(said))
+            release = "1\x1b[2J\nmemory://run: all is well" + "x" * 900
+            stranger.sendall(_framed(Introduction(9, release, "run", b"", b"")))
+            assert _is_cut_off(stranger)
+    log = (nodes.directories[0] / "agent.log").read_text()
+    lines = [line for line in log.splitlines() if "flowstone 1" in line]
+    assert 0 < len(lines) < 3 * PEER_STRANGERS_TOLD_MAX
+    assert all("\\x1b[2J\\nmemory://run: all is well" in line and len(line) < 500 for line in lines)
+    assert not [line for line in log.splitlines() if line.startswith("memory://run: all is well")]
+    store.close()
+
+
+def test_a_name_that_is_too_long_is_refused_and_ends_no_server(nodes: Nodes) -> None:
+    (store,) = nodes.stores("long")
+    links = [store._peers.link_of(0).link for _ in range(2)]
+    assert links[1].ask(Ask("free")).size_bytes
+    for asked in (Ask("exists", "x" * 70_000), Ask("rename", "a", "x" * 70_000), Ask("create", "x" * 70_000),
+                  Ask("put", "x" * 70_000, payload_bytes=0)):
+        with pytest.raises(OSError, match="too long") as caught:
+            links[0].ask(asked)
+        assert caught.value.errno == errno.ENAMETOOLONG
+    assert links[1].ask(Ask("free")).size_bytes, "the same connection still"
+    for link in links:
+        link.close()
+    store.close()
+
+
+def test_only_the_holder_of_the_lock_takes_away_what_is_committed(nodes: Nodes) -> None:
+    (store,) = nodes.stores("locked")
+    with fs.Checkpointer(store) as checkpointer:
+        checkpointer.save(1, {"x": [1, 2, 3]}).committed.result()
+        link = store._peers.link_of(0).link
+        for asked in (
+            Ask("remove", "step-00000001/manifest.json"), Ask("remove", "flowstone.json"),
+            Ask("rename", "step-00000001", ".deleting-00000001-a"),
+        ):
+            with pytest.raises(PermissionError, match="only the holder of the lock"):
+                link.ask(asked)
+        checkpointer.save(2, {"x": [1, 2, 3]}).committed.result()
+        checkpointer.rewind(1)  # who holds it may
+        assert fs.open(store).step == 1
+        link.close()
 
 
 def test_a_node_is_served_at_the_address_that_was_given_and_at_no_other(nodes: Nodes) -> None:
@@ -314,9 +400,10 @@ def test_what_ends_a_connection_on_this_side_is_told_and_that_the_other_has_gone
 
     monkeypatch.setattr("flowstone.agent.peers.welcome", welcomed)
     with _pair() as (_, connection):
-        server._open = server._strangers = 1
+        server._open = 1
+        server._strangers.admit(connection, "10.0.0.9")
         server._attend(connection, "10.0.0.9")
-    assert (server._open, server._strangers) == (0, 0)
+    assert (server._open, server._strangers._since) == (0, {})
     assert ("10.0.0.9: " in capsys.readouterr().err) == is_told
 
 

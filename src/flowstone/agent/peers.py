@@ -16,18 +16,18 @@ import threading
 import time
 
 from flowstone.agent.parities import Parities, Shares
-from flowstone.commit.entries import SAVING, step_of
+from flowstone.agent.strangers import Strangers
+from flowstone.commit.entries import SAVING, Kind, parse, step_of
 from flowstone.config import (
     MANIFEST_BYTES_MAX,
     PEER_CONNECTIONS_MAX,
     PEER_DESCRIPTION_BYTES_MAX,
     PEER_PART_BYTES,
     PEER_PUT_BYTES_MAX,
-    PEER_STRANGERS_MAX,
 )
-from flowstone.errors import FlowstoneError, FullError, MemoryAgentError, PeerError
+from flowstone.errors import FlowstoneError, FullError, MemoryAgentError, PeerError, escaped
 from flowstone.format.digest import digest
-from flowstone.format.manifest import MANIFEST_NAME
+from flowstone.format.manifest import MANIFEST_NAME, MARKER_NAME
 from flowstone.store.agent_wire import Request
 from flowstone.store.contents import MemoryFile
 from flowstone.store.node_memory import SCHEME, AgentTree
@@ -37,6 +37,7 @@ from flowstone.store.peers.wire import Ask, Channel, Held, HeldStep, Told, is_si
 _BACKLOG = 128
 _ENDED = {errno.EBADF, errno.EINVAL}  # of a listener that is closed, of one that is shut down
 _FORWARDED = {"exists", "names", "look", "make_directory", "remove", "rename", "agree", "free"}
+_HOLDER_CHARS_MAX = 500
 _OPEN_MAX = 64  # files that one connection keeps open to read
 _REFUSED_S = 0.1  # before it is tried again to accept a connection
 
@@ -70,7 +71,8 @@ class PeerServer:
         self.tree = AgentTree(run, f"{SCHEME}{run}")
         self._secret, self._listener = secret, listener
         self._guard = threading.Lock()  # of what follows
-        self._open = self._strangers = 0
+        self._open = 0
+        self._strangers = Strangers(self.tell)
         self._writer: Channel | None = None
         self._holder = ""
         self.parities = Parities(self.tree)
@@ -88,23 +90,24 @@ class PeerServer:
                 time.sleep(_REFUSED_S)  # without descriptors each try is refused at once, and would fill the log
                 continue
             with self._guard:
-                is_full = self._open >= PEER_CONNECTIONS_MAX or self._strangers >= PEER_STRANGERS_MAX
-                if not is_full:
-                    self._open, self._strangers = self._open + 1, self._strangers + 1
+                is_full = self._open >= PEER_CONNECTIONS_MAX
+                self._open += not is_full
             if is_full:
-                self.tell(f"{where[0]} is refused: too many connections")
+                self._strangers.refused(where[0], "refused: too many connections")
                 connection.close()
                 continue
+            self._strangers.admit(connection, where[0])
             attend = threading.Thread(
                 target=self._attend, args=(connection, where[0]), name="flowstone-peer", daemon=True
             )
             try:
                 attend.start()
             except RuntimeError as error:  # the system is out of threads: others that are served may end
-                self.tell(f"{where[0]} is refused: {error}")
+                self._strangers.refused(where[0], f"refused: {error}")
+                self._strangers.leave(connection)
                 connection.close()
                 with self._guard:
-                    self._open, self._strangers = self._open - 1, self._strangers - 1
+                    self._open -= 1
 
     def tell(self, what: str) -> None:
         print(f"memory://{self.run}, for other nodes: {what}", file=sys.stderr, flush=True)
@@ -115,16 +118,18 @@ class PeerServer:
         try:
             try:
                 channel = welcome(connection, self.run, self._secret, self.node)
+            except PeerError as error:
+                self._strangers.refused(where, error.message)
+                return
             finally:
-                with self._guard:
-                    self._strangers -= 1
+                self._strangers.leave(connection)
             Attendance(self, channel).serve()
         except (EOFError, ConnectionError, TimeoutError):
             pass  # it has gone
         except OSError as error:  # not the other side's: without memory to map a file, say. It sees its connection end
-            self.tell(f"{where}: {error}")
+            self.tell(f"{where}: {escaped(str(error))}")
         except PeerError as error:
-            self.tell(f"{where}: {error.message}")
+            self.tell(f"{where}: {escaped(error.message)}")
         except MemoryAgentError:
             os._exit(0)  # what was served is gone
         finally:
@@ -141,13 +146,27 @@ class PeerServer:
             if self._writer not in (None, channel):
                 assert self._writer is not None, "it is another one"
                 return Told(text=self._holder, number=int(is_silent(self._writer.connection)))
-            self._writer, self._holder = channel, holder
+            self._writer, self._holder = channel, holder[:_HOLDER_CHARS_MAX]
             return Told(yes=True)
 
     def unlock(self, channel: Channel) -> None:
         with self._guard:
             if self._writer is channel:
                 self._writer, self._holder = None, ""
+
+    def check_lock(self, channel: Channel, path: str) -> None:
+        """Raise OSError if only the run's one writer may remove or rename what is there, and that is another one."""
+        directory = path.partition("/")[0]
+        entry = parse(directory)
+        is_note = entry is not None and entry.kind is Kind.REWOUND
+        with self._guard:
+            if self._writer is channel:
+                return
+        if is_note or path == MARKER_NAME or self.is_committed(directory):
+            raise OSError(errno.EPERM, f"only the holder of the lock takes away {escaped(path[:200])}")
+
+    def is_committed(self, directory: str) -> bool:
+        return step_of(directory) is not None and self.tree.exists(f"{directory}/{MANIFEST_NAME}")
 
     def lost_lock(self, channel: Channel) -> Told:
         with self._guard:
@@ -218,6 +237,8 @@ class Attendance:
         if asked.payload_bytes:
             raise PeerError("a peer sends bytes that nobody has asked for", next="use one release on all nodes")
         try:
+            if asked.verb in ("remove", "rename"):
+                self._server.check_lock(self._channel, asked.path)
             if asked.verb in _FORWARDED:
                 return self._forwarded(asked)
             if asked.verb == "held":

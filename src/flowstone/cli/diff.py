@@ -18,10 +18,10 @@ from flowstone.cli.output import (
     errors_reported,
     print_json,
     print_rows,
-    printable,
     size_text,
 )
 from flowstone.cli.rules import Inverse, RulesOption, conversion_rules
+from flowstone.errors import printable
 from flowstone.runtime.progress import terminal_progress
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from flowstone.arguments import memory_of, store_at, to_store
-from flowstone.cli.output import AsJson, errors_reported, print_json, printable
-from flowstone.errors import ArgumentError, NoCheckpointError
+from flowstone.cli.output import AsJson, errors_reported, print_json
+from flowstone.errors import ArgumentError, NoCheckpointError, printable
 
 _Run = Annotated[str, typer.Argument(metavar="RUN", help="A run in this node's memory: memory://run.")]
 

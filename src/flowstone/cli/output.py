@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from flowstone.config import GIB, KIB, MIB
-from flowstone.errors import FlowstoneError, StorageError
+from flowstone.errors import FlowstoneError, StorageError, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -46,13 +46,6 @@ def print_json(value: object) -> None:
     except UnicodeEncodeError:  # lone surrogates, which Python uses for bytes of a path that are not UTF-8
         text = json.dumps(value, indent=2)
     typer.echo(text)
-
-
-def printable(text: str) -> str:
-    """Text from a file, escaped so that a terminal only shows it; line breaks are kept."""
-    if text.isprintable():
-        return text
-    return "".join([one if one.isprintable() or one == "\n" else repr(one)[1:-1] for one in text])
 
 
 def marked(text: str) -> str:

@@ -17,10 +17,10 @@ from flowstone.cli.output import (
     errors_reported,
     make_console,
     print_json,
-    printable,
     size_text,
 )
 from flowstone.commit.entries import is_journal
+from flowstone.errors import printable
 from flowstone.format.manifest import MANIFEST_NAME
 from flowstone.runtime.progress import terminal_progress
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 import msgspec
 
+from flowstone.errors import FlowstoneError, RankError, StorageError
 from flowstone.ranks import Decision, RankGroup
 from flowstone.store.base import Store
 
@@ -37,7 +38,11 @@ class Meeting:
     Made before the other ranks wait for this one: to introduce itself, a store may have processes to start.
     """
 
-    def __init__(self, stores: Sequence[Store]) -> None:
+    def __init__(
+        self, stores: Sequence[Store], leave_out: Callable[[Sequence[tuple[Store, FlowstoneError]]], Store] | None
+    ) -> None:
+        """See `shared.meeting_of`."""
+        self._first, self._leave_out = stores[0], leave_out
         self._said: list[tuple[Meets, str, bytes | Exception]] = []
         for store in stores:
             if isinstance(store, Meets):
@@ -46,21 +51,36 @@ class Meeting:
                 except Exception as error:
                     self._said.append((store, store.location, error))  # the other ranks are told, too
 
-    def hold(self, group: RankGroup) -> None:
+    def hold(self, group: RankGroup) -> Store:
         """Every rank calls this, with the same stores. Blocks. A group of one has no one to meet.
+
+        returns the store that takes the saves: of several tiers, those that do not answer are left out, on all ranks
 
         raises  what a store raises, or RankError for another rank's error
         """
+        lost: list[tuple[Store, FlowstoneError]] = []
         try:
             for store, location, own in self._said:
                 if group.size == 1 and not isinstance(own, Exception):
                     continue  # the store looks for other nodes by itself
-                told = group.agreement.agree(f"who holds {location}", own, _all).common
+                try:
+                    told = group.agreement.agree(f"who holds {location}", own, _all).common
+                except (StorageError, RankError) as error:
+                    if self._leave_out is None or not _refuses(error):
+                        raise
+                    lost.append((store, error))
+                    continue
                 assert isinstance(own, bytes), "an error was raised"
                 store.meet(msgspec.msgpack.decode(told, type=list[bytes]), own, deadline_s=group.deadline_s)
+            return self._leave_out(lost) if lost and self._leave_out is not None else self._first
         except BaseException:
             group.abandon()
             raise
+
+
+def _refuses(error: StorageError | RankError) -> bool:
+    """Whether the store of some rank cannot be used now: no rank uses it then, and each has the same error."""
+    return isinstance(error, StorageError) or error.kind in ("PeerError", "MemoryAgentError", "StorageError")
 
 
 def _all(said: Sequence[bytes]) -> Decision:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from flowstone.config import LAG_STEPS, EngineOptions
+from flowstone.errors import FlowstoneError
 from flowstone.pipeline.load_outcome import LoadOutcome
 from flowstone.ranks import RankGroup
 from flowstone.runtime.telling import Teller
@@ -48,11 +49,16 @@ class SaveOptions(msgspec.Struct, frozen=True):
     lag_steps: int = LAG_STEPS
 
 
-def meeting_of(stores: Sequence[Store]) -> Callable[[RankGroup], None]:
-    """Begin to have the nodes meet of stores that are on several; most are not. To be called by every rank then.
+def meeting_of(
+    stores: Sequence[Store], leave_out: Callable[[Sequence[tuple[Store, FlowstoneError]]], Store] | None
+) -> Callable[[RankGroup], Store]:
+    """Begin to have the nodes meet of stores that are on several; most are not. To be called by every rank then: it
+    returns the store that takes the saves.
+
+    leave_out  is told which stores cannot be used, and why, and returns the first one that can; None: there is no other
     """
     if not any(hasattr(store, "introduce") for store in stores):
-        return lambda _: None
+        return lambda _: stores[0]
     from flowstone.pipeline.meeting import Meeting  # imported here: others do not need it
 
-    return Meeting(stores).hold
+    return Meeting(stores, leave_out).hold

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from threading import Lock
 from typing import TYPE_CHECKING
@@ -10,14 +12,16 @@ from typing import TYPE_CHECKING
 from flowstone.checkpoint import Checkpoint
 from flowstone.commit.entries import step_directory
 from flowstone.config import BUDGET_BYTES_MIN, EngineOptions, Keep, KeepRule
-from flowstone.errors import ArgumentError, SaveFailedError
+from flowstone.errors import ArgumentError, FlowstoneError, SaveFailedError
 from flowstone.format.manifest import Manifest
+from flowstone.log import log
 from flowstone.pipeline.futures import ExpeditingFuture, Save
 from flowstone.pipeline.tiered_loads import TieredLoads
 from flowstone.runtime.telling import Teller
 from flowstone.runtime.turns import Turn
 from flowstone.stage.arena import default_budget_bytes
 from flowstone.store.base import Store
+from flowstone.store.unreachable import unreachable
 from flowstone.tiers.copying import flush_bytes
 from flowstone.tiers.flusher import Flusher
 from flowstone.tiers.policy import to_tiers
@@ -70,6 +74,29 @@ class Tiering:
                 next="raise budget_bytes, leave it out, or lower request_bytes in EngineOptions",
             )
         return budget_bytes - flushes
+
+    def leave_out(self, lost: Sequence[tuple[Store, FlowstoneError]]) -> Store:
+        """These cannot be used by this Checkpointer, though they may be there: they count as tiers that do not answer,
+        and come last. Returns the nearest of the others, which takes the saves.
+
+        raises  the error of the first, if no durable tier is left
+        """
+        reasons = {id(store): error for store, error in lost}
+        used = [one for one in self._placed if id(one.store) not in reasons]
+        if all(one.is_volatile for one in used):
+            raise lost[0][1]
+        for store, error in lost:
+            where = store.location, used[0].store.location
+            log.warning("%s cannot be used, and is left out; saves go to %s: %s", *where, error)
+            with suppress(FlowstoneError, OSError):
+                store.close()
+        away = [
+            replace(one, store=unreachable(one.store, reasons[id(one.store)]))
+            for one in self._placed if id(one.store) in reasons
+        ]
+        self._placed = (*used, *away)
+        self.stores = tuple(one.store for one in self._placed)
+        return self.stores[0]
 
     def open_writer(self, emit: Teller, turn: Turn) -> TieredWriter:
         """The writer, and its threads, on which no verb can be called."""

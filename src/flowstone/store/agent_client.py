@@ -24,7 +24,7 @@ from threading import RLock
 import msgspec
 
 from flowstone._version import __version__
-from flowstone.config import AGENT_ANSWER_S, AGENT_START_S
+from flowstone.config import AGENT_ANSWER_S, AGENT_NAME_CHARS_MAX, AGENT_START_S
 from flowstone.errors import FullError, MemoryAgentError
 from flowstone.log import log
 from flowstone.store.agent_wire import (
@@ -77,6 +77,8 @@ class AgentClient:
                 FullError         not enough memory
                 MemoryAgentError  the agent has ended meanwhile, does not answer, or is not one for this process
         """
+        if max(len(request.path), len(request.target), len(request.text)) > AGENT_NAME_CHARS_MAX:
+            raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))  # else it would end the connection
         with self._guard:
             if not self._is_connected() and not self._connect(start=start):
                 raise self._is_gone() or OSError(errno.ENOENT, "no memory agent runs")

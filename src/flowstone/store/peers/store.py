@@ -129,7 +129,13 @@ class PeerMemory(NodeMemory):
 
     def introduce(self) -> bytes:
         """What this rank tells the others, so that their nodes find this one. Starts agent and server if need be."""
-        place = self._peers.introduce(self._keep)
+        try:
+            place = self._peers.introduce(self._keep)
+        except OSError as error:
+            raise PeerError(
+                f"{self.location} is not served to other nodes: {error.strerror}", errno=error.errno or 0,
+                next="give all jobs of a run the same secret, interface and port; see what else uses that port",
+            ) from error
         return msgspec.msgpack.encode(
             _Introduction(place, self.run, self.replicas, self.parity, secrets.token_hex(8))
         )

@@ -14,6 +14,7 @@ import os
 import secrets
 import socket
 import struct
+import time
 from collections.abc import Mapping
 from typing import Literal, TypeVar
 
@@ -21,11 +22,12 @@ import msgspec
 
 from flowstone._version import __version__
 from flowstone.config import PEER_ANSWER_S, PEER_GREETING_S, PEER_MESSAGE_BYTES_MAX, PEER_SILENCE_S
-from flowstone.errors import PeerError
+from flowstone.errors import PeerError, escaped
 
 PEER_PROTOCOL = 2
 _MAGIC = b"flowstone peer\n"
 _GREETING_BYTES_MAX = 4096
+_SHOWN_CHARS_MAX = 200
 _LENGTH = struct.Struct(">I")
 _TIME = struct.Struct("ll")
 _CODE_BYTES = 16
@@ -220,18 +222,19 @@ def is_silent(connection: socket.socket) -> bool:
 def greet(connection: socket.socket, run: str, secret: bytes, where: str) -> Channel:
     """The client's side. Raises PeerError, which says what differs; OSError."""
     prepare(connection, PEER_GREETING_S)
-    greeting = _hear(connection, Greeting, where)
+    until = time.monotonic() + PEER_GREETING_S
+    greeting = _hear(connection, Greeting, where, until)
     if greeting.protocol != PEER_PROTOCOL:
         raise _of_another_release(where, greeting.protocol, greeting.release)
     nonce = secrets.token_bytes(16)
     said = greeting.nonce + nonce + run.encode()
     _say(connection, Introduction(PEER_PROTOCOL, __version__, run, nonce, _proof(secret, b"client", said)))
-    verdict = _hear(connection, Verdict, where)
+    verdict = _hear(connection, Verdict, where, until)
     if verdict.error:
         if verdict.protocol != PEER_PROTOCOL:
             raise _of_another_release(where, verdict.protocol, verdict.release)
         raise PeerError(
-            f"the node at {where} does not serve this job: {verdict.error}", run=f"memory://{run}",
+            f"the node at {where} does not serve this job: {_shown(verdict.error)}", run=f"memory://{run}",
             next="give all nodes of a job the same run and secret, and other jobs others",
         )
     if not hmac.compare_digest(verdict.proof, _proof(secret, b"server", said)):
@@ -246,18 +249,19 @@ def greet(connection: socket.socket, run: str, secret: bytes, where: str) -> Cha
 def welcome(connection: socket.socket, run: str, secret: bytes, node: str) -> Channel:
     """The server's side. Raises PeerError, which says why the other one is refused, and was told; OSError, EOFError."""
     prepare(connection, PEER_GREETING_S)
+    until = time.monotonic() + PEER_GREETING_S
     ours = secrets.token_bytes(16)
     connection.sendall(_MAGIC)
     _say(connection, Greeting(PEER_PROTOCOL, __version__, ours))
-    found = _hear(connection, Introduction, "a stranger")
+    found = _hear(connection, Introduction, "the other end", until)
     said = ours + found.nonce + found.run.encode()
     error = ""
     if found.protocol != PEER_PROTOCOL:
-        error = f"it speaks protocol {found.protocol} (flowstone {found.release}), not {PEER_PROTOCOL}"
+        error = f"it speaks protocol {found.protocol} (flowstone {_shown(found.release)}), not {PEER_PROTOCOL}"
     elif not hmac.compare_digest(found.proof, _proof(secret, b"client", said)):
         error = "its secret is another one"
     elif found.run != run:
-        error = f"this is memory://{run}, not memory://{found.run}"
+        error = f"this is memory://{run}, not memory://{_shown(found.run)}"
     proof = b"" if error else _proof(secret, b"server", said)
     _say(connection, Verdict(error, PEER_PROTOCOL, __version__, node, proof))
     if error:
@@ -275,30 +279,44 @@ def _say(connection: socket.socket, message: msgspec.Struct) -> None:
     connection.sendall(_LENGTH.pack(len(body)) + body)
 
 
-def _hear(connection: socket.socket, kind: type[_Message], where: str) -> _Message:
+def _hear(connection: socket.socket, kind: type[_Message], where: str, until: float) -> _Message:
+    """The next message of a greeting, which ends at `until`, however slowly the other side sends it."""
     try:
-        if kind is Greeting and _taken(connection, len(_MAGIC)) != _MAGIC:
+        if kind is Greeting and _taken(connection, len(_MAGIC), until) != _MAGIC:
             raise _no_peer(where)
-        (length,) = _LENGTH.unpack(_taken(connection, _LENGTH.size))
+        (length,) = _LENGTH.unpack(_taken(connection, _LENGTH.size, until))
         if length > _GREETING_BYTES_MAX:
             raise _no_peer(where)
-        return msgspec.msgpack.decode(_taken(connection, length), type=kind)
+        return msgspec.msgpack.decode(_taken(connection, length, until), type=kind)
     except (msgspec.DecodeError, EOFError) as error:
         raise _no_peer(where) from error
     except BlockingIOError as error:
         raise PeerError(
-            f"what answers at {where} said nothing for {PEER_GREETING_S:.0f} s", next="find out what it is"
+            f"what answers at {where} said nothing for {PEER_GREETING_S:.0f} s, or too little",
+            next="find out what it is; if it is a node of the job, see how busy that is",
         ) from error
 
 
-def _taken(connection: socket.socket, length: int) -> bytes:
+def _taken(connection: socket.socket, length: int, until: float) -> bytes:
     data = b""
     while len(data) < length:
+        left = until - time.monotonic()
+        if left <= 0:
+            raise BlockingIOError
+        seconds, part = divmod(left, 1.0)
+        connection.setsockopt(
+            socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIME.pack(int(seconds), max(1, int(part * 1e6)))
+        )
         more = connection.recv(length - len(data))
         if not more:
             raise EOFError
         data += more
     return data
+
+
+def _shown(text: str) -> str:
+    """What an unknown other side has sent, as a part of one line."""
+    return escaped(text[:_SHOWN_CHARS_MAX]) + "..." * (len(text) > _SHOWN_CHARS_MAX)
 
 
 def _no_peer(where: str) -> PeerError:
@@ -311,6 +329,6 @@ def _no_peer(where: str) -> PeerError:
 def _of_another_release(where: str, protocol: int, release: str) -> PeerError:
     return PeerError(
         f"the node at {where} is of another release", expected=f"protocol {PEER_PROTOCOL}, flowstone {__version__}",
-        found=f"protocol {protocol}, flowstone {release}",
+        found=f"protocol {protocol}, flowstone {_shown(release)}",
         next="use one release on all nodes; `flowstone agent --stop` ends the other one, with what it holds",
     )

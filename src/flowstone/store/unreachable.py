@@ -1,0 +1,32 @@
+"""A store that cannot be used by this process: each call of it is refused, with the reason."""
+
+from __future__ import annotations
+
+from typing import NoReturn, cast
+
+from flowstone.errors import FlowstoneError, StorageError
+from flowstone.store.base import PROTOCOLS, Store, members
+
+
+class _Unreachable:
+    def __init__(self, store: Store, reason: FlowstoneError) -> None:
+        self.location, self.capabilities = store.location, store.capabilities
+        self._reason = reason
+
+    def refuse(self, *_: object, **__: object) -> NoReturn:
+        raise StorageError(
+            f"{self.location} does not answer: {self._reason.message}",
+            next="see what is wrong with it; the next Checkpointer asks it again",
+        ) from self._reason
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+for _name in {name for protocol in PROTOCOLS for name in members(protocol)} - {"close", "location", "capabilities"}:
+    setattr(_Unreachable, _name, _Unreachable.refuse)
+
+
+def unreachable(store: Store, reason: FlowstoneError) -> Store:
+    """What stands for a store that cannot be used, for that reason."""
+    return cast("Store", _Unreachable(store, reason))

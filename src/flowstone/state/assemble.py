@@ -6,6 +6,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from flowstone.format.inner_objects import INNER, inner_state
 from flowstone.format.objects import Named, Provided, TensorRef
 from flowstone.state.constants import value_of
 from flowstone.state.optimizer_view import StoredOptimizer, stored_optimizer
@@ -53,6 +54,8 @@ def assemble(section: str, node: object, tensors: Mapping[str, Any], *, by_name:
             return take(node)
         if isinstance(node, Named):
             return value_of(node, section)
+        if isinstance(node, Provided) and node.kind == INNER:
+            return build(inner_state(node, section))
         if isinstance(node, Provided):
             parts = {name: take(part) for name, part in node.parts.items()}
             return {"kind": node.kind, "parts": parts, "objects": build(node.objects)}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from flowstone.format.inner_objects import inner_object
+from flowstone.format.objects import unsupported
 from flowstone.state.frozen import Frozen
 from flowstone.state.kind import Kind
 from flowstone.state.names import Place, check_sections, section_place
@@ -52,7 +54,14 @@ def describe_walk(saving: Saving) -> DescribeWalk:
     """The describing pass, for one description."""
 
     def act(kind: Kind, value: object, place: Place, role: Role = Role.OTHER, /) -> object:
-        return kind.describe(value, place, saving, role)
+        if not kind.is_object or saving.inner == "walked":
+            return kind.describe(value, place, saving, role)
+        if saving.inner == "refused":
+            raise unsupported(
+                place.name, value, "is an object that a load could not restore: its place is made anew",
+                "give it a section of its own in the state, or keep it where the object around it is made with it",
+            )
+        return inner_object(kind.describe(value, place, saving, role))
 
     walk = saving.walk = Walk(act)
     return walk

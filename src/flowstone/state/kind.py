@@ -24,6 +24,7 @@ class Kind(ABC):
     one_value  an object that occurs at two places of a state can be restored to one value only
     replaceable  values are replaced by stored ones, unless they contain something that is written in place
     provided   a Provider describes the values: what it saves is a `Provided`
+    is_object  values are restored into the object that is there, which no value can replace
     """
 
     types: frozenset[type] = frozenset()
@@ -32,6 +33,7 @@ class Kind(ABC):
     one_value = False
     replaceable = False
     provided = False
+    is_object = False
 
     def recognises(self, value: object) -> bool:
         """Whether `value`, whose type is not in `types`, is of this kind. Must be cheap: every pass calls it."""

@@ -36,11 +36,13 @@ class Loading:
     stored  the content of the checkpoint
     walk    plans to restore the values inside of a value
     plain   an object of the state in the form that a checkpoint has; refuses tensors
+    is_object  whether a value is restored into the object that is there
     sink    collects the requested memory
     """
 
     walk: RestoreWalk
     plain: Callable[[object, Place], object]
+    is_object: Callable[[object], bool]
 
     def __init__(self, scan: Scan, stored: Stored) -> None:
         self.scan = scan
@@ -53,6 +55,7 @@ class Loading:
         self.written: list[torch.Tensor] = []
         self.new_bytes = 0
         self.fitting = Fitting()
+        self._only: Phase | None = None
         self._places: dict[int, tuple[Place, object]] = {}
         self._indirect: dict[int, IndirectTarget] = {}
 
@@ -72,7 +75,15 @@ class Loading:
 
     def later(self, phase: Phase, action: Callable[[], None]) -> None:
         """Run `action` in `finish`."""
-        self.actions[phase].append(action)
+        self.actions[phase if self._only is None else self._only].append(action)
+
+    def restore_inner(self, value: object, node: object, place: Place, phase: Phase) -> None:
+        """Plan to restore an object inside of another one's state: all of it in the `phase` of that one, before it."""
+        outer, self._only = self._only, phase
+        try:
+            self.walk(value, place, node)
+        finally:
+            self._only = outer
 
     def check_once(self, value: object, node: object, place: Place) -> None:
         """Check that an object at two places of the state was saved with the same value at both: it can take only one.

@@ -55,7 +55,8 @@ def describe(module: torch.nn.Module, place: Place, saving: Saving) -> MergePoin
             continue
         held = live.own(value)
         role = Role.OTHER if held is None else roles.of(held, isinstance(held, torch.nn.Parameter))
-        node = saving.walk(value, inner, role)
+        with saving.inside("marked"):
+            node = saving.walk(value, inner, role)
         # Names identify its own tensors, but not for another rank that takes this per-rank entry.
         if held is None or type(node) is not TensorRef or place.rank is not None:
             extra[name] = node
@@ -75,7 +76,7 @@ def restore(
     entries = state_dict(shards, place, fsdp)
     live, own_loads = Live(shards), OwnLoads(module)
     unread = _unread(module, entries, live, extra, place, loading)
-    new_values = NewValues(loading)
+    new_values = NewValues(loading, phase=Phase.MODULES)
     given: dict[str, Callable[[], object]] = {}
     names = set() if fsdp is None else set(fsdp.names)
     for key, value in entries.items():
@@ -104,7 +105,7 @@ def restore(
         elif own is MISSING:
             loading.differ("missing", inner.name, kind_of(value), "nothing of that name")
         else:
-            new_values.want(own, inner)
+            new_values.want(own, inner, value)
             given[key] = partial(new_values.build, own, inner.name)
     given |= _not_shown(own_loads, names, extra, place, loading)
     loading.differ_extra(extra, names, place)
@@ -165,7 +166,7 @@ def _not_shown(
     given: dict[str, Callable[[], object]] = {}
     if not own_loads:
         return given
-    new_values, below = NewValues(loading), f"{place.name}."
+    new_values, below = NewValues(loading, phase=Phase.MODULES), f"{place.name}."
     others = tuple(f"{one}." for one in loading.stored.objects if one.startswith(below))
     found = [name for name in loading.stored.tensors if name.startswith(below) and not name.startswith(others)]
     for name in dict.fromkeys([*(name.removeprefix(below) for name in found if place.rank is None), *extra]):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import cast
 
 import numpy as np
 import torch
 
 from flowstone.errors import DamagedError, ProviderError
+from flowstone.format.inner_objects import INNER
 from flowstone.format.objects import Named, Provided, TensorRef
 from flowstone.state import constants, tensors
 from flowstone.state.constants import constant_free
@@ -17,7 +18,7 @@ from flowstone.state.loading import Loading
 from flowstone.state.names import Place
 from flowstone.state.nodes import kind_of
 from flowstone.state.providers import PROVIDERS
-from flowstone.state.records import StoredTensor
+from flowstone.state.records import MISSING, Phase, StoredTensor
 from flowstone.state.split import SplitTensor
 
 Placement = Callable[[StoredTensor], "torch.device | str"]
@@ -29,30 +30,49 @@ class NewValues:
     First call `want` with every node, before any byte is read; then, with all bytes in place, `build`.
     """
 
-    def __init__(self, loading: Loading, placement: Placement | None = None) -> None:
+    def __init__(
+        self, loading: Loading, placement: Placement | None = None, phase: Phase = Phase.STATEFUL
+    ) -> None:
+        """`phase`: in which they are built; objects inside of them are restored in it."""
         self._loading = loading
         self._placement = placement
+        self._phase = phase
+        self._live: dict[int, object] = {}  # by id of the node: objects that are restored where they are
         self._made: dict[str, torch.Tensor | np.ndarray] = {}
         self._names: dict[str, str] = {}
 
-    def want(self, node: object, place: Place) -> None:
-        """Allocate the tensors that `node` refers to, and request them. Missing tensors become differences."""
-        if isinstance(node, TensorRef):
+    def want(self, node: object, place: Place, live: object = MISSING) -> None:
+        """Allocate the tensors that `node` refers to, and request them. Missing tensors become differences.
+
+        live  the value that the new one is going to replace: objects in it stay, and are restored
+        """
+        if live is not MISSING and isinstance(node, dict | TensorRef | Provided) and self._loading.is_object(live):
+            self._live[id(node)] = live
+            self._loading.restore_inner(live, node, place, self._phase)
+        elif isinstance(node, TensorRef):
             self._want_ref(node, place)
         elif isinstance(node, Provided):
-            self._want_provided(node, place)
+            self._want_provided(node, place, live)
         elif isinstance(node, dict):
             for key, item in node.items():
-                constant_free(key, place.name)
-                self.want(item, place.child(key))
+                self.want(item, place.child(key), _item(live, constant_free(key, place.name)))
         elif isinstance(node, (list, tuple, deque)):
             for i, item in enumerate(node):
-                self.want(item, place.child(i))
+                self.want(item, place.child(i), _item(live, i))
         else:
             constant_free(node, place.name)  # only for its errors, which must come before bytes are read
 
-    def _want_provided(self, node: Provided, place: Place) -> None:
+    def _want_provided(self, node: Provided, place: Place, live: object) -> None:
         served = PROVIDERS.of_kind(node.kind)
+        if node.kind == INNER:
+            found = "a value" if live is not MISSING else "nothing of that name"
+            self._loading.differ("kind", place.name, f"{found}, into which no object can be restored", kind_of(node))
+            self._loading.remedies.append(f"make the object that belongs at '{place.name}' before the load")
+            return
+        if served is not None and not served.provider.creates and PROVIDERS.of_type(type(live)) is served:
+            self._live[id(node)] = live
+            self._loading.restore_inner(live, node, place, self._phase)
+            return
         if served is None or not served.provider.creates:
             why = "is not registered" if served is None else "cannot create one"
             expected = f"an object there, or a provider that creates '{node.kind}'"
@@ -101,6 +121,8 @@ class NewValues:
         """The value of a node that was passed to `want`. Containers are new, constants those of this torch and numpy.
         """
         kind = type(node)
+        if id(node) in self._live:
+            return self._live[id(node)]
         if kind is TensorRef:
             return self._built_ref(cast("TensorRef", node))
         if kind is Provided:
@@ -149,3 +171,12 @@ class NewValues:
         if ref.kind == "bytearray":
             return bytearray(cast("np.ndarray", made).tobytes())
         return made
+
+
+def _item(live: object, key: object) -> object:
+    """What a live container has under the key of a stored one."""
+    if isinstance(live, Mapping):
+        return live.get(key, MISSING)
+    if isinstance(live, list | tuple) and type(key) is int and key < len(live):
+        return live[key]
+    return MISSING

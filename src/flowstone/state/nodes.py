@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
+from flowstone.format.inner_objects import INNER
 from flowstone.format.objects import Named, Provided, TensorRef
 
 
@@ -12,10 +13,17 @@ def refers_to_tensors(node: object) -> bool:
     if isinstance(node, TensorRef):
         return node.kind in ("tensor", "ndarray")
     if isinstance(node, Provided):
-        return bool(node.parts)
+        return bool(node.parts) or (node.kind == INNER and refers_to_tensors(node.objects))
     if isinstance(node, dict):
         return any(refers_to_tensors(item) for item in node.values())
     return isinstance(node, (list, tuple, deque)) and any(refers_to_tensors(item) for item in node)
+
+
+def holds_provided(node: object) -> bool:
+    """Whether a stored object contains what a provider saved, or an object inside of an object's state."""
+    if isinstance(node, dict):
+        return any(map(holds_provided, node.values()))
+    return isinstance(node, Provided) or (isinstance(node, (list, tuple)) and any(map(holds_provided, node)))
 
 
 def without_tensors(node: object) -> object:
@@ -34,7 +42,7 @@ def kind_of(node: object) -> str:
     if isinstance(node, TensorRef):
         return f"a {node.kind}"
     if isinstance(node, Provided):
-        return f"'{node.kind}'"
+        return "an object" if node.kind == INNER else f"'{node.kind}'"
     if isinstance(node, Named):
         return f"a {node.kind}"
     return type(node).__name__

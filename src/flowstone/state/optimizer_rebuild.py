@@ -25,7 +25,7 @@ from flowstone.state.new_values import NewValues
 from flowstone.state.nodes import kind_of, refers_to_tensors, without_tensors
 from flowstone.state.optimizer_view import NOT_OPTIONS, Member, OptimizerView, StoredGroup
 from flowstone.state.providers import served_tensor
-from flowstone.state.records import MISSING, Shard, StoredTensor
+from flowstone.state.records import MISSING, Phase, Shard, StoredTensor
 from flowstone.state.shards import is_dtensor
 from flowstone.state.slot_columns import SlotColumns
 
@@ -123,7 +123,7 @@ class Rebuild:
         place = self.place.child("param_groups").child(i)
         on_device = bool(options.get("capturable")) or bool(options.get("fused"))
         self._on_device.update(dict.fromkeys(self.view.paths[i], on_device))
-        new_values = NewValues(self.loading, partial(self._option_device, i, on_device))
+        new_values = NewValues(self.loading, partial(self._option_device, i, on_device), Phase.OPTIMIZERS)
         chosen = self.options[i] = {}
         for key, node in options.items():
             if type(key) is not str or key in NOT_OPTIONS:
@@ -133,7 +133,7 @@ class Rebuild:
                 self._into(current, node, place.child(key), None)
                 chosen[key] = _constant(current)
             else:
-                new_values.want(node, place.child(key))
+                new_values.want(node, place.child(key), self.view.options[i].get(key, MISSING))
                 chosen[key] = _building(new_values, node, place)
         absent = sorted(str(key) for key in self.view.options[i] if key not in chosen)
         if absent and absence.note_options(self.loading, self.optimizer, absent, place):
@@ -326,10 +326,10 @@ class Rebuild:
 
     def want_rest(self, shared: object, extra: object) -> None:
         """Request state that belongs to no parameter, and entries that a subclass adds."""
-        new_values = NewValues(self.loading)
+        new_values = NewValues(self.loading, phase=Phase.OPTIMIZERS)
         inside = self.place.child("state")
         new_values.want(shared, inside)
-        new_values.want(extra, self.place)
+        new_values.want(extra, self.place, self.view.extra)
         self.shared = _building(new_values, shared, inside)
         self.extra = _building(new_values, extra, self.place)
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 import torch
 
 from flowstone.errors import StateError
+from flowstone.format.inner_objects import INNER, inner_state
 from flowstone.format.objects import Provided, unsupported
 from flowstone.state import nodes
 from flowstone.state.describe import describe_walk
@@ -102,6 +103,8 @@ def _set_walks(loading: Loading) -> None:
     """Give the restoration its two passes: one that plans it, and one that describes plain objects for comparison."""
 
     def act(kind: Kind, value: object, place: Place, node: object) -> Replacement | None:
+        if kind.is_object:
+            node = inner_state(node, place.name)
         if isinstance(node, Provided) and not kind.provided:
             loading.differ("kind", place.name, nodes.kind_of(value), _unprovided(value, node))
             return None
@@ -112,12 +115,14 @@ def _set_walks(loading: Loading) -> None:
     def plain(value: object, place: Place) -> object:
         return describe_walk(Saving(loading.scan, Sink(objects_only=True)))(value, place)
 
-    loading.walk, loading.plain = Walk(act), plain
+    loading.walk, loading.plain, loading.is_object = Walk(act), plain, lambda value: kind_of(value).is_object
 
 
 def _unprovided(value: object, node: Provided) -> str:
     """The difference for an object that a provider saved, if no provider is registered for it now."""
     served = PROVIDERS.of_kind(node.kind)
+    if node.kind == INNER:
+        return nodes.kind_of(node)
     if served is None:
         return f"{nodes.kind_of(node)}, whose provider is not registered: call register_provider() before load()"
     return f"{nodes.kind_of(node)}, whose provider serves {type_name(served.own)}, not {type_name(type(value))}"

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from itertools import chain
-from typing import Protocol
+from typing import Literal, Protocol, TypeAlias
 
 from flowstone.state import tensors
 from flowstone.state.counters import Counters
@@ -17,6 +18,9 @@ from flowstone.state.parameters import Parameters
 from flowstone.state.scan import Scan
 from flowstone.state.sink import Role, Sink
 from flowstone.table.pieces import Layout, Places
+
+Inner: TypeAlias = "Literal['walked', 'marked', 'refused']"
+"""What becomes of an object inside: a load walks to it; a load finds it by its mark; a load has nothing to find."""
 
 
 class DescribeWalk(Protocol):
@@ -39,6 +43,16 @@ class Saving:
     def __init__(self, scan: Scan, sink: Sink) -> None:
         self.scan, self.sink = scan, sink
         self.late: deque[Callable[[], None]] = deque()
+        self.inner: Inner = "walked"
+
+    @contextmanager
+    def inside(self, inner: Inner) -> Iterator[None]:
+        """Describe values that a load makes anew: what becomes of objects among them."""
+        outer, self.inner = self.inner, inner
+        try:
+            yield
+        finally:
+            self.inner = outer
 
     @cached_property
     def parameters(self) -> Parameters:

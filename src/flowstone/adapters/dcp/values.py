@@ -11,6 +11,7 @@ import torch
 
 from flowstone.checkpoint import Checkpoint
 from flowstone.errors import UnsupportedStateError
+from flowstone.format.inner_objects import INNER, inner_state
 from flowstone.format.objects import Named, Provided, TensorRef
 from flowstone.state.constants import constant_free, value_of
 
@@ -30,6 +31,8 @@ def _value(checkpoint: Checkpoint, node: object, path: str) -> object:
         return _referred(checkpoint, node)
     if isinstance(node, Named):
         return value_of(node, path)
+    if isinstance(node, Provided) and node.kind == INNER:
+        return _value(checkpoint, inner_state(node, path), path)
     if isinstance(node, Provided):
         raise UnsupportedStateError(
             f"'{path}' is an object of {node.kind}, which DCP cannot be given", next="load it by fs.Checkpointer"

@@ -27,8 +27,9 @@ class Counter(Kind):
 
     def describe(self, value: object, place: Place, saving: Saving, role: Role) -> object:
         built: collections.Counter[object] = collections.Counter()
-        for key, count in cast("collections.Counter[object]", value).items():
-            built[stored_key(key, place)] = cast("int", saving.walk(count, place.child(key)))
+        with saving.inside("refused"):
+            for key, count in cast("collections.Counter[object]", value).items():
+                built[stored_key(key, place)] = cast("int", saving.walk(count, place.child(key)))
         return built
 
     def restore(self, value: object, node: object, place: Place, loading: Loading) -> Replacement | None:

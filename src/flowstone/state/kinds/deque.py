@@ -26,7 +26,8 @@ class Deque(Kind):
 
     def describe(self, value: object, place: Place, saving: Saving, role: Role) -> object:
         line = cast("collections.deque[object]", value)
-        items = (saving.walk(item, place.child(i)) for i, item in enumerate(line))
+        with saving.inside("refused"):
+            items = [saving.walk(item, place.child(i)) for i, item in enumerate(line)]
         return collections.deque(items, line.maxlen)
 
     def restore(self, value: object, node: object, place: Place, loading: Loading) -> Replacement | None:

@@ -33,6 +33,7 @@ class Generator(Kind):
 
     bases = (torch.Generator, random.Random, ProcessGenerators)
     one_value = True
+    is_object = True
 
     def recognises(self, value: object) -> bool:
         return super().recognises(value) or isinstance(value, _numpy_types())

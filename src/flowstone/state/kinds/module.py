@@ -25,6 +25,7 @@ class Module(Kind):
 
     bases = (torch.nn.Module,)
     one_value = True
+    is_object = True
 
     def find(self, value: object, place: Place, scan: Scan) -> bool:
         scan.modules.append((place, cast("torch.nn.Module", value)))

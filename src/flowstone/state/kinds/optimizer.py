@@ -100,19 +100,18 @@ def _describe(optimizer: Core, place: Place, saving: Saving) -> MergePoint:
                 state[member.home.path] = listed
         slots.enter()
     options_place = place.child("param_groups")
-    groups = Groups(
-        {
-            "params": list(paths),
-            "options": saving.walk(dict(options), options_place.child(i)),
-        }
-        for i, (paths, options) in enumerate(zip(view.paths, view.options, strict=True))
-    )
-    return MergePoint({
-        "param_groups": groups,
-        "state": state,
-        "shared": saving.walk(dict(view.shared), inside),
-        "extra": saving.walk(dict(view.extra), place),
-    })
+    with saving.inside("marked"):
+        groups = Groups(
+            {
+                "params": list(paths),
+                "options": saving.walk(dict(options), options_place.child(i)),
+            }
+            for i, (paths, options) in enumerate(zip(view.paths, view.options, strict=True))
+        )
+        extra = saving.walk(dict(view.extra), place)
+    with saving.inside("refused"):
+        shared = saving.walk(dict(view.shared), inside)
+    return MergePoint({"param_groups": groups, "state": state, "shared": shared, "extra": extra})
 
 
 class _Slots:
@@ -148,7 +147,8 @@ class _Slots:
                 plain = stored_key(slot, inside)
                 inner = inside.child(path).child(plain)
                 role = Role.OTHER if served_tensor(value) is None else self._role
-                node = self._saving.walk(value, inner, role)
+                with self._saving.inside("refused"):
+                    node = self._saving.walk(value, inner, role)
                 if type(held) is Range and refers_to_tensors(node):
                     raise _no_match(inner.name)
                 listed[plain] = node

@@ -83,10 +83,11 @@ def describe(served: Served, value: object, place: Place, saving: Saving, role: 
 
 def _describe_objects(saving: Saving, session: ProviderSession, found: objects.Provided) -> None:
     """Take an object's small objects. All tensors have been entered, and bytes move: no more tensors may come."""
-    for part, value in session.values():
-        found.objects[part.name] = session.checked(
-            f"gives '{part.name}' a value that cannot be stored", saving.walk, value, session.place_of(part)
-        )
+    with saving.inside("refused"):
+        for part, value in session.values():
+            found.objects[part.name] = session.checked(
+                f"gives '{part.name}' a value that cannot be stored", saving.walk, value, session.place_of(part)
+            )
     session.end()
 
 

@@ -20,6 +20,7 @@ from functools import partial
 from itertools import islice
 from typing import Any, TypeAlias, cast
 
+import msgspec
 import torch
 
 from flowstone.state.held import HeldExtra, HeldModule, HeldOptimizer
@@ -35,8 +36,7 @@ _DEPTH_MAX = 8  # dicts inside of dicts that are looked into
 Dict: TypeAlias = "dict[Any, Any]"
 
 
-@dataclass(frozen=True, slots=True)
-class Unpacked:
+class Unpacked(msgspec.Struct, frozen=True):
     """State dicts as objects.
 
     state  to be saved or loaded in their place; what was not unpacked is in it as it is
@@ -176,8 +176,7 @@ def _is_module(value: object) -> bool:
     return bool(tensors) and all(tensors) and not any(key.startswith(_GROUPS) for key in value)
 
 
-@dataclass(frozen=True, slots=True)
-class _Group:
+class _Group(msgspec.Struct, frozen=True):
     """A group to be: keys of its parameters in the dict, their names, paths where stored, and its options.
 
     numbered  the names are numbers: they name no parameter of a module

@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "bind_codecs.h"
+#include "bind_collapse.h"
 #include "bind_columns.h"
 #include "bind_device.h"
 #include "bind_feed.h"
@@ -50,17 +51,6 @@ struct PyWriteExtents : Held<WriteExtents> {
 };
 struct PyReadExtents : Held<const ReadExtents> {};
 
-/// Destructors of jobs and engines wait for threads and devices, so they run without the interpreter lock.
-template <class T> struct Waiting : Held<T> {
-    Waiting() = default;
-    Waiting(const Waiting&) = default;
-    Waiting(Waiting&&) noexcept = default;
-    ~Waiting() {
-        if (this->held == nullptr || this->inherited()) return;
-        const Unlocked unlocked;
-        this->held.reset();
-    }
-};
 struct PyWriteJob : Waiting<WriteJob> {};
 struct PyReadJob : Waiting<ReadJob> {};
 struct PyEngine : Waiting<Engine> {};
@@ -396,6 +386,7 @@ void bind_jobs(nb::module_& module) {
             const Unlocked unlocked;
             return job.held->first_bad(file, fd);
         }, "file"_a, "fd"_a)
+        .def_prop_ro("huge_bytes", [](const PyWriteJob& job) { return job.held->detector().pages().huge_bytes(); })
         .def_prop_ro("exact_bytes", [](const PyWriteJob& job) { return job.held->detector().pages().exact_bytes() + job.held->detector().digested_bytes(); })
         .def_prop_ro("sampled_bytes", [](const PyWriteJob& job) { return job.held->detector().sampled_bytes(); })
         .def_prop_ro("sampled_first", [](const PyWriteJob& job) -> std::optional<std::tuple<std::size_t, std::string>> {
@@ -473,6 +464,7 @@ NB_MODULE(_native, module) {
     module.def("xxh3_64", &digest_buffer);
     module.def("digest_memory", &digest_memory, "address"_a, "length"_a);
     module.def("written_pages_refusal", &PageWatch::refusal, nb::call_guard<Unlocked>());
+    bind_collapse(module);
     bind_memory(module);
     bind_copies(module);
     bind_devices(module);

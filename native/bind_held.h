@@ -1,6 +1,7 @@
 // Shared pointers held by Python objects. For bind.cpp, and for modules that pass their own objects to it.
 #pragma once
 
+#include <nanobind/nanobind.h>
 #include <unistd.h>
 
 #include <memory>
@@ -27,6 +28,18 @@ template <class T> struct Held {
     std::shared_ptr<T> held;
     pid_t owner = ::getpid();
 };
+/// Destructors of jobs and engines wait for threads and devices, so they run without the interpreter lock.
+template <class T> struct Waiting : Held<T> {
+    Waiting() = default;
+    Waiting(const Waiting&) = default;
+    Waiting(Waiting&&) noexcept = default;
+    ~Waiting() {
+        if (this->held == nullptr || this->inherited()) return;
+        const nanobind::gil_scoped_release unlocked;
+        this->held.reset();
+    }
+};
+
 struct PyDevice : Held<Device> {};
 
 }  // namespace flowstone

@@ -18,8 +18,8 @@ PACKAGE = SRC / "flowstone"
 
 # Layer -> what it may import of ours. A layer is a module or a package of src/flowstone.
 _BASE = {
-    "config", "errors", "events", "journal_events", "tier_events", "table", "trace", "quantize", "rules",
-    "layout_rules", "log", "_version", "state_replica",
+    "config", "errors", "events", "collapse_events", "journal_events", "tier_events", "table", "trace", "quantize",
+    "rules", "layout_rules", "log", "_version", "state_replica",
 }
 MAY_IMPORT: dict[str, set[str]] = {
     "_version": set(),
@@ -28,6 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "log": set(),  # lines of the log, from any thread
     "events": set(),
     "journal_events": set(),
+    "collapse_events": set(),
     "tier_events": set(),
     "trace": {"errors", "_native"},  # the types of what the engine hands over
     "table": {"config", "errors"},  # the length of a chunk

@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from flowstone.checkpoint import Checkpoint, StoredTensor
     from flowstone.checkpoint import open_checkpoint as open
     from flowstone.checkpointer import Checkpointer
+    from flowstone.collapse_events import Collapsed
     from flowstone.convert.diff import DiffReport, TensorDiff, ValueDiff, diff
     from flowstone.convert.export import ExportReport, export
     from flowstone.convert.importing import ImportReport, import_checkpoint
@@ -166,6 +167,7 @@ _LATER = {
     "Registration": "flowstone.state",
     "Shard": "flowstone.state",
     "Source": "flowstone.pipeline.explain",
+    "Collapsed": "flowstone.collapse_events",
     "StoredTensor": "flowstone.checkpoint",
     "Span": "flowstone.trace",
     "Trace": "flowstone.trace",
@@ -219,6 +221,7 @@ __all__ = [
     "Checkpoint",
     "Checkpointer",
     "ClosedError",
+    "Collapsed",
     "CollisionError",
     "Committed",
     "Compressed",

@@ -536,6 +536,8 @@ class WriteJob:
     @property
     def exact_bytes(self) -> int: ...  # of lazy rows of which all bytes are watched until they are captured
     @property
+    def huge_bytes(self) -> int: ...  # of these, in huge pages when the watch began; or a few less
+    @property
     def sampled_bytes(self) -> int: ...  # of the others
     @property
     def sampled_first(self) -> tuple[int, str] | None: ...  # a lazy row that is sampled, and why
@@ -669,6 +671,38 @@ def reserve_memory(fd: int, begin: int, end: int) -> None:
     """Have the system give a file in memory all pages of [begin, end), in huge pages if it allows that; it has at least
     that size then. What the file has stays. Raises OSError (ENOMEM, ENOSPC when memory is not there).
     """
+
+def collapse_refusal() -> str:
+    """Why `Collapse` does nothing here; "" if it does."""
+
+class Collapse:
+    """Collapses memory of this process into huge pages, on a thread of its own, of low priority: native/collapse.h. The
+    memory may change, be watched and be freed meanwhile.
+    """
+    def __init__(self, addresses: NDArray[np.uint64], lengths: NDArray[np.uint64], *, share: float) -> None:
+        """Begins. share: the part of one processor that it may use; above 0, at most 1."""
+    def stop(self) -> None:
+        """Go no further. Returns at once."""
+    def wait(self, timeout_s: float) -> bool:
+        """Whether it has ended, after at most so long. Only then are there the numbers below."""
+    @property
+    def wanted_bytes(self) -> int: ...  # of the memory; what is there twice counts once
+    @property
+    def huge_bytes(self) -> int: ...  # of these: in huge pages now. The others are not, for one of four reasons:
+    @property
+    def edge_bytes(self) -> int: ...  # share 2 MiB with too much other memory
+    @property
+    def scattered_bytes(self) -> int: ...  # with pages that are not in memory, or not only this process's
+    @property
+    def refused_bytes(self) -> int: ...  # the system refuses; `error` is the first reason
+    @property
+    def left_bytes(self) -> int: ...  # the pass ended before: by `stop`, or after many refusals
+    @property
+    def collapsed_bytes(self) -> int: ...  # of the huge pages that it has made
+    @property
+    def error(self) -> int: ...
+    @property
+    def processor_s(self) -> float: ...
 
 def has_huge_pages_by_advice() -> bool:
     """Whether files in memory get huge pages where a mapping that asks for them is touched, and nowhere else."""

@@ -55,6 +55,7 @@ class Captured:
     exact_bytes    of the later bytes: a change of any of them that was captured would have been detected; on the host
                    any write, also of the same bytes (docs/LIMITS.md)
     sampled_bytes  of the later bytes: only samples were compared
+    huge_bytes     of the exact bytes: in huge pages of the host, where watching costs next to nothing; or a few less
     """
 
     step: int
@@ -63,6 +64,7 @@ class Captured:
     early_bytes: int
     exact_bytes: int
     sampled_bytes: int
+    huge_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,14 +197,16 @@ class LeftAlone:
 
 
 if TYPE_CHECKING:
+    from flowstone.collapse_events import Collapsed
     from flowstone.journal_events import JournalEvent
     from flowstone.state_replica import ReplicaEvent
     from flowstone.tier_events import TierEvent
 else:
-    JournalEvent = ReplicaEvent = TierEvent = LeftAlone  # they come later: few Checkpointers have any of them
+    Collapsed = JournalEvent = ReplicaEvent = TierEvent = LeftAlone  # they come later: few Checkpointers have any
 
 Event = (
-    Prepared | SaveStarted | Captured | Fenced | Written | Compressed | BuffersFromOneRank | Committed | SaveFailed
-    | LoadProgress | Loaded | FellBack | Removed | RemovalFailed | LeftAlone | JournalEvent | ReplicaEvent | TierEvent
+    Prepared | SaveStarted | Captured | Collapsed | Fenced | Written | Compressed | BuffersFromOneRank | Committed
+    | SaveFailed | LoadProgress | Loaded | FellBack | Removed | RemovalFailed | LeftAlone | JournalEvent | ReplicaEvent
+    | TierEvent
 )
 OnEvent = Callable[[Event], None]

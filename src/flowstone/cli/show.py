@@ -206,6 +206,8 @@ def _io(io: IoRecord) -> str:
     if io.exact_bytes or io.sampled_bytes:
         exact, sampled = io.exact_bytes or 0, io.sampled_bytes or 0
         words.append(f"{exact / (exact + sampled):.0%} of what was captured late watched exactly")
+        if io.huge_bytes:
+            words[-1] += f" ({io.huge_bytes / (exact + sampled):.0%} in huge pages)"
         if sampled and io.sampled_because:
             words[-1] += f", the rest by samples ({io.sampled_because})"
     origin = {None: "", "default": "; default settings", "tuned": "; tuned settings", "explicit": "; explicit settings"}

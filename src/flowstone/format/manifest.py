@@ -77,6 +77,7 @@ class IoRecord(msgspec.Struct, frozen=True):
     explicit      the settings that the caller gave, by name
     exact_bytes, sampled_bytes  of pieces captured after `save` had returned: bytes all of which were watched (by
                   written pages, or a device's digests), and those of which samples were; and the reason for sampling
+    huge_bytes    of exact_bytes: in huge pages of the host when `save` was called
     compress      what was encoded, and why; of several ranks, that of rank 0
     """
 
@@ -93,6 +94,7 @@ class IoRecord(msgspec.Struct, frozen=True):
     exact_bytes: int | None = None
     sampled_bytes: int | None = None
     sampled_because: str | None = None
+    huge_bytes: int | None = None
     compress: str | None = None
 
 

@@ -343,6 +343,7 @@ def io_of(records: Sequence[IoRecord]) -> IoRecord:
         requests=total([one.requests for one in records]),
         exact_bytes=total([one.exact_bytes for one in records]),
         sampled_bytes=total([one.sampled_bytes for one in records]),
+        huge_bytes=total([one.huge_bytes for one in records]),
         sampled_because=next((one.sampled_because for one in records if one.sampled_because), None),
     )
 

@@ -19,14 +19,13 @@ from __future__ import annotations
 import socket
 import weakref
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cached_property, partial
 from time import monotonic
 from typing import TYPE_CHECKING
 
 from flowstone.checkpoint import Checkpoint
 from flowstone.commit import catalog, publish
 from flowstone.commit.entries import step_directory
-from flowstone.commit.read import encode_sections
 from flowstone.commit.writer import StoreWriter, newest_step
 from flowstone.config import DIGESTED_ON_DEVICES, FIRST_ARENA_BYTES, EngineOptions
 from flowstone.errors import FlowstoneError, StepExistsError
@@ -46,7 +45,7 @@ from flowstone.pipeline.pacing import Captures
 from flowstone.pipeline.plan_cache import CachedPlan, FenceMode, plan_save
 from flowstone.pipeline.replica_samples import look
 from flowstone.pipeline.save_coordinator import SaveCoordinator
-from flowstone.pipeline.save_run import SaveRun, Sections
+from flowstone.pipeline.save_run import SaveRun
 from flowstone.pipeline.shared import SaveOptions, Shared
 from flowstone.pipeline.sole_writer import SoleWriter
 from flowstone.pipeline.unmatched_rules import UnmatchedRules
@@ -64,6 +63,7 @@ from flowstone.trace import Span, Spans
 
 if TYPE_CHECKING:
     from flowstone.pipeline.coding import Coding
+    from flowstone.pipeline.collapsing import Collapsing
     from flowstone.pipeline.unplanned import Unplanned
     from flowstone.quantize import Quantize
 
@@ -120,6 +120,13 @@ class Saves:
             shared.store, shared.turn, self.in_flight, self.captures, shared.emit, self._threads.watcher
         )
 
+    @cached_property
+    def collapsing(self) -> Collapsing:
+        """What gives the memory that saves capture late huge pages."""
+        from flowstone.pipeline.collapsing import Collapsing  # imported here: a load needs none of it
+
+        return Collapsing(self._options, self._emit)
+
     # On the caller's thread
 
     def save(self, step: int, state: Mapping[str, object], fence: FenceMode, spans: Spans) -> Save:
@@ -159,6 +166,8 @@ class Saves:
         captures.preparation.grow(captures.arena, min(needed, captures.arena_bytes_max))
         told = captures.preparation.report(captures.arena, began)
         self._emit(told)
+        if self._group.size == 1:  # else other ranks write a part of it
+            self.collapsing.prepare(described)
         return told
 
     def check_journaled(self, step: int) -> None:
@@ -249,6 +258,7 @@ class Saves:
         """
         devices = described.places.devices
         streams = as_on_this_thread(devices)
+        self.collapsing.pause()
         run.watched = None if devices else watch(cached, described, self._options.watch, run.save.step)
 
         def begin() -> None:  # called uninterrupted
@@ -256,7 +266,7 @@ class Saves:
                 self._begin_capture(run, cached, described)
 
         def encode_beside() -> None:
-            encode(run, described)
+            run.encode(described)
             run.blocked_s = run.spans.lapped("blocked").seconds
 
         finish = partial(self._submit, self._finish, run)
@@ -273,6 +283,7 @@ class Saves:
             self.captures.preparation.use(arena, devices)
         if run.watched is None:
             run.watched = watch(cached, described, self._options.watch, run.save.step)
+        run.stays = cached.waiter == "optimizers" and run.unplanned is None  # else there are copies
         pace = self.captures.pace(plan, self._store.settings("write").tuning)
         draft = publish.begin(self._store, run.save.step, self._coordinator.draft_name(run.this_try))
         target = WriteTarget(self._store, draft.directory, arena)
@@ -314,7 +325,7 @@ class Saves:
                 held = waiting.take()
                 self._begin_capture(run, cached, held)
                 try:
-                    encode(run, held)
+                    run.encode(held)
                     self._handover.let_go_on(run)
                 except BaseException:
                     run.begun.abandon(self._store)
@@ -366,6 +377,8 @@ class Saves:
         save.committed.set_result(Checkpoint(self._store, step_directory(save.step), self._options, manifest))
         # A larger arena shortens what a save waits for. Touching new pages is slower than a device, so no save waits.
         self.captures.grow(plan.file_bytes - plan.lazy_bytes)
+        if run.late is not None:
+            self.collapsing.begin(save.step, run.late, stays=run.stays)
         self._store_writer.retain(save.step)
 
     def _learn(self, run: SaveRun, written: Contribution) -> None:
@@ -480,20 +493,8 @@ class Saves:
         """Make no more saves. Steps stop waiting."""
         self.fencing.end(lift=wait)
         self._threads.end(wait=wait)
+        if "collapsing" in vars(self):
+            self.collapsing.end() if wait else self.collapsing.pause()
         self._store_writer.end()
         if wait:
             let_streams_go()
-
-
-def encode(run: SaveRun, described: Described) -> None:
-    """Encode values that are not tensors while bytes move; returns once everything that is not lazy may change."""
-    writing, objects = run.writing, described.objects
-    run.sections = Sections(encode_sections(objects), encode_sections(described.per_rank), objects)
-    run.spans.lap("encoded")
-    if run.outlasts_save:
-        writing.wait_early()
-    else:
-        writing.wait_captured()
-    for stream in run.begun.sources.streams:
-        stream.block_current(early=True)
-    run.spans.lap("early")

@@ -29,6 +29,7 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
+from flowstone.commit.read import encode_sections
 from flowstone.errors import StateChangedError, StorageError
 from flowstone.events import Captured, Written
 from flowstone.pipeline.base import Base, stored_chunks
@@ -41,10 +42,12 @@ from flowstone.runtime.uninterrupted import Latch
 from flowstone.stage.capture import Sources
 from flowstone.stage.fence import FENCE_BEFORE
 from flowstone.stage.moved import moved
+from flowstone.state import Described
 from flowstone.store.base import Receipt, Writing
 from flowstone.trace import Span, Spans
 
 if TYPE_CHECKING:
+    from flowstone.pipeline.collapsing import HostMemory
     from flowstone.pipeline.unplanned import Unplanned
 
 
@@ -72,6 +75,8 @@ class SaveRun:
     sections   once they are encoded
     base       what a later save may refer to, once it is durable; only if it is committed
     compress   what it encodes, and why; "": nothing
+    late       once captured: the host memory that was captured after `save` had returned
+    stays      whether that is a training's, and not of this save alone
     """
 
     def __init__(self, save: Save, this_try: Try, spans: Spans) -> None:
@@ -88,6 +93,8 @@ class SaveRun:
         self.unplanned: Unplanned | None = None
         self.capture: Capture | None = None
         self.sections: Sections | None = None
+        self.late: HostMemory | None = None
+        self.stays = False
         self.handed_on, self.given_up = Latch(), False
         self._moved: NDArray[np.int64] | None = None  # once captured: pieces whose memory went away before that
 
@@ -127,6 +134,19 @@ class SaveRun:
         """Whether sources are still read when `save` returns."""
         return self.begun.plan.lazy_bytes > 0 or bool(self.begun.sources.streams)
 
+    def encode(self, described: Described) -> None:
+        """Encode values that are not tensors while bytes move; returns once everything that is not lazy may change."""
+        objects = described.objects
+        self.sections = Sections(encode_sections(objects), encode_sections(described.per_rank), objects)
+        self.spans.lap("encoded")
+        if self.outlasts_save:
+            self.writing.wait_early()
+        else:
+            self.writing.wait_captured()
+        for stream in self.begun.sources.streams:
+            stream.block_current(early=True)
+        self.spans.lap("early")
+
     def expedite(self) -> None:
         """A thread waits for what is not captured yet. Any thread."""
         if self.capture is not None:
@@ -152,12 +172,15 @@ class SaveRun:
         lazy = np.flatnonzero(plan.lazy & (plan.length > 0))
         if places is not None and self.outlasts_save:
             self._moved = moved(places, lazy)
+            from flowstone.pipeline.collapsing import HostMemory  # imported here: a load needs none of it
+
+            self.late = HostMemory.of(places, plan.length, plan.lazy)
         self.let_sources_go()
         captured = self.spans.between("captured", self._capture_began, monotonic(), plan.bytes)
         watched = self.writing.watched
         return Captured(
             self.save.step, self.blocked_s, self.spans.since_call(captured), plan.bytes - plan.lazy_bytes,
-            watched.exact_bytes, watched.sampled_bytes,
+            watched.exact_bytes, watched.sampled_bytes, watched.huge_bytes,
         )
 
     @property

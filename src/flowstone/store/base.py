@@ -126,12 +126,14 @@ UNPACED = Pace()
 class Watched(msgspec.Struct, frozen=True):
     """How lazy rows are watched until they are captured: all of their bytes, or some, which are compared.
 
+    huge_bytes  of exact_bytes: in huge pages
     insisted  the caller does not accept samples
     row       the first sampled row, and the reason
     """
 
     exact_bytes: int
     sampled_bytes: int
+    huge_bytes: int
     insisted: bool = False
     row: int | None = None
     reason: str | None = None

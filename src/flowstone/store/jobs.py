@@ -36,7 +36,7 @@ class WriteWaits:
     def watched(self) -> Watched:
         job = self._job
         row, reason = job.sampled_first or (None, None)
-        return Watched(job.exact_bytes, job.sampled_bytes, self._watch == "exact", row, reason)
+        return Watched(job.exact_bytes, job.sampled_bytes, job.huge_bytes, self._watch == "exact", row, reason)
 
     def cancel(self) -> None:
         self._job.cancel()
@@ -68,6 +68,7 @@ class WriteWaits:
             workers=settings.tuning.workers, copied_bytes=job.copied_bytes,
             requests=job.requests, origin=settings.origin, explicit=settings.explicit,
             exact_bytes=watched.exact_bytes, sampled_bytes=watched.sampled_bytes, sampled_because=watched.reason,
+            huge_bytes=watched.huge_bytes,
         )
 
     def _receipt(

@@ -1,0 +1,26 @@
+"""A typed record of memory that goes into huge pages, which a Checkpointer passes to its `on_event` as well."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Collapsed:
+    """Memory that saves capture late was collapsed into huge pages, in the background. Told when the next save is
+    committed, or by `close`; a next save ends it early, and it goes on after that one.
+
+    step             of the save after which it began; None: of `prepare`
+    bytes            of the memory, on this rank
+    huge_bytes       of these: in huge pages now
+    collapsed_bytes  length of the huge pages that were made
+    processor_s      that this took
+    reason           why the rest is in small pages; "" if there is none
+    """
+
+    step: int | None
+    bytes: int
+    huge_bytes: int
+    collapsed_bytes: int
+    processor_s: float
+    reason: str

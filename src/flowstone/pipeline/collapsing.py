@@ -1,0 +1,120 @@
+"""Memory that saves capture late is collapsed into huge pages between saves: to watch those costs next to nothing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from threading import Lock
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from flowstone import _native
+from flowstone.collapse_events import Collapsed
+from flowstone.config import COLLAPSE_BYTES_MIN, COLLAPSE_SHARE, COLLAPSE_SKIPS_MAX, EngineOptions
+from flowstone.events import Event
+from flowstone.state import Described
+from flowstone.table.pieces import Places
+
+_ENDS_S = 60.0  # a pass that is stopped ends after the huge page that it makes
+
+
+class HostMemory(msgspec.Struct, frozen=True, eq=False):
+    """Runs of host memory: where they begin, and their lengths in bytes. Keeps none of it alive."""
+
+    address: NDArray[np.uint64]
+    length: NDArray[np.uint64]
+
+    @classmethod
+    def of(cls, places: Places, length: NDArray[np.uint64], chosen: NDArray[np.bool_]) -> HostMemory:
+        """The memory of those `chosen` pieces that are one run of host bytes."""
+        mine = chosen & places.host_runs & (length > 0)
+        return cls(places.address[mine], length[mine].astype(np.uint64, copy=False))
+
+    def seen_in(self, addresses: NDArray[np.uint64]) -> HostMemory:
+        seen = np.isin(self.address, addresses)
+        return HostMemory(self.address[seen], self.length[seen])
+
+
+class Collapsing:
+    """The passes of one Checkpointer, one at a time, each on a native thread (native/collapse.h).
+
+    A pass runs until the next save begins. What is in huge pages already costs the next one a few microseconds.
+    """
+
+    def __init__(self, options: EngineOptions, emit: Callable[[Event], None]) -> None:
+        self._is_on, self._emit = options.collapse and options.watch != "samples", emit
+        self._lock = Lock()  # `prepare` and the writer's thread begin passes
+        self._pass: _native.Collapse | None = None
+        self._step: int | None = None  # after which it began
+        self._seen = np.zeros(0, np.uint64)  # addresses at the save before
+        self._skips = self._skips_next = 0  # saves after which no pass begins, as the last one made nothing
+
+    def begin(self, step: int | None, memory: HostMemory, *, stays: bool) -> None:
+        """Begin a pass over what a save (None: `prepare`) has found. Any thread. Returns at once.
+
+        stays  False: the memory may be of this save alone; what the save before had in the same place counts as staying
+        """
+        if not self._is_on:
+            return
+        with self._lock:
+            self._report()
+            wanted = memory if stays else memory.seen_in(self._seen)
+            self._seen = memory.address
+            if int(wanted.length.sum()) < COLLAPSE_BYTES_MIN:
+                return
+            if refusal := _native.collapse_refusal():
+                self._is_on = False
+                self._emit(Collapsed(step, int(wanted.length.sum()), 0, 0, 0.0, refusal))
+                return
+            if self._skips > 0:
+                self._skips -= 1
+                return
+            with suppress(OSError):  # the system refuses a thread now; the next save asks again
+                self._pass, self._step = _native.Collapse(wanted.address, wanted.length, share=COLLAPSE_SHARE), step
+
+    def prepare(self, described: Described) -> None:
+        """Begin a pass over what saves of this state will capture late, if a training's optimizers wait for them."""
+        if described.optimizers:
+            lazy = np.array(described.layout.lazy, np.bool_)
+            self.begin(None, HostMemory.of(described.places, described.layout.pieces.lengths(), lazy), stays=True)
+
+    def pause(self) -> None:
+        """A save begins, which has the memory for itself. Returns at once. Any thread."""
+        current = self._pass
+        if current is not None:
+            current.stop()
+
+    def end(self) -> None:
+        """Begin no more passes, and report the last one."""
+        self._is_on = False
+        with self._lock:
+            self._report()
+
+    def _report(self) -> None:
+        """End the pass under way, and emit what it came to."""
+        ended, self._pass = self._pass, None
+        if ended is None:
+            return
+        ended.stop()
+        if not ended.wait(_ENDS_S):
+            return
+        if ended.refused_bytes and not ended.collapsed_bytes:
+            self._skips = self._skips_next = min(2 * self._skips_next + 1, COLLAPSE_SKIPS_MAX)
+        elif ended.collapsed_bytes:
+            self._skips_next = 0
+        self._emit(Collapsed(
+            self._step, ended.wanted_bytes, ended.huge_bytes, ended.collapsed_bytes, ended.processor_s, _reason(ended)
+        ))
+
+
+def _reason(ended: _native.Collapse) -> str:
+    """Why some of the memory is in small pages; "" if none is."""
+    refused = f"are refused huge pages ({os.strerror(ended.error)})"
+    counts = {
+        "share 2 MiB with other memory": ended.edge_bytes, refused: ended.refused_bytes,
+        "are not in memory, or not of this process alone": ended.scattered_bytes, "were left": ended.left_bytes,
+    }
+    return ", ".join(f"{count} bytes {what}" for what, count in counts.items() if count)

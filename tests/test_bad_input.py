@@ -186,7 +186,7 @@ class Opaque:
         (Opaque, "extra", "builtins.type"),
         ({"file": [open]}, "extra.file.0", "builtins.builtin_function_or_method"),
         ({"a": torch.zeros(2).to_sparse()}, "extra.a", "torch.Tensor"),
-        ({"a": np.array(["text"])}, "extra.a", "numpy.ndarray"),
+        ({"a": np.zeros(1, [("x", "i4")])}, "extra.a", "numpy.ndarray"),
         ({"a": torch.empty(2, device="meta")}, "extra.a", "torch.Tensor"),
     ],
 )

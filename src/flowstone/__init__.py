@@ -103,6 +103,7 @@ if TYPE_CHECKING:
         register_provider,
         rng,
     )
+    from flowstone.state.classes import register_class
     from flowstone.state.compressed import CompressedBucket, CompressedGradients
     from flowstone.state_replica import Replica, ReplicaBehind, ReplicaEvent, ReplicaFollows, ReplicaLost
     from flowstone.store.node_memory import NodeMemory
@@ -190,6 +191,7 @@ _LATER = {
     "pack": "flowstone.convert.pack",
     "read_rules": "flowstone.convert.rule_files",
     "ready_rules": "flowstone.convert.ready_rules",
+    "register_class": "flowstone.state.classes",
     "register_provider": "flowstone.state",
     "rng": "flowstone.state",
 }
@@ -333,6 +335,7 @@ __all__ = [
     "pack",
     "read_rules",
     "ready_rules",
+    "register_class",
     "register_provider",
     "rng",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import threading
-from collections import OrderedDict, defaultdict, deque, namedtuple
+from collections import OrderedDict, deque
 
 import numpy as np
 import pytest
@@ -44,8 +44,6 @@ UNSUPPORTED: dict[str, object] = {
     "file": tempfile.TemporaryFile,
     "lock": threading.Lock,
     "object": object,
-    "defaultdict": lambda: defaultdict(list),
-    "namedtuple": lambda: namedtuple("Point", "x")(1),
     "sparse": lambda: torch.eye(2).to_sparse(),
     "csr": lambda: torch.eye(2).to_sparse_csr(),
     "quantized": quantized,
@@ -57,8 +55,6 @@ UNSUPPORTED: dict[str, object] = {
     "zero": lambda: torch._efficientzerotensor(2),
     "freed": freed,
     "big-endian": lambda: np.ones(2, ">f4"),
-    "strings": lambda: np.array(["a"]),
-    "objects": lambda: np.array([None]),
     "record": lambda: np.zeros(2, [("a", "f4")]),
     "dates": lambda: np.array(["2020-01-01"], "M8[D]"),
     "longdouble": lambda: np.ones(2, np.longdouble),

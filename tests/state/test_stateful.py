@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from reference import load, save, stored
 from strategies import assert_same
 from torch.optim import lr_scheduler
 
-from flowstone.errors import StateError, UnsupportedStateError
+import flowstone as fs
+from flowstone.errors import DamagedError, StateError, UnsupportedStateError
 from flowstone.state import describe, prepare
 
 
@@ -180,3 +182,23 @@ def test_a_failing_method_is_named() -> None:
 def test_what_a_state_dict_cannot_hold_is_named() -> None:
     with pytest.raises(UnsupportedStateError, match=r"'loader\.value\.0'"):
         describe({"loader": Recorder("a", [lambda: 1])})
+
+
+def test_a_failing_load_leaves_a_state_that_is_not_saved(tmp_path: Path) -> None:
+    class Failing(Recorder):
+        def load_state_dict(self, state: dict[str, object]) -> None:
+            raise KeyError("no")
+
+    weight = torch.zeros(2)
+    with fs.Checkpointer(tmp_path) as ckpt:
+        ckpt.save(1, {"w": torch.ones(2), "l": Recorder("l", [])}).committed.result()
+        with pytest.raises(StateError, match="'l'") as caught:
+            ckpt.load({"w": weight, "l": Failing("l", [])})
+        assert "load again before you save" in str(caught.value)
+        assert weight.tolist() == [1, 1]
+        with pytest.raises(DamagedError, match="the load of step 1 did not finish"):
+            ckpt.save(2, {"w": weight})
+        with pytest.raises(DamagedError, match="the load of step 1 did not finish"):
+            ckpt.save_state_dict(2, {"w": weight})
+        ckpt.load({"w": weight, "l": Recorder("l", [])})
+        ckpt.save(2, {"w": weight}).committed.result()

@@ -8,6 +8,7 @@ from typing import Any
 
 from flowstone.format.inner_objects import INNER, inner_state
 from flowstone.format.objects import Named, Provided, TensorRef
+from flowstone.state.classes import form_of_node, make
 from flowstone.state.constants import value_of
 from flowstone.state.optimizer_view import StoredOptimizer, stored_optimizer
 
@@ -57,6 +58,8 @@ def assemble(section: str, node: object, tensors: Mapping[str, Any], *, by_name:
         if isinstance(node, Provided) and node.kind == INNER:
             return build(inner_state(node, section))
         if isinstance(node, Provided):
+            if not node.parts and form_of_node(node) is not None:
+                return make(node, build)
             parts = {name: take(part) for name, part in node.parts.items()}
             return {"kind": node.kind, "parts": parts, "objects": build(node.objects)}
         if isinstance(node, Counter):

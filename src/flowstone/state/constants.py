@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import re
 from typing import cast
 
@@ -13,6 +14,7 @@ from flowstone.format import objects
 from flowstone.format.objects import Named
 from flowstone.state.names import Place
 
+_PYTHONS = frozenset({"datetime", "decimal", "fractions", "pathlib", "uuid", "zoneinfo"})
 _TORCH = (torch.dtype, torch.layout, torch.memory_format)
 
 
@@ -26,6 +28,10 @@ def named(value: object) -> Named | None:
         return Named("torch.Size", ",".join(map(str, value)))
     if isinstance(value, np.dtype) and value.kind in "biufc" and value.isnative:
         return Named("numpy.dtype", value.name)
+    if isinstance(value, enum.Enum) or type(value).__module__.partition(".")[0] in _PYTHONS:
+        from flowstone.state import named_values  # imported here: most states have none
+
+        return named_values.named(value)
     return None
 
 
@@ -54,6 +60,11 @@ def value_of(constant: Named, path: str) -> object:
             return np.dtype(text)
         except TypeError as error:
             reason = error  # from a later numpy, or another machine
+    elif kind not in ("torch.device", "numpy.dtype"):
+        from flowstone.state import named_values
+
+        if named_values.is_known(kind):
+            return named_values.value_of(constant, path)
     raise UnsupportedFormatError(
         f"the object '{path}' is a constant that this torch and numpy do not have",
         found=f"{kind} {text}",

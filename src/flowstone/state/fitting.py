@@ -20,13 +20,27 @@ class Fitting:
 
     def fit(self, target: object, value: object) -> object:
         """Put `value` into `target` and the containers inside it, as far as the types agree; returns the result."""
-        if type(target) is not type(value) or type(target) not in _FILL:
+        if type(target) is not type(value) or type(target) in _IMMUTABLE:
             return value
+        if type(target) not in _FILL:
+            return self._record(target, value)
         if id(target) in self._taken:
             return target if self._taken[id(target)][1] == value else value
         # A copy: the value is changed while it is fitted into the target, but later calls compare with the original.
         self._taken[id(target)] = (target, copy.copy(value))
         _FILL[type(target)](self, target, value)
+        return target
+
+    def _record(self, target: object, value: object) -> object:
+        """An object with fields; a value of another kind replaces the target."""
+        from flowstone.state.classes import form_of  # imported here: most states have no such objects
+
+        form = form_of(type(target))
+        if form is None or id(target) in self._taken or not form.changes(target):
+            return value
+        self._taken[id(target)] = (target, value)
+        own = form.fields(target)
+        form.fill(target, {name: self.fit(own.get(name), item) for name, item in form.fields(value).items()})
         return target
 
     def _dict(self, target: dict[object, object], value: dict[object, object]) -> None:
@@ -51,6 +65,7 @@ class Fitting:
         target[:] = value
 
 
+_IMMUTABLE = (type(None), bool, int, float, complex, str, bytes, tuple)
 _FILL: Mapping[type, Callable[..., None]] = {
     dict: Fitting._dict,
     OrderedDict: Fitting._dict,

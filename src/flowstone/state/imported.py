@@ -1,11 +1,28 @@
-"""Classes of modules that may not be installed: before they are imported, no value can be an instance."""
+"""Classes that a file cannot bring: of modules that may not be installed, and of the state that is loaded.
+
+Before a module is imported, no value can be an instance of its classes.
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from typing import Any
+
+LIVE_VALUES: ContextVar[list[object] | None] = ContextVar("live_values", default=None)
+"""Values whose classes are known, by name, to what a load creates (`classes.py`)."""
 
 
 def imported(module: str, name: str) -> Any:
     """The class `name` of a module if that was imported, else None. Imports nothing, and costs almost nothing."""
     return getattr(sys.modules.get(module), name, None)
+
+
+def with_classes_of(state: Mapping[str, object], act: Callable[[], None]) -> None:
+    """Call `act`, in which the classes of all values in `state` are looked for once a name is unknown."""
+    token = LIVE_VALUES.set([dict(state)])
+    try:
+        act()
+    finally:
+        LIVE_VALUES.reset(token)

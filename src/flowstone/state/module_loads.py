@@ -19,8 +19,8 @@ from flowstone.errors import StateError
 from flowstone.log import log
 from flowstone.state.fsdp import Wrapped
 from flowstone.state.names import Place, strip_wrappers
+from flowstone.state.own_loads import has_own_load_state_dict, own_load
 from flowstone.state.records import Stored
-from flowstone.state.trees import has_own_load_state_dict, own_load
 
 EXTRA_STATE = "_extra_state"
 """Torch's key for get_extra_state(): a value of any type and changing shape."""

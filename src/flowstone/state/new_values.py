@@ -73,9 +73,20 @@ class NewValues:
             self._live[id(node)] = live
             self._loading.restore_inner(live, node, place, self._phase)
             return
+        if served is None and not node.parts:
+            from flowstone.state.classes import form_of_node  # imported here: most states have no such objects
+
+            form = form_of_node(node)
+            if form is not None:
+                for name, item in node.objects.items():
+                    inside = live if name == form.inline else getattr(live, name, MISSING)
+                    self.want(item, place if name == form.inline else place.child(name), inside)
+                return
         if served is None or not served.provider.creates:
             why = "is not registered" if served is None else "cannot create one"
             expected = f"an object there, or a provider that creates '{node.kind}'"
+            if served is None and not node.parts:
+                why, expected = "or class is not registered", f"{expected}, or its class by fs.register_class()"
             self._loading.differ("kind", place.name, expected, f"{kind_of(node)}, whose provider {why}")
             return
         split = isinstance(served.provider, SplitTensor)
@@ -152,7 +163,10 @@ class NewValues:
 
     def _built_provided(self, node: Provided, path: str) -> object:
         served = PROVIDERS.of_kind(node.kind)
-        assert served is not None, "wanted with a provider that was there"
+        if served is None:
+            from flowstone.state.classes import make
+
+            return make(node, lambda item: self.build(item, path))
         items = [*node.parts.items(), *node.objects.items()]
         found = {name: self.build(item, f"{path}.{name}") for name, item in items}
         try:

@@ -13,7 +13,7 @@ def refers_to_tensors(node: object) -> bool:
     if isinstance(node, TensorRef):
         return node.kind in ("tensor", "ndarray")
     if isinstance(node, Provided):
-        return bool(node.parts) or (node.kind == INNER and refers_to_tensors(node.objects))
+        return bool(node.parts) or refers_to_tensors(node.objects)
     if isinstance(node, dict):
         return any(refers_to_tensors(item) for item in node.values())
     return isinstance(node, (list, tuple, deque)) and any(refers_to_tensors(item) for item in node)

@@ -19,6 +19,7 @@ from flowstone.state.kinds.optimizer import Optimizer
 from flowstone.state.kinds.per_rank import PerRank
 from flowstone.state.kinds.plain import Plain
 from flowstone.state.kinds.provided import Provided
+from flowstone.state.kinds.record import Record
 from flowstone.state.kinds.shard import Shard
 from flowstone.state.kinds.stateful import Stateful
 from flowstone.state.kinds.tensor import Tensor
@@ -51,6 +52,7 @@ KINDS = Kinds(
     TensorSubclass(),
     DTensor(),
     Tensor(),
+    Record(arrays=True),
     Array(),
     Module(),
     Optimizer(),
@@ -62,6 +64,7 @@ KINDS = Kinds(
     Deque(),
     Counter(),
     Stateful(),
+    Record(),
     Plain(),
 )
 

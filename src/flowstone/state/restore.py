@@ -12,6 +12,7 @@ from flowstone.format.inner_objects import INNER, inner_state
 from flowstone.format.objects import Provided, unsupported
 from flowstone.state import nodes
 from flowstone.state.describe import describe_walk
+from flowstone.state.imported import with_classes_of
 from flowstone.state.kind import Kind
 from flowstone.state.kinds.stateful import load_state
 from flowstone.state.loading import Loading, Replacement
@@ -91,12 +92,16 @@ def prepare(state: Mapping[str, object], stored: Stored, *, rank: int = 0, ranks
     sections = check_sections(state)
     loading = Loading(scan(state, rank), stored)
     _set_walks(loading)
+    with_classes_of(state, lambda: _plan(state, loading, rank, ranks))
+    return Restoration(loading, sections)
+
+
+def _plan(state: Mapping[str, object], loading: Loading, rank: int, ranks: int) -> None:
     for section, value in state.items():
         if isinstance(value, PerRank):
             _per_rank(loading, section, value, rank, ranks)
         else:
             _section(loading, section, value, state)
-    return Restoration(loading, sections)
 
 
 def _set_walks(loading: Loading) -> None:
@@ -105,7 +110,8 @@ def _set_walks(loading: Loading) -> None:
     def act(kind: Kind, value: object, place: Place, node: object) -> Replacement | None:
         if kind.is_object:
             node = inner_state(node, place.name)
-        if isinstance(node, Provided) and not kind.provided:
+        # Without parts and provider its fields say all, see `classes.py`.
+        if isinstance(node, Provided) and not kind.provided and (node.parts or PROVIDERS.of_kind(node.kind)):
             loading.differ("kind", place.name, nodes.kind_of(value), _unprovided(value, node))
             return None
         if kind.one_value:

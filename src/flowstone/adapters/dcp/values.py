@@ -13,6 +13,7 @@ from flowstone.checkpoint import Checkpoint
 from flowstone.errors import UnsupportedStateError
 from flowstone.format.inner_objects import INNER, inner_state
 from flowstone.format.objects import Named, Provided, TensorRef
+from flowstone.state.classes import form_of_node, make
 from flowstone.state.constants import constant_free, value_of
 
 
@@ -34,8 +35,12 @@ def _value(checkpoint: Checkpoint, node: object, path: str) -> object:
     if isinstance(node, Provided) and node.kind == INNER:
         return _value(checkpoint, inner_state(node, path), path)
     if isinstance(node, Provided):
+        if not node.parts and form_of_node(node) is not None:
+            return make(node, lambda item: _value(checkpoint, item, path))
+        remedy = "" if node.parts else "register its class by fs.register_class(): DCP shows no live one; or "
         raise UnsupportedStateError(
-            f"'{path}' is an object of {node.kind}, which DCP cannot be given", next="load it by fs.Checkpointer"
+            f"'{path}' is an object of {node.kind}, which DCP cannot be given",
+            next=f"{remedy}load it by fs.Checkpointer",
         )
     if isinstance(node, dict):
         pairs = [

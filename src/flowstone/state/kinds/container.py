@@ -50,6 +50,11 @@ class Container(Kind):
         return live
 
     def describe(self, value: object, place: Place, saving: Saving, role: Role) -> object:
+        if type(value) is OrderedDict and vars(value) and id(value) not in saving.scan.live:
+            # One of the caller's keeps its attributes; others are made anew at load.
+            from flowstone.state import fields  # imported here: few state dicts have any
+
+            return fields.describe(value, place, saving)
         only = _only_tensors(value)
         if only is not None:
             return _references(value, place, saving, *only)

@@ -17,7 +17,6 @@ from flowstone.state.roles import Roles
 from flowstone.state.saving import Saving
 from flowstone.state.scan import Scan
 from flowstone.state.sink import Role
-from flowstone.state.trees import loads_itself
 
 
 class Module(Kind):
@@ -51,6 +50,8 @@ class Module(Kind):
             loading.differ("kind", place.name, "a module", kind_of(node))
             return
         extra = cast("dict[str, object]", {} if node is MISSING else node)
+        from flowstone.state.own_loads import loads_itself  # imported here: only loads of modules need it
+
         tree = loading.scan.tree(module)
         if tree is None or not tree.dense or place.rank is not None or loads_itself(module):
             from flowstone.state import module_entries  # imported here: most modules are ordinary

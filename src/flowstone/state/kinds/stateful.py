@@ -62,7 +62,8 @@ def load_state(value: object, tree: object, place: Place) -> None:
         raise StateError(
             f"cannot restore '{place.name}'",
             **facts_of_failure("load_state_dict", error, next=(
-                "fix that load_state_dict(); what comes before it in the state is already restored"
+                "fix that load_state_dict(), and load again before you save: all tensors of the state are already "
+                "restored, and the objects before this one"
             )),
         ) from error
     if result is not None:

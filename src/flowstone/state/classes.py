@@ -1,0 +1,419 @@
+"""Objects of classes: configurations and containers with named fields, taken apart and put together again.
+
+A checkpoint has the name of the class and the values of the fields. The class itself comes from this process: from the
+table of what Flowstone knows, from `register_class`, or from a value of the state that is loaded. No name in a file
+leads to an import, and no method of the class runs: fields are set as they were.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import enum
+import io
+import re
+import types
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, cast
+
+import numpy as np
+
+from flowstone.errors import ProviderError
+from flowstone.format.objects import Provided
+from flowstone.state.imported import LIVE_VALUES, imported
+
+C = TypeVar("C", bound=type)
+Fields = dict[str, object]
+
+_APART = (BaseException, bool, bytes, bytearray, dict, float, frozenset, int, list, set, str, np.ndarray, np.generic)
+"""Classes derived from these have content beside their fields."""
+
+
+class Form:
+    """How objects of a class are taken apart: by default into their attributes.
+
+    inline  the field whose items have the names of the object's own
+    """
+
+    inline: str | None = None
+
+    def fields(self, value: Any) -> Fields:
+        """The values of the fields, by name."""
+        return dict(vars(value))
+
+    def make(self, own: Any, fields: Fields) -> object:
+        """A new object of the class `own`."""
+        made = own()
+        vars(made).update(fields)
+        return cast("object", made)
+
+    def changes(self, value: Any) -> bool:
+        """Whether an existing object can be given other fields."""
+        return True
+
+    def fill(self, target: Any, fields: Fields) -> None:
+        """Give an existing object other fields."""
+        for name in vars(target).keys() - fields.keys():
+            object.__delattr__(target, name)
+        for name, value in fields.items():
+            object.__setattr__(target, name, value)
+
+    def fits(self, own: Any, fields: Mapping[str, object]) -> bool:
+        """Whether the class has these fields."""
+        return True
+
+
+class _Declared(Form):
+    """Dataclasses and classes of attrs: the fields that the class declares."""
+
+    def fields(self, value: Any) -> Fields:
+        return {name: getattr(value, name) for name in declared(type(value)) if hasattr(value, name)}
+
+    def make(self, own: Any, fields: Fields) -> object:
+        made = object.__new__(own)
+        for name, value in fields.items():
+            object.__setattr__(made, name, value)
+        return made
+
+    def changes(self, value: Any) -> bool:
+        parameters = getattr(value, "__dataclass_params__", None)
+        return not (parameters.frozen if parameters is not None else _is_frozen(type(value)))
+
+    def fill(self, target: Any, fields: Fields) -> None:
+        for name, value in fields.items():
+            object.__setattr__(target, name, value)
+
+    def fits(self, own: Any, fields: Mapping[str, object]) -> bool:
+        return fields.keys() <= set(declared(own))
+
+
+class _NamedTuple(Form):
+    def fields(self, value: Any) -> Fields:
+        return dict(zip(value._fields, value, strict=True))
+
+    def make(self, own: Any, fields: Fields) -> object:
+        return tuple.__new__(own, [fields[name] for name in own._fields])
+
+    def changes(self, value: Any) -> bool:
+        return False
+
+    def fits(self, own: Any, fields: Mapping[str, object]) -> bool:
+        return fields.keys() == set(own._fields)
+
+
+class _Ordered(Form):
+    """An OrderedDict with attributes: torch keeps versions in those of a state_dict(), tensordict the nesting."""
+
+    inline = "items"
+
+    def fields(self, value: Any) -> Fields:
+        return {"items": collections.OrderedDict(value.items()), "attributes": vars(value)}
+
+    def make(self, own: Any, fields: Fields) -> object:
+        made: Any = collections.OrderedDict(cast("Mapping[object, object]", fields["items"]))
+        vars(made).update(cast("Fields", fields["attributes"]))
+        return made
+
+    def fill(self, target: Any, fields: Fields) -> None:
+        target.clear()
+        target.update(fields["items"])
+        attributes = dict(cast("Fields", fields["attributes"]))
+        vars(target).clear()
+        vars(target).update(attributes)
+
+    def fits(self, own: Any, fields: Mapping[str, object]) -> bool:
+        return isinstance(fields.get("items"), dict) and type(fields.get("attributes")) is dict
+
+
+class _Defaults(Form):
+    """A defaultdict: what makes its values is a class of Python's, or known by its name."""
+
+    inline = "items"
+
+    def fields(self, value: Any) -> Fields:
+        factory = value.default_factory and name_of(value.default_factory)
+        if factory is not None and "<lambda>" in factory:
+            raise TypeError("its default_factory is a lambda, which has no name: define a function")
+        return {"items": dict(value), "factory": factory}
+
+    def make(self, own: Any, fields: Fields) -> object:
+        factory = fields["factory"] and CLASSES.of(cast("str", fields["factory"]))
+        return collections.defaultdict(cast("Any", factory), cast("Mapping[object, object]", fields["items"]))
+
+    def fill(self, target: Any, fields: Fields) -> None:
+        target.clear()
+        target.update(fields["items"])
+
+    def fits(self, own: Any, fields: Mapping[str, object]) -> bool:
+        factory = fields.get("factory")
+        known = factory is None or (type(factory) is str and CLASSES.of(factory) is not None)
+        return known and isinstance(fields.get("items"), dict)
+
+
+class _Stream(Form):
+    def fields(self, value: Any) -> Fields:
+        return {"data": value.getvalue(), "position": value.tell()}
+
+    def make(self, own: Any, fields: Fields) -> object:
+        made = io.BytesIO(cast("bytes", fields["data"]))
+        made.seek(cast("int", fields["position"]))
+        return made
+
+    def fill(self, target: Any, fields: Fields) -> None:
+        target.seek(0)
+        target.truncate()
+        target.write(fields["data"])
+        target.seek(fields["position"])
+
+    def fits(self, own: Any, fields: Mapping[str, object]) -> bool:
+        # The data may be elsewhere, as a tensor.
+        position = fields.get("position")
+        return "data" in fields and type(position) is int and position >= 0
+
+
+class _ObjectArray(Form):
+    """A numpy array of text or of objects, item by item."""
+
+    inline = "items"
+
+    def fields(self, value: Any) -> Fields:
+        return {"dtype": value.dtype.str, "shape": value.shape, "items": value.ravel().tolist()}
+
+    def make(self, own: Any, fields: Fields) -> object:
+        items = cast("list[object]", fields["items"])
+        made = np.empty(len(items), _array_dtype(fields["dtype"]))
+        for at, item in enumerate(items):  # one by one: numpy would take apart what an item consists of
+            made[at] = item
+        return made.reshape(cast("tuple[int, ...]", fields["shape"]))
+
+    def changes(self, value: Any) -> bool:
+        return False
+
+    def fits(self, own: Any, fields: Mapping[str, object]) -> bool:
+        shape, items = fields.get("shape"), fields.get("items")
+        if type(shape) is not tuple or type(items) is not list or not all(type(side) is int for side in shape):
+            return False
+        try:
+            _array_dtype(fields.get("dtype"))
+        except TypeError:
+            return False
+        return min(shape, default=0) >= 0 and len(items) == int(np.prod(shape, dtype=object))
+
+
+def _array_dtype(text: object) -> np.dtype[Any]:
+    """The dtype of an array that is stored item by item. Raises TypeError for another."""
+    if type(text) is not str or not re.fullmatch(r"\|O|[<>]U[0-9]{1,9}|\|S[0-9]{1,9}", text):
+        raise TypeError(f"{text!r:.40} is no dtype of text or objects")
+    return np.dtype(text)
+
+
+class _Config(Form):
+    """OmegaConf's: a container of plain values, in which interpolations stay what they are."""
+
+    inline = "content"
+
+    def fields(self, value: Any) -> Fields:
+        omegaconf: Any = imported("omegaconf", "OmegaConf")
+        if omegaconf.get_type(value) not in (dict, list):
+            raise TypeError("it has a class of its own: save OmegaConf.to_container() of it")
+        flags = value.__dict__["_metadata"].flags or {}
+        return {"content": omegaconf.to_container(value, resolve=False), "flags": dict(flags)}
+
+    def make(self, own: Any, fields: Fields) -> object:
+        omegaconf: Any = imported("omegaconf", "OmegaConf")
+        return omegaconf.create(fields["content"], flags=fields["flags"] or None)
+
+    def changes(self, value: Any) -> bool:
+        return False
+
+    def fits(self, own: Any, fields: Mapping[str, object]) -> bool:
+        return type(fields.get("content")) in (dict, list) and type(fields.get("flags")) is dict
+
+
+class _Given(Form):
+    """By two functions that were given to `register_class`."""
+
+    def __init__(self, fields: Callable[[Any], Fields], create: Callable[[Fields], object]) -> None:
+        self._fields, self._create = fields, create
+
+    def fields(self, value: Any) -> Fields:
+        return dict(self._fields(value))
+
+    def make(self, own: Any, fields: Fields) -> object:
+        return self._create(fields)
+
+    def changes(self, value: Any) -> bool:
+        return False
+
+
+_ATTRIBUTES, _DECLARED, _TUPLE = Form(), _Declared(), _NamedTuple()
+_BUILT_IN: Mapping[type, Form] = {
+    argparse.Namespace: _ATTRIBUTES, types.SimpleNamespace: _ATTRIBUTES, collections.OrderedDict: _Ordered(),
+    collections.defaultdict: _Defaults(), io.BytesIO: _Stream(), np.ndarray: _ObjectArray(),
+}
+_FACTORIES = (
+    bool, bytearray, bytes, complex, dict, float, frozenset, int, list, set, str, tuple, type(None),
+    collections.Counter, collections.OrderedDict, collections.deque,
+)
+_OMEGACONF = {"omegaconf.dictconfig.DictConfig": "DictConfig", "omegaconf.listconfig.ListConfig": "ListConfig"}
+
+
+def name_of(own: Any) -> str:
+    """The name of a class, or of a function that makes values, in checkpoints."""
+    given = CLASSES.names.get(own) if isinstance(own, type) else None
+    return given or f"{getattr(own, '__module__', '?')}.{getattr(own, '__qualname__', type(own).__qualname__)}"
+
+
+def declared(own: type) -> tuple[str, ...]:
+    """The names of the fields of a dataclass, or of a class of attrs."""
+    if dataclasses.is_dataclass(own):
+        return tuple(field.name for field in dataclasses.fields(own))
+    return tuple(field.name for field in getattr(own, "__attrs_attrs__", ()))
+
+
+def _is_frozen(own: type) -> bool:
+    return "frozen" in getattr(own.__setattr__, "__name__", "")
+
+
+def form_of(own: type) -> Form | None:
+    """How objects of exactly this class are taken apart; None if they are not."""
+    form = CLASSES.forms.get(own) or _BUILT_IN.get(own)
+    if form is not None:
+        return form
+    if issubclass(own, tuple):
+        return _TUPLE if isinstance(getattr(own, "_fields", None), tuple) else None
+    if issubclass(own, _APART):
+        return None
+    if dataclasses.is_dataclass(own) or hasattr(own, "__attrs_attrs__"):
+        return _DECLARED
+    attribute = _OMEGACONF.get(f"{own.__module__}.{own.__qualname__}")
+    return _Config() if attribute is not None and own is imported("omegaconf", attribute) else None
+
+
+class Classes:
+    """Classes by their names in checkpoints. There is one instance: classes belong to the process.
+
+    forms, names  of those that `register_class` was called for
+    """
+
+    def __init__(self) -> None:
+        self.forms: dict[type, Form] = {}
+        self.names: dict[type, str] = {io.BytesIO: "io.BytesIO"}  # to itself it is _io's
+        self._by_name: dict[str, object] = {
+            self.names.get(own) or _plain(own): own for own in (*_BUILT_IN, *_FACTORIES)
+        }
+        self._live: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+
+    def add(self, own: type, kind: str, form: Form | None) -> None:
+        known = self._by_name.get(kind)
+        if known not in (None, own):
+            raise ProviderError(
+                f"cannot register a second class as '{kind}'", found=name_of(known), next="give it another kind"
+            )
+        self._by_name[kind] = own
+        self.names[own] = kind
+        if form is not None:
+            self.forms[own] = form
+
+    def of(self, kind: str) -> object:
+        """The class of that name; None if none is known, in the state that is being loaded either."""
+        if kind in _OMEGACONF:
+            return imported("omegaconf", _OMEGACONF[kind])
+        found = self._by_name.get(kind) or self._live.get(kind)
+        state = LIVE_VALUES.get()
+        if found is None and state:
+            values = list(state)
+            state.clear()
+            for value in values:
+                self._note(value, set())
+            found = self._live.get(kind)
+        return found
+
+    def _note(self, value: Any, seen: set[int]) -> None:
+        own = type(value)
+        if id(value) in seen or own in (str, int, float, bool):
+            return
+        seen.add(id(value))
+        if isinstance(value, enum.Enum):
+            self._live[name_of(own)] = own
+            return
+        inside: list[object] = []
+        form = form_of(own)
+        if isinstance(value, dict):
+            inside = [*value, *value.values()]
+            factory = getattr(value, "default_factory", None)
+            if factory is not None and CLASSES.of(name_of(factory)) is None:
+                self._live[name_of(factory)] = factory
+        elif isinstance(value, (list, tuple, set, frozenset, collections.deque)):
+            inside = list(value)
+        elif form is None and callable(getattr(value, "state_dict", None)) and not isinstance(value, type):
+            inside = [value.state_dict()]
+        elif own.__name__ == "PerRank":
+            inside = [value.value]
+        if form is not None and own not in _BUILT_IN:
+            self._live[name_of(own)] = own
+        if form is not None and not isinstance(value, dict):
+            inside = [*inside, *form.fields(value).values()]
+        for item in inside:
+            self._note(item, seen)
+
+
+def _plain(own: type) -> str:
+    return f"{own.__module__}.{own.__qualname__}"
+
+
+CLASSES = Classes()
+
+
+def form_of_node(node: Provided) -> Form | None:
+    """How the stored object is made; None if its class is not known here, or has other fields."""
+    own = CLASSES.of(node.kind)
+    form = form_of(own) if isinstance(own, type) else None
+    return form if form is not None and form.fits(own, node.objects) else None
+
+
+def make(node: Provided, build: Callable[[object], object]) -> object:
+    """A new object for a stored one that `form_of_node` knows. `build` makes the values of its fields."""
+    own, form = CLASSES.of(node.kind), form_of_node(node)
+    assert form is not None, "its class was known when it was wanted"
+    return form.make(own, {name: build(item) for name, item in node.objects.items()})
+
+
+def register_class(
+    own: C | None = None, *, kind: str | None = None, fields: Callable[[Any], dict[str, object]] | None = None,
+    create: Callable[[dict[str, object]], object] | None = None,
+) -> Any:
+    """Let checkpoints create objects of a class: a dataclass, a NamedTuple, a class of attrs, an enumeration; or any
+    other, with two functions. Also a decorator.
+
+    kind    its name in checkpoints; None: its qualified name. Give one if the class may be renamed or moved
+    fields  takes an object apart into values by name, each of a kind that a state may have
+    create  makes one of these values
+
+    Not needed where the state that is loaded has an object of that class: then the class is known. A registration is
+    for the process: do it where the class is defined.
+
+    raises  ProviderError  not such a class; a name that is taken
+    """
+
+    def register(own: C) -> C:
+        if not isinstance(own, type) or (fields is None) != (create is None):
+            raise ProviderError(
+                f"{own!r:.60} cannot be registered", expected="a class; both of `fields` and `create`, or none",
+                next="write register_class(YourClass), or give it both functions",
+            )
+        if fields is not None and create is not None:
+            form: Form | None = _Given(fields, create)
+        elif issubclass(own, enum.Enum) or form_of(own) is not None:
+            form = None
+        else:
+            raise ProviderError(
+                f"{_plain(own)} is no dataclass, NamedTuple, enumeration, or class of attrs",
+                next="give `fields` and `create`, which take its objects apart and make them",
+            )
+        CLASSES.add(own, kind or _plain(own), form)
+        return own
+
+    return register if own is None else register(own)

@@ -1,0 +1,124 @@
+"""Values of Python's library that a checkpoint stores by name: numbers, paths, times, members of enumerations."""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+import enum
+import fractions
+import pathlib
+import re
+import uuid
+import zoneinfo
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from flowstone.errors import DamagedError, UnsupportedFormatError
+from flowstone.format.objects import Named
+from flowstone.state.classes import CLASSES, name_of
+
+ENUM = "enum"
+
+_TEXT: Mapping[type, Callable[[Any], str]] = {
+    decimal.Decimal: str,
+    fractions.Fraction: str,
+    uuid.UUID: str,
+    datetime.date: datetime.date.isoformat,
+    datetime.timedelta: lambda value: f"{value.days} {value.seconds} {value.microseconds}",
+    datetime.timezone: lambda value: f"{value.utcoffset(None) // datetime.timedelta(microseconds=1)}",
+    datetime.datetime: lambda value: _moment(value),
+    datetime.time: lambda value: _moment(value),
+    zoneinfo.ZoneInfo: lambda value: value.key or "",
+    pathlib.PurePosixPath: str,
+    pathlib.PureWindowsPath: str,
+    pathlib.PosixPath: str,
+    pathlib.WindowsPath: str,
+}
+_KINDS = {f"{own.__module__.partition('.')[0]}.{own.__qualname__}": own for own in _TEXT}
+_NAMES = {own: kind for kind, own in _KINDS.items()}
+
+
+def named(value: object) -> Named | None:
+    """The name of a value; None for one that has none."""
+    own = type(value)
+    if isinstance(value, enum.Enum):
+        member = value.name if value.name in own.__members__ else f"({value.value})"  # type: ignore[attr-defined]
+        is_plain = type(value.name) is str and (member == value.name or type(value.value) is int)
+        return Named(ENUM, f"{name_of(own)}.{member}") if is_plain else None
+    if own not in _TEXT or (own is zoneinfo.ZoneInfo and not getattr(value, "key", None)):
+        return None
+    zone = getattr(value, "tzinfo", None)
+    if zone is not None and named(zone) is None:
+        return None
+    return Named(_NAMES[own], _TEXT[own](value))
+
+
+def is_known(kind: str) -> bool:
+    """Whether values of that kind are made here."""
+    return kind == ENUM or kind in _KINDS
+
+
+def value_of(constant: Named, path: str) -> object:
+    """The value of that name.
+
+    raises  UnsupportedFormatError if its class is not known here, DamagedError for a text that cannot be such a name
+    """
+    try:
+        return _value_of(constant.kind, constant.text)
+    except LookupError as error:
+        raise UnsupportedFormatError(
+            f"the object '{path}' is of an enumeration, or a time zone, that is not known here", found=constant.text,
+            next="register its class by fs.register_class(), or load into a state that has a member of it",
+        ) from error
+    except (ValueError, ArithmeticError, TypeError, OSError) as error:
+        raise DamagedError(
+            f"the object '{path}' is no {constant.kind}", found=constant.text[:80], next="run `flowstone verify`"
+        ) from error
+
+
+def _value_of(kind: str, text: str) -> object:
+    """The value of that name. Raises an error of Python's for a text that is none, LookupError for an unknown class."""
+    if kind == ENUM:
+        return _member(text)
+    own = _KINDS[kind]
+    if own in (pathlib.PosixPath, pathlib.WindowsPath) and own is not type(pathlib.Path()):
+        own = pathlib.PurePosixPath if own is pathlib.PosixPath else pathlib.PureWindowsPath  # of the other system
+    if own is datetime.timedelta:
+        days, seconds, microseconds = map(int, text.split(" "))
+        return datetime.timedelta(days, seconds, microseconds)
+    if own is datetime.timezone:
+        return datetime.timezone(datetime.timedelta(microseconds=int(text)))
+    if own in (datetime.datetime, datetime.time):
+        return _read_moment(own, text)
+    if own is datetime.date:
+        return datetime.date.fromisoformat(text)
+    if own is fractions.Fraction and not re.fullmatch(r"-?\d{1,4000}(/\d{1,4000})?", text):
+        raise ValueError("no fraction")
+    return own(text)
+
+
+def _moment(value: datetime.datetime | datetime.time) -> str:
+    """ISO 8601 without a zone, the zone in brackets, the fold: `2026-03-01T00:00:00 [zoneinfo.ZoneInfo UTC] 1`."""
+    zone = None if value.tzinfo is None else named(value.tzinfo)
+    where = "" if zone is None else f" [{zone.kind} {zone.text}]"
+    return f"{value.replace(tzinfo=None, fold=0).isoformat()}{where}{' 1' * value.fold}"
+
+
+def _read_moment(own: Any, text: str) -> object:
+    found = re.fullmatch(r"(\S+)(?: \[(\S+) ([^\]]+)\])?( 1)?", text)
+    if found is None or (found[2] and found[2] not in ("zoneinfo.ZoneInfo", "datetime.timezone")):
+        raise ValueError("no moment")
+    zone: Any = _value_of(found[2], found[3]) if found[2] else None
+    return own.fromisoformat(found[1]).replace(tzinfo=zone, fold=1 if found[4] else 0)
+
+
+def _member(text: str) -> object:
+    name, _, member = text.rpartition(".")
+    own = CLASSES.of(name)
+    if own is None:
+        raise LookupError(name)
+    if not isinstance(own, type) or not issubclass(own, enum.Enum):
+        raise ValueError(f"{name} is no enumeration")
+    if re.fullmatch(r"\(-?\d{1,4000}\)", member):
+        return own(int(member[1:-1]))
+    return own.__members__[member]

@@ -355,6 +355,22 @@ class Rebuild:
             state.pop(key, None)
         state.update(cast("dict[object, dict[object, object]]", self.shared()))
         self._apply_options(state_owner)
+        if not self._keeps_all:
+            self._convert(state_owner)
+
+    def _convert(self, state_owner: Core) -> None:
+        """Let the class bring what earlier releases have saved up to date, such as a `step` that is an int: torch's own
+        load_state_dict() ends with this call.
+        """
+        for part in parts_of(state_owner):
+            try:
+                part.__setstate__({"state": part.state, "param_groups": part.param_groups})
+            except Exception as error:
+                raise StateError(
+                    f"cannot restore '{self.place.name}'",
+                    found=f"__setstate__() of {type(part).__qualname__} raised {type(error).__name__}: {error}",
+                    next="load what this kind of optimizer has saved; its tensors are already restored",
+                ) from error
 
     def _is_as_it_was(self, state: Mapping[object, object]) -> bool:
         """Whether the optimizer has all slots already: its state_dict() contains the very dictionaries of its state."""

@@ -176,21 +176,23 @@ def test_a_damaged_manifest_is_named_by_every_verb(two: Path) -> None:
 def test_a_checkpoint_of_a_newer_version_is_told_as_such(two: Path) -> None:
     edit_manifest(two / "step-00000008", lambda m: m.update(flowstone=9))
     done = run("verify", two)
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert done.stderr.startswith("UnsupportedFormatError: ")
     assert "upgrade flowstone" in done.stderr
-    assert run("ls", two).exit_code == 1
+    done = run("ls", two)
+    assert done.exit_code == 2
+    assert "not readable: " in done.stdout
 
 
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("as_json", [False, True])
-def test_a_path_without_a_checkpoint_ends_with_status_1(tmp_path: Path, verb: str, as_json: bool) -> None:
+def test_a_path_without_a_checkpoint_ends_with_status_2(tmp_path: Path, verb: str, as_json: bool) -> None:
     (tmp_path / "letters").mkdir()
     (tmp_path / "letters/mum.txt").write_text("dear")
     expected = {"missing": "NotAStoreError" if verb == "ls" else "NoCheckpointError", "letters": "NotAStoreError"}
     for name, error in expected.items():
         done = run(verb, tmp_path / name, *["--json"] * as_json)
-        assert done.exit_code == 1
+        assert done.exit_code == 2
         told = json.loads(done.stdout)["error"] if as_json else done.stderr.partition(":")[0]
         assert told == error
 
@@ -297,6 +299,6 @@ def test_ray_that_is_not_installed_is_told_with_what_to_install(
     monkeypatch.setitem(sys.modules, "ray", None)
     targets = {"verify": [], "import": [tmp_path / "new"], "export": [tmp_path / "hf"]}[verb]
     done = run(verb, checkpoint, *targets, "--section", "", "--ray") if targets else run(verb, checkpoint, "--ray")
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert "FrameworkError: Ray is not installed" in done.stderr
     assert 'next        pip install "ray[train]==' in done.stderr

@@ -149,7 +149,7 @@ def test_du_tells_of_a_directory_that_cannot_be_listed_and_of_none_that_is_not_o
     too_deep(store / "step-00000001" / "deep")
     assert told("ls", store), "nothing else looks there"
     done = run("du", store)
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert "File name too long" in done.stderr
     shutil.rmtree(store / "step-00000001" / "deep")
     assert told("du", store) == before
@@ -172,11 +172,11 @@ def test_du_is_a_table_for_people(store: Path) -> None:
     assert "shared files counted once" in shown
     assert "removing 1 step(s) frees" in shown
     done = run("du", store, "--step", 9)
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert "there is no step 9" in done.stderr
     for path in (store / "nowhere", store / "step-00000001"):
         done = run("du", path)
-        assert done.exit_code == 1
+        assert done.exit_code == 2
         assert done.stderr.startswith("NotAStoreError")
 
 

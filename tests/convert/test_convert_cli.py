@@ -38,7 +38,7 @@ def test_errors_are_told_as_text_and_as_json(saved: Path, tmp_path: Path) -> Non
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "mine").touch()
     done = CliRunner().invoke(app, ["export", str(saved), str(tmp_path / "hf")])
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert "the directory is not empty" in done.output
     done = CliRunner().invoke(app, ["import", str(tmp_path / "nowhere"), str(tmp_path / "run"), "--json"])
     assert json.loads(done.stdout)["error"] == "NotAStoreError"

@@ -144,6 +144,52 @@ def test_names_of_a_file_without_sections_are_taken_to_be_below_one(tmp_path: Pa
     assert (found.only_in_a, found.only_in_b) == (("encoder.w",), ("model.w",))
 
 
+def test_a_section_is_compared_alone_whatever_else_either_side_has(tmp_path: Path) -> None:
+    model, ema = {"w": torch.randn(30)}, {"w": torch.randn(30)}
+    a = save(tmp_path / "a", {"model": model, "ema": ema, "step": 3})
+    save_file(model, tmp_path / "w.safetensors")
+    torch.save({"model": model, "ema": {"w": ema["w"] + 1}, "epoch": 1}, tmp_path / "all.pt")
+    for b in ("w.safetensors", "all.pt"):
+        assert not fs.diff(a, tmp_path / b).equal
+        for pair in ((a, tmp_path / b), (tmp_path / b, a)):
+            found = fs.diff(*pair, section="model")
+            assert (found.equal, [one.name for one in found.tensors]) == (True, ["model.w"])
+    assert not fs.diff(a, tmp_path / "all.pt", section="ema").equal
+    assert not fs.diff(a, tmp_path / "w.safetensors", section="ema").equal
+    with pytest.raises(fs.NoTensorError, match="has nothing in the section 'step'"):
+        fs.diff(a, tmp_path / "all.pt", section="step")
+    assert CliRunner().invoke(app, ["diff", str(a), str(tmp_path / "all.pt"), "--section", "model"]).exit_code == 0
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_tied_weights_are_equal_to_those_that_safetensors_stores_once(tmp_path: Path, is_sharded: bool) -> None:
+    weight = torch.randn(1000, 30)
+    a = save(tmp_path / "a", {"model": {"embed": weight, "head": weight, "b": torch.ones(3)}})
+    fs.export(a, tmp_path / "hf", shard_bytes=50_000 if is_sharded else 5e9)
+    for pair in ((a, tmp_path / "hf"), (tmp_path / "hf", a)):
+        found = fs.diff(*pair)
+        assert (found.equal, len(found.tied), found.only_in_a, found.only_in_b) == (True, 1, (), ())
+    torch.save({"embed": weight, "b": torch.ones(3)}, tmp_path / "less.pt")
+    assert fs.diff(a, tmp_path / "less.pt").only_in_a == ("model.head",), "a file that can tie, and does not"
+
+
+@pytest.mark.parametrize("to", ["hf", "torch", "dcp"])
+def test_whole_names_go_out_and_come_in_again(tmp_path: Path, to: str) -> None:
+    model, ema = {"w": torch.randn(30), "b.c": torch.ones(3)}, {"w": torch.randn(30)}
+    a = save(tmp_path / "a", {"model": model, "ema": ema, "alone": torch.ones(2)})
+    runner = CliRunner()
+    for words in (["export", a, tmp_path / "out", "--to", to], ["import", tmp_path / "out", tmp_path / "b"]):
+        done = runner.invoke(app, [*map(str, words), "--section", ""])
+        assert done.exit_code == 0, done.output
+    assert fs.diff(a, tmp_path / "b").equal
+    assert fs.diff(a, tmp_path / "out", section="").equal
+    state = {"model": {name: torch.zeros_like(one) for name, one in model.items()}, "alone": torch.zeros(2)}
+    with fs.Checkpointer(tmp_path / "b") as checkpointer:
+        checkpointer.load(state)
+    assert torch.equal(state["model"]["b.c"], torch.ones(3))
+    assert torch.equal(state["alone"], torch.ones(2))
+
+
 def test_digests_prove_equality_only_where_the_caller_trusts_them(tmp_path: Path) -> None:
     weights = {"w": torch.randn(1_000_000), "v": torch.randn(1000)}
     a = save(tmp_path / "a", {"model": weights})
@@ -217,7 +263,7 @@ def test_a_torn_file_is_refused(saved: Path, formats: dict[str, Path], tmp_path:
     shard = sorted((tmp_path / "hf").glob("*.safetensors"))[1]
     os.truncate(shard, shard.stat().st_size - 1)
     done = CliRunner().invoke(app, ["diff", str(saved), str(tmp_path / "hf"), "--json"])
-    assert done.exit_code == 2
+    assert done.exit_code == 1
     assert json.loads(done.stdout)["error"] == "DamagedError"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
+import traceback
 from io import TextIOWrapper
 from typing import Annotated
 
@@ -12,10 +13,11 @@ import typer
 
 from flowstone._version import __version__
 from flowstone.cli import agent, bench, demo, diff, du, export, flush, import_, ls, pack, show, tune, verify
-from flowstone.cli.output import refused
+from flowstone.cli.output import ERROR, refused
 
 app = typer.Typer(
-    help="List, inspect and verify checkpoints of large-model training.", no_args_is_help=True,
+    help="List, inspect and verify checkpoints of large-model training. Exit status of all verbs: 0: all is sound, "
+    "1: damage, or a difference, 2: an error of use or of the system.", no_args_is_help=True,
     pretty_exceptions_enable=False, add_completion=False,
 )
 app.command()(ls.ls)
@@ -50,7 +52,10 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         if error.errno != errno.EPIPE:
             sys.stderr.write(f"{refused(error)}\n")
-        sys.exit(1)
+        sys.exit(ERROR)
+    except Exception:
+        traceback.print_exc()  # a fault of the program's own: Python would exit with the status that means damage
+        sys.exit(ERROR)
 
 
 @app.callback(invoke_without_command=True)

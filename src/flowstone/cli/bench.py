@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from flowstone.cli.output import errors_reported, make_console, parse_size, print_json
+from flowstone.cli.output import ERROR, errors_reported, make_console, parse_size, print_json
 from flowstone.config import MIB
 from flowstone.runtime.progress import terminal_steps
 
@@ -66,7 +66,7 @@ def _root(
     from flowstone_study.prepare import probe_at
     from flowstone_study.report import probe_lines
 
-    with errors_reported(as_json):
+    with errors_reported(as_json, writes=True):
         works = probe_at(probe)
     if as_json:
         print_json(asdict(works))
@@ -112,7 +112,7 @@ def io(
     wanted = tuple(known for known in MIXES if not mix or known in mix)
     settings = Settings(quick=quick, bytes=size, processes=processes, mixes=wanted, rounds=rounds)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # or the scratch files would stay
-    with errors_reported(json_file == "-"):
+    with errors_reported(json_file == "-", writes=True):
         prepared = prepare(path, settings)
         plan = prepared.plan
         samples = []
@@ -135,7 +135,7 @@ def io(
     if html_file:
         html_file.write_text(page.to_html(study, plan, summary), encoding="utf-8")
     if not summary.measured:
-        raise typer.Exit(1)
+        raise typer.Exit(ERROR)
 
 
 def _completed(args: Sequence[str], option: str, *, alone: str, value: str) -> list[str]:

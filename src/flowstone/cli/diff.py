@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flowstone.cli.output import (
+    DAMAGE,
     AsJson,
     Budget,
-    Section,
     Skips,
     errors_reported,
     print_json,
@@ -35,7 +35,9 @@ def diff(
     b: Annotated[Path, typer.Argument(metavar="B", help="Another one.")],
     step_a: Annotated[int | None, typer.Option("--step-a", help="Of A, a store; default: the newest.")] = None,
     step_b: Annotated[int | None, typer.Option("--step-b", help="Of B, a store; default: the newest.")] = None,
-    section: Section = "model",
+    section: Annotated[
+        str | None, typer.Option("--section", help="Compare it alone; '' for all, where names are whole. Default: all.")
+    ] = None,
     names: Annotated[
         list[str] | None, typer.Option("--names", metavar="PATTERN", help="Compare what matches; repeat. Default: all.")
     ] = None,
@@ -54,10 +56,10 @@ def diff(
     budget_bytes: Budget = "512MiB",  # type: ignore[assignment]
     as_json: AsJson = False,
 ) -> None:
-    """Compare two checkpoints by name and value. Exit status 0: equal, 1: they differ, 2: an error."""
+    """Compare two checkpoints by name and value. Exit status 0: equal, 1: different or damaged, 2: an error."""
     from flowstone.convert.diff import diff as run
 
-    with errors_reported(as_json, status=2):
+    with errors_reported(as_json):
         found = conversion_rules(rules, None, inverse=inverse, configured=((b, step_b), (a, step_a)))
         report = run(
             a, b, step_a=step_a, step_b=step_b, section=section, names=names or "*", skip=skip or (), rules=found,
@@ -69,7 +71,7 @@ def diff(
     else:
         _print(report)
     if not report.equal:
-        raise typer.Exit(1)
+        raise typer.Exit(DAMAGE)
 
 
 def _json(one: TensorDiff) -> dict[str, object]:
@@ -80,6 +82,7 @@ def _json(one: TensorDiff) -> dict[str, object]:
 def _print(report: DiffReport) -> None:
     for place, names in ((report.a, report.only_in_a), (report.b, report.only_in_b)):
         _print_list(f"only in {place}", names)
+    _print_list("stored once in the other, under another name", report.tied)
     _print_list("values that differ", [
         f"{one.name}: {one.values[0] or 'missing'} against {one.values[1] or 'missing'}" for one in report.values
     ])

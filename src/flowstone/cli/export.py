@@ -50,11 +50,11 @@ def export(
     """Write a section of a checkpoint for other programs. Killed, the same command goes on."""
     from flowstone.convert.export import export as run
 
-    with errors_reported(as_json):
+    with errors_reported(as_json, writes=True):
         found = conversion_rules(rules, skip, inverse=inverse, configured=((documents, None), (source, step)))
         with chosen_cluster(ray) as cluster:
             report = run(
-                source, target, to=to, step=step, section=section or None, dtype=dtype,  # type: ignore[arg-type]
+                source, target, to=to, step=step, section=section, dtype=dtype,  # type: ignore[arg-type]
                 rules=found, shard_bytes=shard_bytes, documents=documents,
                 budget_bytes=budget_bytes, on_progress=terminal_progress("exporting"), cluster=cluster,
             )

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from flowstone.arguments import memory_of, store_at, to_store
-from flowstone.cli.output import AsJson, errors_reported, print_json
+from flowstone.cli.output import DAMAGE, AsJson, errors_reported, print_json
 from flowstone.errors import ArgumentError, NoCheckpointError, printable
 
 _Run = Annotated[str, typer.Argument(metavar="RUN", help="A run in this node's memory: memory://run.")]
@@ -25,7 +25,7 @@ def flush(
     """
     from flowstone.tiers.newest import copy_newest
 
-    with errors_reported(as_json):
+    with errors_reported(as_json, writes=True):
         source = memory_of(run)
         if source is None:
             raise ArgumentError(f"{run:.60} is no run in memory", next="write memory://run")
@@ -43,4 +43,4 @@ def flush(
         why = f"; {copied.left_out}" if copied.left_out else ""
         typer.echo(printable(f"{target.location} has step {copied.step}{why}"))
     if copied.left_out:
-        raise typer.Exit(1)
+        raise typer.Exit(DAMAGE)

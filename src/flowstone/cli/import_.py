@@ -44,7 +44,7 @@ def import_(
     """Make a checkpoint of a store of what another program has saved. Killed, the same command goes on."""
     from flowstone.convert.importing import import_checkpoint
 
-    with errors_reported(as_json):
+    with errors_reported(as_json, writes=True):
         found = conversion_rules(rules, skip, inverse=inverse, configured=((source, None),))
         with chosen_cluster(ray) as cluster:
             report = import_checkpoint(

@@ -9,7 +9,18 @@ import msgspec
 import typer
 
 from flowstone.arguments import memory_of, store_at, to_store
-from flowstone.cli.output import AsJson, errors_reported, local_time, print_json, print_rows, size_text, told
+from flowstone.cli.output import (
+    DAMAGE,
+    ERROR,
+    AsJson,
+    errors_reported,
+    local_time,
+    print_json,
+    print_rows,
+    size_text,
+    status_of,
+    told,
+)
 from flowstone.commit.entries import Kind, is_journal, parse
 from flowstone.commit.locations import check_store
 from flowstone.commit.manifests import listing, read_manifest
@@ -30,7 +41,7 @@ _Paths = Annotated[
 def ls(paths: _Paths, as_json: AsJson = False) -> None:
     """List the checkpoints of a store. Of several stores of one run, nearest first: which step is where.
 
-    Exit status 1 if one of them is damaged.
+    Exit status 1 if one of them is damaged, 2 if one cannot be read for another reason.
     """
     if len(paths) > 1:
         from flowstone.cli.ls_tiers import ls_tiers  # imported here: most listings are of one store
@@ -53,8 +64,9 @@ def ls(paths: _Paths, as_json: AsJson = False) -> None:
             typer.echo(f"{len(leftovers)} unfinished or set aside (never read): {', '.join(leftovers)}")
         if held is not None:
             typer.echo(told(held))
-    if any(row["error"] is not None for row in rows):
-        raise typer.Exit(1)
+    failed = [row for row in rows if row["error"] is not None]
+    if failed:
+        raise typer.Exit(DAMAGE if any(row["damaged"] for row in failed) else ERROR)
 
 
 def _held(path: Path) -> RunStatus | None:
@@ -66,7 +78,8 @@ def _held(path: Path) -> RunStatus | None:
 def _cells(row: dict[str, object]) -> list[str]:
     step, error = str(row["step"]), row["error"]
     if error is not None:
-        return [step, "", "", "", "", "", f"damaged: {str(error).splitlines()[0]}"]
+        state = "damaged" if row["damaged"] else "not readable"
+        return [step, "", "", "", "", "", f"{state}: {str(error).splitlines()[0]}"]
     created, size, own = local_time(str(row["created"])), size_text(row["bytes"]), size_text(row["own_bytes"])
     return [step, created, size, own, f"{row['tensors']:,}", str(row["ranks"]), "ok"]
 
@@ -81,9 +94,10 @@ def _listing(path: Path) -> tuple[list[dict[str, object]], list[str]]:
     check_store(store)
     rows = []
     for one in listing(store):
-        if one.manifest is None:
-            rows.append({"step": one.step, "directory": one.directory, "error": str(one.error)})
-        else:
+        if one.error is not None:
+            damaged = status_of(one.error) == DAMAGE
+            rows.append({"step": one.step, "directory": one.directory, "error": str(one.error), "damaged": damaged})
+        elif one.manifest is not None:
             rows.append(row_of(one.manifest, f"{store.location}/{one.directory}"))
     return rows, [name for name in store.names() if (entry := parse(name)) is not None and entry.kind in _UNFINISHED]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import typer
 
 from flowstone.arguments import memory_of
-from flowstone.cli.output import errors_reported, local_time, print_json, print_rows, size_text, told
+from flowstone.cli.output import DAMAGE, ERROR, errors_reported, local_time, print_json, print_rows, size_text, told
 from flowstone.commit.entries import step_directory
 from flowstone.commit.manifests import inside, read_manifest
 from flowstone.config import EngineOptions
@@ -22,7 +22,7 @@ WHOLE, DAMAGED, ABSENT, ASIDE, ANOTHER, DOWN = "whole", "damaged", "-", "set asi
 
 
 def ls_tiers(paths: Sequence[Path], as_json: bool) -> None:
-    """Tell of each step in which of the stores it is. Exit status 1 if one is damaged, or a store does not answer."""
+    """Tell of each step in which of the stores it is. Exit status 1 if one is damaged, 2 if a store does not answer."""
     with errors_reported(as_json):
         stores = stores_of([str(path) for path in paths], EngineOptions())
         seen = look_at(stores)
@@ -36,8 +36,10 @@ def ls_tiers(paths: Sequence[Path], as_json: bool) -> None:
         print_rows(titles, [_cells(row) for row in rows])
         for tier, status in zip(tiers, held, strict=True):
             typer.echo(f"{tier['path']}: {_told(tier)}" + ("" if status is None else f"; {told(status)}"))
-    if any({DAMAGED, DOWN} & set(_where(row)) for row in rows) or not all(tier["answers"] for tier in tiers):
-        raise typer.Exit(1)
+    if any(DAMAGED in _where(row) for row in rows):
+        raise typer.Exit(DAMAGE)
+    if not all(tier["answers"] for tier in tiers):
+        raise typer.Exit(ERROR)
 
 
 def _steps(seen: Seen) -> set[int]:

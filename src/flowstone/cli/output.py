@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from flowstone.config import GIB, KIB, MIB
-from flowstone.errors import FlowstoneError, StorageError, printable
+from flowstone.errors import CoverageError, FlowstoneError, StorageError, is_damage, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -30,6 +30,10 @@ Skips = Annotated[list[str] | None, typer.Option("--skip", metavar="PATTERN", he
 CastTo = Annotated[str | None, typer.Option("--dtype", help="Convert floating-point tensors: bf16, f16, f32.")]
 OnRay = Annotated[bool, typer.Option("--ray", help="Spread the work over a cluster of Ray: RAY_ADDRESS, or here.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+
+
+DAMAGE, ERROR = 1, 2
+"""Exit statuses of all verbs: damage, or a difference; an error of use or of the system. 0: all is sound."""
 
 
 def make_console() -> Console:
@@ -119,16 +123,25 @@ def chosen_cluster(on_ray: bool) -> Iterator[Cluster | None]:
 
 
 @contextmanager
-def errors_reported(as_json: bool, status: int = 1) -> Iterator[None]:
-    """Exit with that status and the error's own text, without a traceback."""
+def errors_reported(as_json: bool, *, writes: bool = False) -> Iterator[None]:
+    """Exit with the error's own text, without a traceback, and with its status: DAMAGE or ERROR.
+
+    writes  the verb has a target, too: a file that is missing, or in the way, may be the target's
+    """
     try:
         yield
     except FlowstoneError as error:
-        _fail(error, as_json, status)
+        is_of_target = writes and isinstance(error, StorageError)
+        _fail(error, as_json, ERROR if is_of_target else status_of(error))
     except OSError as error:
         if error.errno == errno.EPIPE:
             raise  # the reader has closed the pipe: there is no error to report
-        _fail(refused(error), as_json, status)
+        _fail(refused(error), as_json, ERROR)
+
+
+def status_of(error: FlowstoneError) -> int:
+    """DAMAGE where stored bytes are not what was written, or some are missing; ERROR for any other reason."""
+    return DAMAGE if is_damage(error) or isinstance(error, CoverageError) else ERROR
 
 
 def refused(error: OSError) -> StorageError:

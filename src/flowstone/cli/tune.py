@@ -41,9 +41,9 @@ def tune(
     if store and user:
         raise typer.BadParameter("give --store or --user, not both")
     where: Literal["store", "user"] | None = "store" if store else "user" if user else None
-    with errors_reported(as_json):
+    with errors_reported(as_json, writes=True):
         refuse_object_url(path)
-    with errors_reported(as_json), _trials_shown() as on_progress:
+    with errors_reported(as_json, writes=True), _trials_shown() as on_progress:
         report = study.tune(
             path, where=where, total_bytes=total_bytes, quick=quick, dry_run=dry_run, on_progress=on_progress
         )

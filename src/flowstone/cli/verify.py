@@ -9,6 +9,7 @@ import typer
 
 from flowstone.arguments import store_at, to_store
 from flowstone.cli.output import (
+    DAMAGE,
     AsJson,
     OnRay,
     Step,
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def verify(path: StorePath, step: Step = None, ray: OnRay = False, as_json: AsJson = False) -> None:
-    """Read every byte of a checkpoint and check it, padding included. Exit status 1 on damage.
+    """Read every byte of a checkpoint and check it, padding included. Exit status 0: sound, 1: damaged, 2: an error.
 
     Of the newest one, without --step, the journals that lead on from it as well.
     """
@@ -62,7 +63,7 @@ def verify(path: StorePath, step: Step = None, ray: OnRay = False, as_json: AsJs
             leads = f"a journal leads on to step {journals.newest}" if journals.newest > journals.base else "a journal"
             console.print(f"{leads}: {size_text(journals.checked_bytes)} checked, {state}", markup=False)
     if found:
-        raise typer.Exit(1)
+        raise typer.Exit(DAMAGE)
 
 
 def _journals(path: Path) -> VerifiedJournals | None:

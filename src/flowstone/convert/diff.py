@@ -6,7 +6,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -91,6 +91,7 @@ class DiffReport:
 
     only_in_a, only_in_b  names of tensors that the other lacks
     tensors  all that both have, in the order of the first
+    tied     names that only one has, of tensors that both have by another name: safetensors stores such once
     values   those that are no tensors and differ
     bytes    that were compared, of both together
     """
@@ -103,6 +104,7 @@ class DiffReport:
     values: tuple[ValueDiff, ...]
     bytes: int
     seconds: float
+    tied: tuple[str, ...] = ()
 
     @property
     def equal(self) -> bool:
@@ -133,7 +135,7 @@ class _Run(msgspec.Struct, frozen=True, eq=False):
 
 def diff(
     a: str | os.PathLike[str] | Store | Checkpoint, b: str | os.PathLike[str] | Store | Checkpoint, *,
-    step_a: int | None = None, step_b: int | None = None, section: str = "model", names: str | Sequence[str] = "*",
+    step_a: int | None = None, step_b: int | None = None, section: str | None = None, names: str | Sequence[str] = "*",
     skip: str | Sequence[str] = (), rules: GivenRules = (), rtol: float = 0.0, atol: float = 0.0,
     ignore_dtype: bool = False, trust_digests: bool = False, digests_only: bool = False,
     budget_bytes: int = BUDGET_BYTES_DEFAULT, on_progress: Callable[[int, int], None] | None = None,
@@ -142,7 +144,8 @@ def diff(
 
     a, b          stores, checkpoints, or what `import_checkpoint` reads; each of any format. In a bucket: of ours
     step_a, step_b  of stores; None: the newest
-    section       if one of them knows no sections (safetensors, a state_dict): its names are taken to be below this one
+    section       the one that is compared, of both; None: all. The names of what knows no sections (safetensors, a
+                  state_dict) are taken to be below it, or below "model"; of "" they are whole
     names, skip   shell patterns: what is compared, and what of that is not
     rules         what becomes of the tensors of `a` before they are compared: it is another program's, perhaps
     rtol, atol    elements are equal if |a - b| <= atol + rtol * |b|
@@ -155,24 +158,24 @@ def diff(
                   another way, counts as different. Not together with the four above
     budget_bytes  of memory for bytes on their way
 
-    raises  NoTensorError where no name matches; UnsupportedFormatError for values that are not known and not skipped;
-            DamagedError, NotAStoreError, ArgumentError, ...
+    raises  NoTensorError where no name matches, or one lacks the section; UnsupportedFormatError for values that are
+            not known and not skipped; DamagedError, NotAStoreError, ArgumentError, ...
     """
-    begun, section = time.monotonic(), to_section(section)
+    begun, flat_section = time.monotonic(), "model" if section is None else to_section(section)
     check_work(on_progress=on_progress)
-    tolerance, select = _tolerance(rtol, atol), _Selection(_patterns(names), _patterns(skip))
+    tolerance, wanted, left_out = _tolerance(rtol, atol), _patterns(names), _patterns(skip)
     _check_alone(digests_only, rtol, atol, ignore_dtype, trust_digests)
     sources = open_source(a, step_a), open_source(b, step_b)
-    prefixes = [f"{section}." if one.is_flat and not all(s.is_flat for s in sources) else "" for one in sources]
-    known = check_rules(rules, sources[0], section), Rules((), ())
+    are_flat = all(one.is_flat for one in sources)
+    prefixes = [f"{flat_section}." if flat_section and one.is_flat and not are_flat else "" for one in sources]
+    select = _Selection(wanted, left_out, "" if are_flat else section or "")
+    known = check_rules(rules, sources[0], flat_section), Rules((), ())
     tensors, values = [], []
     for source, prefix, found_rules in zip(sources, prefixes, known, strict=True):
         with Follow(source, found_rules.steps, partial(_is_left_out, select, found_rules)) as follow:
             tensors.append(_tensors(source, prefix, select, found_rules, follow.slots))
             values.append(_values(source, select, found_rules, follow.objects(all_names(source))))
-    idle = select.idle([name for names in (*tensors, *values) for name in names])
-    if idle:
-        raise NoTensorError("no name of either checkpoint matches", found=", ".join(idle), next="correct the pattern")
+    _check_chosen(select, sources, [{*one, *other} for one, other in zip(tensors, values, strict=True)])
     pairs, read_bytes = _pairs(*tensors), 0
     if digests_only:
         compared = [one for pair in pairs for one in _by_digests(sources, pair)]
@@ -183,24 +186,54 @@ def diff(
             _described(name, pair, found[at], ignore_dtype=ignore_dtype, unread=work.unread(at))
             for at, pair in enumerate(pairs) for name in pair.names
         ]
-    order = {name: at for at, name in enumerate(tensors[0])}
-    compared.sort(key=lambda one: order[one.name])
+    tied, order = _tied(tensors, sources), {name: at for at, name in enumerate(tensors[0])}
     return DiffReport(
         a=sources[0].location, b=sources[1].location,
-        only_in_a=tuple(name for name in tensors[0] if name not in tensors[1]),
-        only_in_b=tuple(name for name in tensors[1] if name not in tensors[0]), tensors=tuple(compared),
-        values=_differing_values(*values), bytes=read_bytes, seconds=time.monotonic() - begun,
+        only_in_a=_only(tensors[0], {*tensors[1], *tied}), only_in_b=_only(tensors[1], {*tensors[0], *tied}),
+        tensors=tuple(sorted(compared, key=lambda one: order[one.name])), values=_differing_values(*values),
+        bytes=read_bytes, seconds=time.monotonic() - begun, tied=tied,
     )
 
 
+def _check_chosen(select: _Selection, sources: Sequence[Source], names: Sequence[Collection[str]]) -> None:
+    """Raise NoTensorError where a pattern chooses nothing of both, or the section has nothing in one of them."""
+    for source, chosen in zip(sources, names, strict=True):
+        if select.section and not chosen:
+            raise NoTensorError(
+                f"{source.location} has nothing in the section {select.section!r}", next="name another one"
+            )
+    idle = select.idle([name for chosen in names for name in chosen])
+    if idle:
+        raise NoTensorError("no name of either checkpoint matches", found=", ".join(idle), next="correct the pattern")
+
+
+def _only(names: Iterable[str], others: Collection[str]) -> tuple[str, ...]:
+    return tuple(name for name in names if name not in others)
+
+
+def _tied(tensors: Sequence[Mapping[str, SourceTensor]], sources: Sequence[Source]) -> tuple[str, ...]:
+    """Names that one lacks, of tensors that it has by another name, where its format stores such once."""
+    found: list[str] = []
+    for mine, theirs, other in zip(tensors, reversed(tensors), reversed(sources), strict=True):
+        if other.kind == "safetensors":
+            both = {id(tensor) for name, tensor in mine.items() if name in theirs}
+            found += [name for name, tensor in mine.items() if name not in theirs and id(tensor) in both]
+    return tuple(found)
+
+
 class _Selection(msgspec.Struct, frozen=True):
-    """Patterns: which names are compared."""
+    """Patterns: which names are compared; of one section alone, if it is not empty."""
 
     names: tuple[str, ...]
     skip: tuple[str, ...]
+    section: str = ""
 
     def has(self, name: str) -> bool:
-        return any(fnmatchcase(name, one) for one in self.names) and not self.skips(name)
+        is_chosen = any(fnmatchcase(name, one) for one in self.names) and not self.skips(name)
+        return is_chosen and self.is_of_section(name)
+
+    def is_of_section(self, name: str) -> bool:
+        return not self.section or name == self.section or name.startswith((f"{self.section}.", f"{self.section}@"))
 
     def idle(self, found: Collection[str]) -> list[str]:
         """The patterns that chose none of these: what they were to compare has not been looked at."""
@@ -240,7 +273,8 @@ def _check_alone(digests_only: bool, *others: object) -> None:
 
 def _is_left_out(select: _Selection, rules: Rules, name: str) -> bool:
     """Whether what becomes of an optimizer's slot, or of an optimizer, is not compared."""
-    return rules.skip(name) or select.skips(name) or not select.speaks_of(name.partition(STATE)[0])
+    is_of_other = not select.is_of_section(name) or not select.speaks_of(name.partition(STATE)[0])
+    return rules.skip(name) or select.skips(name) or is_of_other
 
 
 def _tensors(

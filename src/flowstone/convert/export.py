@@ -91,7 +91,7 @@ def export(
     to           "hf": a directory of safetensors files, which `from_pretrained` loads; "torch": a file, which
                  `torch.load` gives back as a state_dict; "dcp": a directory of torch.distributed.checkpoint;
                  "universal": a directory that DeepSpeed loads as a Universal Checkpoint, the optimizer's state included
-    section      whose tensors, by their names below it; None: all, by their whole names. "universal": of the module
+    section      whose tensors, by their names below it; None or "": all, by their whole names. "universal": of a module
     dtype        floating-point tensors are converted to it: "bfloat16" ("bf16"), "float16", "float32", "float64"
     rules        fs.Skip, fs.Rename, fs.Split, ..., of names as the checkpoint has them; fs.RuleSet, of names below the
                  section
@@ -109,7 +109,7 @@ def export(
     if to not in FORMATS:
         raise ArgumentError(f"to={to!r} is no known format", expected=", ".join(FORMATS), next="give one of them")
     check_work(on_progress=on_progress, cluster=cluster)
-    beside, section = _directory_of(documents), None if section is None else to_section(section)
+    beside, section = _directory_of(documents), None if section is None else to_section(section) or None
     target, most_bytes = new_place(path), whole_number("shard_bytes", shard_bytes)
     source, url = open_source(checkpoint, step), target if isinstance(target, ObjectUrl) else None
     place = os.path.abspath(target) if url is None else url.shown

@@ -27,11 +27,13 @@ from flowstone.convert.layout import plan_digest
 from flowstone.convert.mapping import Mapped, Rules, all_names, check_rules, choose, without_lost
 from flowstone.convert.opening import open_source
 from flowstone.convert.source import Source
+from flowstone.convert.sources.tree import check_sections
 from flowstone.convert.store_writes import StoreDraft, Unresumed
 from flowstone.convert.targets.flowstone import StepLayout, io_record, lay_out_step, publish_step
 from flowstone.errors import ArgumentError, CollisionError, DamagedError, StepExistsError, StorageError
 from flowstone.format.documents import DOCUMENTS_SECTION
 from flowstone.format.manifest import INDEX_NAME, MANIFEST_NAME, MARKER_NAME, OBJECTS_NAME
+from flowstone.format.objects import TensorRef
 from flowstone.layout_rules import GivenRules
 from flowstone.store.base import Store
 from flowstone.store.local import LocalStore
@@ -79,7 +81,8 @@ def import_checkpoint(
              Megatron-core, DeepSpeed, TorchSnapshot or Orbax; a checkpoint of ours, also of a bucket or a Store
     store    a directory, made where it is missing; the URL of an object store; or a Store
     step     of the new checkpoint; above every one that is there
-    section  where the tensors of a file that knows no sections belong: `<section>.<name>`
+    section  where the tensors of a file that knows no sections belong: `<section>.<name>`; "": their names are whole,
+             as those that `export(..., section=None)` writes, and begin with their sections
     dtype    floating-point tensors are converted to it: "bfloat16" ("bf16"), "float16", "float32", "float64"
     rules    fs.Skip, fs.Rename, fs.Split, ..., of names as the source has them; fs.RuleSet, of names below the section
     budget_bytes  of memory for bytes on their way
@@ -93,7 +96,7 @@ def import_checkpoint(
     place = to_store(store)
     wanted, section = step_number(step, verb="import"), to_section(section)
     opened = open_source(source)
-    if not section or "@" in section or section.startswith("__") or "\0" in section:
+    if "@" in section or section.startswith("__") or "\0" in section:
         raise ArgumentError(f"{section!r:.60} cannot name a section", next="give a name without '@' and NUL")
     known = check_rules(rules, opened, section)
     with Follow(opened, known.steps, known.skip) as follow:
@@ -130,7 +133,7 @@ def _is_same(place: Path, source: str | os.PathLike[str] | Store) -> bool:
 
 def _in_sections(source: Source, mapped: Mapped, section: str) -> Mapped:
     """The same, below a section where the source knows none."""
-    if not source.is_flat:
+    if not source.is_flat or not section:
         return mapped
     outputs = tuple(msgspec.structs.replace(one, name=f"{section}.{one.name}") for one in mapped.outputs)
     aliases = tuple(Alias(f"{section}.{alias.name}", f"{section}.{alias.target}") for alias in mapped.aliases)
@@ -144,7 +147,12 @@ def _objects(source: Source, section: str, rules: Rules, mapped: Mapped) -> Mapp
     found = {
         name: without_lost(value, names) for name, value in source.objects.items() if not rules.skip(name)
     }
-    if source.is_flat:
+    if source.is_flat and not section:
+        check_sections({name.partition(".")[0]: None for name in names}, source.location)
+        for name in sorted(names):
+            of, dot, _ = name.partition(".")
+            found.setdefault(of, {} if dot else TensorRef(name, "tensor"))
+    elif source.is_flat:
         found.setdefault(section, {})
     if source.documents and not rules.skip(DOCUMENTS_SECTION):
         if DOCUMENTS_SECTION in found:

@@ -68,7 +68,7 @@ class ObjectStore:
             location = location or name
         elif isinstance(bucket, str):
             once, repeating = open_bucket(url or bucket, patience)
-            location = location or url or bucket
+            location = location or str(url or bucket)
         else:
             once = repeating = cast("Bucket", bucket)
             location = location or repr(bucket)

@@ -16,7 +16,7 @@ from object_server import Server
 
 import flowstone as fs
 from flowstone.config import MIB, EngineOptions
-from flowstone.errors import ArgumentError, FlowstoneError, NotAStoreError, StorageError
+from flowstone.errors import ArgumentError, DamagedError, FlowstoneError, NotAStoreError, StorageError, is_damage
 from flowstone.format.manifest import PATHS
 from flowstone.store.base import Store
 from flowstone.store.local import LocalStore
@@ -224,17 +224,67 @@ def test_a_path_with_weight_0_gets_nothing_more_and_is_read(two: Two) -> None:
     assert loads(two.first, 1) == 1
 
 
-def test_a_path_that_is_not_there_is_an_error_that_names_its_segments(two: Two) -> None:
-    saved(two.store(), 1)
-    two.second.rename(two.second.with_name("away"))
-    with pytest.raises(FlowstoneError) as caught:
-        loads(two.first)
-    assert "rank-00000.0001-path1.safetensors" in str(caught.value)
-    assert "fs.Striped" in str(caught.value)
-    assert fs.open(two.first).objects["step"] == 1
+@pytest.mark.parametrize("left", ["nothing", "a mount point", "another store's path"])
+def test_a_path_that_is_not_there_is_no_damage_and_no_step_is_passed_over(two: Two, tmp_path: Path, left: str) -> None:
+    with fs.Checkpointer(LocalStore(two.first, ENGINE)) as checkpointer:
+        checkpointer.save(1, state(1))  # on the first path alone
+    saved(two.store(), 2)
+    away = two.second.with_name("away")
+    two.second.rename(away)
+    if left == "a mount point":
+        two.second.mkdir()
+    elif left != "nothing":
+        other = Two(tmp_path / "other")
+        saved(other.store(), 1)
+        shutil.copytree(other.second, two.second)
+    blank = {**state(0), "weights": {at: torch.zeros_like(one) for at, one in state(0)["weights"].items()}}
+    for store in (two.first, fs.Striped([two.first, two.second]))[: 1 if left.startswith("another") else 2]:
+        with fs.Checkpointer(store, engine=ENGINE) as checkpointer:
+            newest = checkpointer.latest()
+            assert newest is not None
+            assert newest.step == 2
+            for fallback in (False, True):
+                with pytest.raises(StorageError, match=f"path 1 of {two.first}, {two.second}, is not there") as caught:
+                    checkpointer.load(blank, fallback=fallback)
+                assert not is_damage(caught.value)
+                assert "rank-00000.0001-path1.safetensors" in str(caught.value)
+                assert "fs.Striped" in str(caught.value)
+            assert not any(one.any() for one in blank["weights"].values())
+    for ask in (fs.open(two.first).inspect, fs.open(two.first).verify):
+        with pytest.raises(StorageError, match="is not there"):
+            ask()
+    assert fs.open(two.first).objects["step"] == 2
+    assert loads(fs.Striped([two.first, away], engine=ENGINE)) == 2  # it says which one it is
+    shutil.rmtree(two.second, ignore_errors=True)
+    away.rename(two.second)
+    assert loads(two.first) == 2
+
+
+def test_segments_that_are_gone_from_a_path_that_is_there_are_damage(two: Two) -> None:
+    for step in (1, 2):
+        saved(two.store(), step)
+    shutil.rmtree(next(two.second.glob("segments-00000002-*")))
     found = fs.open(two.first).inspect()
     assert [(one.file, one.what) for one in found.findings] == [("rank-00000.0001-path1.safetensors", "is missing")]
-    assert loads(fs.Striped([two.first, two.second.with_name("away")], engine=ENGINE)) == 1  # it says which one it is
+    blank = {**state(0), "weights": {at: torch.zeros_like(one) for at, one in state(0)["weights"].items()}}
+    with fs.Checkpointer(two.first, engine=ENGINE) as checkpointer:
+        with pytest.raises(DamagedError):
+            checkpointer.load(blank)
+        assert checkpointer.load(blank, fallback=True).step == 1
+
+
+def test_a_tier_whose_path_is_not_there_gives_way_to_the_next(two: Two, tmp_path: Path) -> None:
+    with fs.Checkpointer([fs.Striped([two.first, two.second], engine=ENGINE), tmp_path / "far"]) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, state(step)).committed.result()
+        checkpointer.wait()
+        checkpointer.drain()
+    two.second.rename(two.second.with_name("away"))
+    blank = {**state(0), "weights": {at: torch.zeros_like(one) for at, one in state(0)["weights"].items()}}
+    with fs.Checkpointer([fs.Striped([two.first, two.second], engine=ENGINE), tmp_path / "far"]) as checkpointer:
+        report = checkpointer.load(blank)
+    assert (report.step, report.tier) == (2, str(tmp_path / "far"))
+    assert "is not there" in report.why
 
 
 def test_a_directory_that_was_mounted_and_is_empty_now_gets_nothing(

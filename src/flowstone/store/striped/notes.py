@@ -98,6 +98,31 @@ def note(first: Store, path: StripedPath, identity: str) -> None:
         put_whole(first, records.note_name(path.number), records.encode_note(made))
 
 
+def check_there(first: Store, number: int, store: Store, missing: str) -> None:
+    """Raise StorageError, which names it, unless a further path that was noted is there: what is not found on it was
+    lost then, and else the path is not mounted.
+    """
+    found, identity = "nothing there", identity_of(first)
+    if store.exists(records.PART_NAME):
+        note = records.read_note(store, records.PART_NAME)
+        if identity in (None, note.store):
+            return
+        found = f"path {note.path} of {note.location}, another store"
+    elif store.exists():
+        found = f"a directory without {records.PART_NAME}: perhaps the mount point, with nothing mounted"
+    raise StorageError(
+        f"path {number} of {first.location}, {store.location}, is not there", errno=errno.ENODEV, found=found,
+        missing=missing, next="mount that path, or give where it is now to fs.Striped",
+    )
+
+
+def has(store: Store, path: str) -> bool:
+    try:
+        return store.exists(path)
+    except StorageError:
+        return False  # safe: a reader that finds it nowhere asks its own path, and is told
+
+
 def sweep(
     first: Store, paths: Mapping[int, StripedPath], segments_of: Callable[[str], str | None]
 ) -> None:

@@ -107,6 +107,7 @@ def _missing(
     """The error of a path that does not open its segments: which of them are there, on which paths."""
     if error.errno not in _GONE:
         return error
+    store.check_path(of_path, ", ".join(name for _, name in wanted[:5]))
     path = store.paths().get(of_path)
     where = "a path that is not known" if path is None else f"path {of_path}, {path.store.location}"
     there = []

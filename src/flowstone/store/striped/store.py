@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from threading import Lock
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import msgspec
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from flowstone.store.striped.reading import StripedReading
     from flowstone.store.striped.writing import StripedWriting
 
+T = TypeVar("T")
 _GONE = (errno.ENOENT, errno.ENOTDIR)
 
 
@@ -155,7 +156,7 @@ class StripedStore:
         what its own has kept of it, or has back after a loss of power, may be a part.
         """
         others = (one for other, one in sorted(self.paths().items()) if other not in (0, number))
-        taken = (one.number for one in others if one.store.capabilities.directory_sync and _has(one.store, there))
+        taken = (one.number for one in others if one.store.capabilities.directory_sync and notes.has(one.store, there))
         return next(taken, number)
 
     def segments_of(self, directory: str) -> str | None:
@@ -178,13 +179,29 @@ class StripedStore:
 
     def _at(self, path: str, *, is_new: bool = False) -> tuple[Store, str]:
         number, there = self.place(path, is_new=is_new)
-        return self.paths()[number].store if number else self._first, there
+        return self._store(number), there
+
+    def _store(self, number: int) -> Store:
+        return self.paths()[number].store if number else self._first
 
     # Names and small files
 
     def exists(self, path: str = "") -> bool:
-        store, there = self._at(path)
-        return store.exists(there)
+        """Raises StorageError where a segment's path is not there."""
+        number, there = self.place(path)
+        is_there = self._store(number).exists(there)
+        if not is_there:
+            self._check_path_of(path, number)
+        return is_there
+
+    def _check_path_of(self, path: str, number: int) -> None:
+        """The same for a segment that is not found; one of a draft may be about to move."""
+        if number and records.of_draft(path.rpartition("/")[0]) is None:
+            self.check_path(number, path)
+
+    def check_path(self, number: int, missing: str) -> None:
+        """Raise StorageError, which names it, if a further path is not there. `missing`: what was looked for on it."""
+        notes.check_there(self._first, number, self.paths()[number].store, missing)
 
     def is_link(self, path: str) -> bool:
         store, there = self._at(path)
@@ -199,8 +216,7 @@ class StripedStore:
         return tuple(sorted(found))
 
     def size(self, path: str) -> int:
-        store, there = self._at(path)
-        return store.size(there)
+        return self._asked(path, lambda store, there: store.size(there))
 
     def stamp(self, path: str) -> str | None:
         store, there = self._at(path)
@@ -209,8 +225,18 @@ class StripedStore:
     def read(
         self, path: str, *, offset: int = 0, length: int | None = None, bytes_max: int | None = None
     ) -> bytes:
-        store, there = self._at(path)
-        return store.read(there, offset=offset, length=length, bytes_max=bytes_max)
+        return self._asked(
+            path, lambda store, there: store.read(there, offset=offset, length=length, bytes_max=bytes_max)
+        )
+
+    def _asked(self, path: str, ask: Callable[[Store, str], T]) -> T:
+        number, there = self.place(path)
+        try:
+            return ask(self._store(number), there)
+        except StorageError as error:
+            if error.errno in _GONE:
+                self._check_path_of(path, number)
+            raise
 
     def make_directory(self, path: str = "") -> None:
         segments = records.of_draft(path)
@@ -465,20 +491,10 @@ class StripedStore:
         engines, self._engines = self._engines, {}
         for engine, _ in engines.values():
             engine.close()
-        for store in {id(one): one for one in self._stores()}.values():
+        known = [path.store for path in (self._paths or {}).values()]
+        for store in {id(one): one for one in (*(store for store, _ in self._listed), *known)}.values():
             store.close()
-
-    def _stores(self) -> list[Store]:
-        known = [] if self._paths is None else [path.store for path in self._paths.values()]
-        return [*(store for store, _ in self._listed), *known]
 
     def forget(self) -> None:
         """In a forked child: the threads are gone; if one of them held the lock, it stays locked, so replace it."""
         self._guard, self._engines = Lock(), {}
-
-
-def _has(store: Store, path: str) -> bool:
-    try:
-        return store.exists(path)
-    except StorageError:
-        return False  # safe: a reader that finds it nowhere asks its own path, and is told

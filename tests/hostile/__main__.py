@@ -1,4 +1,4 @@
-"""Replays one loop: python -m hostile --seed 7, from the folder of the tests."""
+"""Replays one loop, from the folder of the tests: python -m hostile --seed 7. Or plays many: --seeds 1000:21000."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from hostile.campaign import campaign
 from hostile.draw import Drawn, draw
 from hostile.moves import MOVES
 from hostile.nursery import HANGS_S, Line
@@ -17,7 +18,9 @@ from hostile.trainer import prepare
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m hostile", description=__doc__)
-    parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--seed", type=int)
+    parser.add_argument("--seeds", help="first:end: play all of these, and tell which went wrong")
+    parser.add_argument("--workers", type=int, default=1, help="processes that share the seeds")
     parser.add_argument("--at", help="make only the moves at these positions: 0,3,4")
     parser.add_argument("--moves", help="draw from these moves alone, beside what every loop does: fork,share-memory")
     parser.add_argument("--times", type=int, default=1, help="play it so often")
@@ -25,6 +28,10 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, help="of a job of so many ranks")
     asked = parser.parse_args()
     moves = asked.moves.split(",") if asked.moves else None
+    if (asked.seed is None) == (asked.seeds is None):
+        parser.error("give --seed or --seeds")
+    if asked.seeds:
+        return play_all(asked.seeds, tuple(moves or ()), workers=asked.workers, several_ranks=bool(asked.ranks))
     at = None if asked.at is None else [int(at) for at in asked.at.split(",") if at]
     if asked.ranks:
         return replay(asked.seed, asked.ranks, moves, at, times=asked.times, shrinks=asked.shrink)
@@ -47,6 +54,15 @@ def main() -> int:
             print(f"shortest: --at {','.join(map(str, positions))}")
             print(describe(shortest))
     return 1
+
+
+def play_all(seeds: str, moves: tuple[str, ...], *, workers: int, several_ranks: bool) -> int:
+    first, end = map(int, seeds.split(":"))
+    with tempfile.TemporaryDirectory() as path:
+        report = campaign(first, end, Path(path), workers=workers, moves=moves, several_ranks=several_ranks)
+    print(report.says())
+    print(", ".join(f"{name} {count}" for name, count in sorted(report.counts.items())))
+    return 1 if report.wrong else 0
 
 
 def describe(drawn: Drawn) -> str:

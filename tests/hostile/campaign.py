@@ -42,7 +42,7 @@ class Report:
 
     def missed(self, *, times: int) -> list[str]:
         """Moves that fell into captures less often than so, and detections that were never needed."""
-        drawn = [move for move in MOVES.values() if move.name not in BROKEN and move.detection is not Detection.EXACT]
+        drawn = [move for move in MOVES.values() if move.name not in BROKEN]
         return [move.name for move in drawn if self.counts[f"made {move.name}"] < times]
 
     def found(self, detection: Detection) -> int:

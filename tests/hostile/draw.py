@@ -10,7 +10,7 @@ from random import Random
 import flowstone as fs
 from flowstone.config import Backend, Direct
 from flowstone.store.base import Pace
-from hostile.moves import BROKEN, MOVES, Detection, Move
+from hostile.moves import BROKEN, MOVES, Move
 from hostile.states import OPTIMIZERS
 
 MIB = 1 << 20
@@ -19,11 +19,7 @@ TRICKLE = Pace(blocks=1, bytes_per_s=100 * MIB)
 MOVES_MAX = 14
 
 SHARING = frozenset({"share-memory", "put-into-a-queue", "cut-a-file"})
-"""Moves after which memory is in part not this process's own, which is refused where every write is to be found."""
-
-WATCHES_EXACTLY = "watch" in {field.name for field in dataclasses.fields(fs.EngineOptions)}
-"""Whether this version can be told to find every change, however small, by any thread."""
-
+"""Moves after which memory is in part not this process's own, which is refused where every write has to be found."""
 
 @dataclass(frozen=True, slots=True)
 class Setup:
@@ -31,8 +27,8 @@ class Setup:
 
     pace      of captures while no thread waits; None: as the library has it
     in_place  whether loads read straight into memory at the file's phase
-    exact     every change is found, and nothing is strided, which would be refused; else few changed bytes may go
-              unnoticed, unless a counter tells of them
+    exact     memory in which not every write can be found is refused: none is strided or shared. Else, as by default,
+              samples are compared in such memory, and every write is found in the rest
     """
 
     in_memory: bool
@@ -52,10 +48,9 @@ class Setup:
     job_seed: int
 
     def engine(self) -> fs.EngineOptions:
-        exact = {"watch": "exact"} if self.exact else {}
         return fs.EngineOptions(
             backend=self.backend, direct=self.direct, queue_depth=self.queue_depth, workers=self.workers,
-            read_in_place=self.in_place, request_bytes=2 * MIB, **exact,
+            read_in_place=self.in_place, request_bytes=2 * MIB, watch="exact" if self.exact else "auto",
         )
 
 
@@ -96,7 +91,7 @@ def draw(seed: int, names: Sequence[str] | None = None) -> Drawn:
 
 
 def _in_turn(seed: int) -> Move:
-    turns = [move for move in MOVES.values() if move.name not in BROKEN and (WATCHES_EXACTLY or not _needs_exact(move))]
+    turns = [move for move in MOVES.values() if move.name not in BROKEN]
     return turns[seed % len(turns)]
 
 
@@ -106,7 +101,7 @@ def _suits(move: Move, setup: Setup) -> bool:
 
 
 def _setup(chance: Random) -> Setup:
-    extras = ["average", "scheduler", "plain", "array", "rng"]
+    extras = ["average", "scheduler", "plain", "array", "rng", "views", "nested"]
     return Setup(
         in_memory=chance.random() < 0.8,
         pace=chance.choices([HELD, TRICKLE, None], [8, 1, 1])[0],
@@ -115,7 +110,7 @@ def _setup(chance: Random) -> Setup:
         queue_depth=chance.choice([1, 4, 16]),
         workers=chance.randint(1, 2),
         in_place=chance.random() < 0.5,
-        exact=WATCHES_EXACTLY and chance.random() < 0.5,
+        exact=chance.random() < 0.5,
         budget_bytes=chance.choice([4, 4, 8, 32]) * MIB,
         saves_in_flight=chance.randint(1, 3),
         on_error=chance.choice(["raise", "continue"]),
@@ -127,9 +122,5 @@ def _setup(chance: Random) -> Setup:
 
 
 def _may(move: Move, setup: Setup) -> bool:
-    """Whether what the move does would be found, should it fall into a capture, and what it leaves can be saved."""
-    return move.name not in SHARING if setup.exact else not _needs_exact(move)
-
-
-def _needs_exact(move: Move) -> bool:
-    return move.detection is Detection.EXACT
+    """Whether what the move leaves can be saved."""
+    return not (setup.exact and move.name in SHARING)

@@ -12,14 +12,14 @@ import torch
 from format.plain_reader import read
 from torch import nn
 
-from hostile.states import Accelerated
+from hostile.states import Accelerated, Warmup
 
 Contents = dict[str, tuple[str, bytes]]
 """By name: what a tensor is (dtype and shape, or what stands for them), and a digest of its bytes."""
 
 _WRAPPERS = frozenset({"_orig_mod", "module"})
 NOT_COMPARED = frozenset({"rng"})  # sections that move by themselves
-_COMPARED = (torch.optim.Optimizer, Accelerated, torch.Tensor, np.ndarray, dict, list)
+_COMPARED = (torch.optim.Optimizer, Accelerated, Warmup, torch.Tensor, np.ndarray, dict, list)
 
 
 def digest(array: np.ndarray) -> tuple[str, bytes]:
@@ -57,6 +57,22 @@ def contents_of(state: Mapping[str, object]) -> Contents:
     return found
 
 
+def contents_of_dicts(state: Mapping[str, Any]) -> Contents:
+    """The same of a state in which modules and optimizers are state dicts, by name."""
+    found: Contents = {}
+    for section, value in state.items():
+        if isinstance(value, dict) and "param_groups" in value:
+            for name, slots in value["state"].items():
+                for slot, one in slots.items():
+                    if isinstance(one, torch.Tensor):
+                        found[f"{section}.state.model.{stripped(name)}.{slot}"] = digest_of(one)
+        elif section in ("model", "average"):
+            found |= {f"{section}.{stripped(name)}": digest_of(one) for name, one in value.items()}
+        elif isinstance(value, _COMPARED):
+            _add(found, section, value)
+    return found
+
+
 def _add_optimizer(found: Contents, section: str, optimizer: torch.optim.Optimizer, paths: Mapping[int, str]) -> None:
     for parameter, slots in optimizer.state.items():
         for slot, value in slots.items():
@@ -67,6 +83,8 @@ def _add_optimizer(found: Contents, section: str, optimizer: torch.optim.Optimiz
 def _add(found: Contents, name: str, value: object) -> None:
     if isinstance(value, torch.Tensor):
         found[name] = digest_of(value)
+    elif isinstance(value, Warmup):
+        found[f"{name}.held.generator"] = digest_of(value.generator.get_state())
     elif isinstance(value, np.ndarray):
         found[name] = digest(value)
     elif isinstance(value, dict):

@@ -117,6 +117,31 @@ class Accelerated:
     def train(self) -> None: ...
 
 
+class Warmup(torch.optim.lr_scheduler.LRScheduler):
+    """A schedule that holds another one, and a generator: its state_dict() has both, as objects."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.after = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        self.held = {"generator": torch.Generator().manual_seed(3), "drawn": [0.0]}
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float]:  # type: ignore[override]
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def step(self, epoch: int | None = None) -> None:
+        super().step(epoch)
+        if self.last_epoch > 1:
+            self.after.step()
+        self.held["drawn"] = torch.rand(2, generator=self.generator).tolist()
+
+    @property
+    def generator(self) -> torch.Generator:
+        return cast("torch.Generator", self.held["generator"])
+
+    def values(self) -> tuple[object, ...]:
+        return self.last_epoch, self.after.last_epoch, self.held["drawn"], self.generator.get_state().tolist()
+
+
 OPTIMIZERS: Mapping[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
     "adamw-foreach": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True),
@@ -128,6 +153,15 @@ OPTIMIZERS: Mapping[str, Callable[[Any], torch.optim.Optimizer]] = {
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.9),
     "schedule-free": ScheduleFree,
 }
+
+
+def views_of(model: Net, *, contiguous: bool) -> dict[str, torch.Tensor]:
+    """Views of a weight, of a buffer, and of what no other name has."""
+    weight = model.embedding.weight.detach()
+    found = {"all": weight.view(-1), "rows": weight[3:90], "bytes": model.table.view(torch.uint8)[100:7001]}
+    if not contiguous:
+        found |= {"turned": weight.t(), "expanded": torch.rand(5).expand(300, 5)}
+    return found
 
 
 @dataclass(slots=True, eq=False)
@@ -207,14 +241,14 @@ def make_job(chance: Random, *, kind: str, extras: Sequence[str], contiguous: bo
         optimize(job)
         job.state["model"] = job.model
     for extra in extras:
-        _add(job, extra)
+        _add(job, extra, contiguous=contiguous)
     job.backward()
     job.step()
     job.zero_grad()
     return job
 
 
-def _add(job: Job, extra: str) -> None:
+def _add(job: Job, extra: str, *, contiguous: bool) -> None:
     if extra == "average":
         job.average = AveragedModel(job.model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
         job.state["average"] = job.average
@@ -225,6 +259,10 @@ def _add(job: Job, extra: str) -> None:
         job.state["more"] = {"rows": [torch.rand(3), np.arange(30_000.0)], "note": "as it was"}
     elif extra == "array":
         job.state["array"] = np.random.default_rng(job.numbers).random(30_000)
+    elif extra == "views":
+        job.state["views"] = views_of(job.model, contiguous=contiguous)
+    elif extra == "nested":
+        job.state["nested"] = Warmup(job.optimizers[0])
     elif extra == "rng":
         job.state["rng"] = fs.rng()
     elif extra == "wrapped":

@@ -142,8 +142,11 @@ class Trainer:
         if not any(one.save is None or one.failure is not None for one in self.tries):
             self.problem(f"told of a save that did not fail: {short(told)}")
 
-    def save(self, fence: Literal["auto", "manual"] = "auto", around: Callable[..., Any] | None = None) -> Try | None:
-        """Save the state as it is. `around` makes the call, and may do something to it."""
+    def save(
+        self, fence: Literal["auto", "manual"] = "auto", around: Callable[..., Any] | None = None,
+        by: Callable[[int, dict[str, Any]], fs.Save] | None = None,
+    ) -> Try | None:
+        """Save the state as it is. `around` makes the call, and may do something to it; `by` is another verb."""
         self.newest += 1
         state = self.state
         one = Try(self.newest, contents_of(state), state["step"], fence, self.job.kind, tuple(self.job.optimizers))
@@ -151,7 +154,7 @@ class Trainer:
         self.counts["saves"] += 1
         for _ in range(self.setup.saves_in_flight + 2):
             try:
-                begin = lambda: self.checkpointer.save(one.step, state, fence=fence)  # noqa: E731
+                begin = lambda: by(one.step, state) if by else self.checkpointer.save(one.step, state, fence=fence)  # noqa: E731
                 one.save = around(begin) if around else begin()
                 if self.torn:
                     self.problem(f"step {one.step} is saved, from a state that a load has left half changed")

@@ -29,7 +29,7 @@ class Detection(Enum):
     NOTHING  it has nothing to find
     SAMPLES  every element changes, or nearly every one: a few lines of each chunk show it
     COUNTER  an operation of torch's in place: it may change few bytes, and moves a version counter
-    EXACT    few bytes, and no counter: drawn only where every written page is told by the system
+    EXACT    few bytes, and no counter: of memory of which the system tells each written page
     MEMORY   the memory is gone or cannot be read
     """
 

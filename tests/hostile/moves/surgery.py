@@ -24,6 +24,11 @@ def some(trainer: Trainer, chance: Random) -> list[torch.Tensor]:
     return chance.sample(every, chance.choice([1, min(3, len(every)), len(every)]))
 
 
+def watched(trainer: Trainer, chance: Random) -> list[torch.Tensor]:
+    """The same, of those in which every write is found: neither strided nor shared with other processes."""
+    return [one for one in some(trainer, chance) if one.is_contiguous() and not one.is_shared()]
+
+
 # Every element
 
 
@@ -169,14 +174,14 @@ def touch_a_view(trainer: Trainer, chance: Random) -> None:
 @TABLE.escapes(Detection.EXACT)
 def touch_a_row_through_data(trainer: Trainer, chance: Random) -> None:
     """Changes one row through .data."""
-    for tensor in some(trainer, chance):
+    for tensor in watched(trainer, chance):
         _few(tensor.data, chance).data.add_(1)
 
 
 @TABLE.escapes(Detection.EXACT)
 def touch_a_byte(trainer: Trainer, chance: Random) -> None:
     """Changes one byte by its address."""
-    for tensor in some(trainer, chance):
+    for tensor in watched(trainer, chance):
         at = tensor.data_ptr() + chance.randrange(tensor.nbytes)
         (ctypes.c_uint8 * 1).from_address(at)[0] ^= 1
 
@@ -184,8 +189,8 @@ def touch_a_byte(trainer: Trainer, chance: Random) -> None:
 @TABLE.escapes(Detection.EXACT)
 def touch_through_numpy(trainer: Trainer, chance: Random) -> None:
     """Changes one element through a numpy array."""
-    for tensor in some(trainer, chance):
-        if tensor.dtype == torch.float32 and tensor.is_contiguous():
+    for tensor in watched(trainer, chance):
+        if tensor.dtype == torch.float32:
             tensor.detach().numpy().reshape(-1)[chance.randrange(tensor.numel())] += 1
 
 

@@ -275,6 +275,23 @@ def _stages(job: Job) -> None:
     _trained(job, "stages", mine, "part")
 
 
+def _views(job: Job) -> None:
+    """A flat tensor of each rank's own, and shards that are views of it, in order and turned."""
+    flat, rows = torch.randn(2 * 6000), 60
+    job.state["views"] = {
+        "rows": fs.Shard(flat[:6000].view(rows, 100), (rows * job.size, 100), (rows * job.rank, 0)),
+        "turned": fs.Shard(flat[6000:].view(100, rows).t(), (rows * job.size, 100), (rows * job.rank, 0)),
+    }
+    job.state["all"] = fs.PerRank(flat)
+
+    def every() -> Iterator[Part]:
+        yield Part(f"all@{job.rank}", flat, tuple(flat.shape), (0,), "part")
+        for name, shard in job.state["views"].items():
+            yield Part(f"views.{name}", shard.tensor, shard.shape, shard.offset, "part")
+
+    job.sources.append(every)
+
+
 def _plain(job: Job) -> None:
     """Tensors that no optimizer steps, the same on all ranks."""
     table = torch.randn(30_000)
@@ -289,8 +306,8 @@ def _rng(job: Job) -> None:
 
 MAKERS: Mapping[str, Callable[[Job], None]] = {
     "whole": _whole, "fsdp": _fsdp, "mesh": _mesh, "flat": _flat, "shards": _shards, "own": _own, "stages": _stages,
-    "plain": _plain, "rng": _rng,
+    "views": _views, "plain": _plain, "rng": _rng,
 }
 EVERYWHERE = frozenset({"whole", "whole_optimizer", "plain"})  # what every rank has whole
 TRAINED = ("whole", "fsdp", "mesh", "flat", "own", "stages")
-BESIDE = ("shards", "plain", "rng")
+BESIDE = ("shards", "plain", "rng", "views")

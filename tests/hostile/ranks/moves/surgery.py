@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 TABLE = Table()
 WAYS = (
     "add_in_place", "add_through_data", "add_through_numpy", "fill_by_address", "restore_by_copy", "touch_a_row",
-    "index_copy", "touch_a_view",
+    "index_copy", "touch_a_view", "touch_a_row_through_data", "touch_a_byte", "touch_through_numpy",
 )
 COUNTED = ("add_in_place", "touch_a_row", "index_copy", "touch_a_view")
 """Of these, those that move a version counter."""

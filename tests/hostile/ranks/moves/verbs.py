@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
+from collections.abc import Callable
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -13,6 +15,7 @@ import torch.distributed as dist
 import flowstone as fs
 from hostile.ranks.moves.move import Table, some_rank
 from hostile.ranks.oracle import steps_in
+from hostile.ranks.states import Tall
 
 if TYPE_CHECKING:
     from hostile.ranks.loop import Loop
@@ -64,6 +67,44 @@ def straggle(loop: Loop, chance: Random) -> None:
         time.sleep(delay_s)
     loop.save()
     loop.train()
+
+
+@TABLE.move(weight=2)
+def save_in_a_forward(loop: Loop, chance: Random) -> None:
+    """On another thread, while FSDP2 has gathered a layer for its forward pass, which goes on as if nothing were."""
+    module = loop.job.state.get("fsdp")
+    if not isinstance(module, Tall):
+        loop.save()
+        return
+    layer, found = module.tall, list[fs.Save | Exception]()
+    x = torch.linspace(-1, 1, layer.in_features)
+    with torch.no_grad():
+        expected = layer(x)
+
+    def around(begin: Callable[[], fs.Save]) -> fs.Save:
+        def ask() -> None:
+            try:
+                found.append(begin())
+            except Exception as error:
+                found.append(error)
+
+        def save(*_: object) -> None:
+            thread = threading.Thread(target=ask)
+            thread.start()
+            thread.join()
+
+        hook = layer.register_forward_pre_hook(save)
+        try:
+            with torch.no_grad():
+                if not torch.equal(layer(x), expected):
+                    loop.problem("a forward pass is another one where a thread saves meanwhile")
+        finally:
+            hook.remove()
+        if isinstance(found[0], Exception):
+            raise found[0]
+        return found[0]
+
+    loop.save(around=around)
 
 
 @TABLE.move()

@@ -12,9 +12,10 @@ import torch
 
 from flowstone.format.merge_points import MergePoint
 from flowstone.format.objects import Provided, TensorRef
-from flowstone.state import tensors
+from flowstone.state import quantised, tensors
 from flowstone.state.fsdp import Wrapped
 from flowstone.state.fsdp2 import drop_gathered, with_shards
+from flowstone.state.imported import imported
 from flowstone.state.kinds import fsdp1
 from flowstone.state.live import Live
 from flowstone.state.loading import Loading
@@ -78,6 +79,7 @@ def restore(
     unread = _unread(module, entries, live, extra, place, loading)
     new_values = NewValues(loading, phase=Phase.MODULES)
     given: dict[str, Callable[[], object]] = {}
+    scales = quantised.scales(module, entries) if own_loads else frozenset[str]()
     names = set() if fsdp is None else set(fsdp.names)
     for key, value in entries.items():
         name = strip_wrappers(key)
@@ -100,6 +102,8 @@ def restore(
             loading.walk(value, inner, own)
             if own_loads:
                 given[key] = partial(_itself, value)
+        elif key in scales:
+            loading.into_tensor(cast("torch.Tensor", value).detach(), own, inner)
         elif isinstance(value, torch.Tensor) and not key.endswith(EXTRA_STATE):
             given[key] = _tensor_aside(loading, value, own, inner)
         elif own is MISSING:
@@ -214,8 +218,12 @@ def state_dict(module: torch.nn.Module, place: Place, fsdp: Wrapped | None = Non
             )
         except Exception as error:
             raise refuse_failed_call(place, "state_dict", error) from error
-    if fsdp is None:
+    twice = quantised.shown_twice(entries) if imported("bitsandbytes", "nn") is not None else frozenset[str]()
+    if fsdp is None and not twice:
         return entries
-    kept = OrderedDict((key, value) for key, value in entries.items() if not fsdp.holds(key, value, place))
+    kept = OrderedDict(
+        (key, value) for key, value in entries.items()
+        if key not in twice and (fsdp is None or not fsdp.holds(key, value, place))
+    )
     kept._metadata = getattr(entries, "_metadata", None)  # type: ignore[attr-defined]
     return kept

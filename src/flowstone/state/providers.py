@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Collection, Mapping
 from types import TracebackType
@@ -141,6 +142,7 @@ class Providers:
 
 
 PROVIDERS = Providers()
+_QUANTISED = frozenset({"bitsandbytes", "transformer_engine"})  # whose parameters do not say what they consist of
 
 
 def served_tensor(value: object) -> Served | None:
@@ -154,5 +156,15 @@ def served_tensor(value: object) -> Served | None:
 def split_by_itself(own: type) -> Served | None:
     """The provider that a tensor type made of tensors has without registration."""
     if not splits(own):
-        return None
+        return _quantised(own)
     return Served(own, cast("Provider[object]", SplitTensor(own)), type_name(own), Promises())
+
+
+def _quantised(own: type) -> Served | None:
+    """The provider of a quantised parameter of a known package."""
+    if not issubclass(own, torch.Tensor) or _QUANTISED.isdisjoint(sys.modules):
+        return None
+    from flowstone.state import quantised  # imported here: most states have none
+
+    provider = quantised.provider_of(own)
+    return None if provider is None else Served(own, cast("Provider[object]", provider), type_name(own), Promises())

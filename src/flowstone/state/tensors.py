@@ -37,6 +37,10 @@ _dtype, _device, _is_cpu = attrgetter("dtype"), attrgetter("device"), attrgetter
 _version = attrgetter("_version")
 _UNKNOWN = -1  # the version of inference tensors, which have no counter
 _BLOCK = 256  # tensors whose own records stay in the CPU cache while they are examined
+_TRAINABLE = (
+    "of a model whose frozen weights are quantised, save what trains: {name: p for name, p in model.named_parameters() "
+    "if p.requires_grad}, and its optimizer"
+)
 _CONVERT = "convert it to a dense tensor (to_dense(), dequantize(), full_tensor(), ...), or leave it out of the state"
 
 
@@ -290,7 +294,7 @@ def _refusal(tensor: torch.Tensor, name: str) -> UnsupportedStateError:
     if uninitialized(tensor):
         return unsupported(name, tensor, "is not initialized", "run one forward pass before saving or loading")
     if type(tensor) not in DENSE_TYPES:
-        return unsupported(name, tensor, "is a kind of tensor that cannot be stored", _CONVERT)
+        return unsupported(name, tensor, "is a kind of tensor that cannot be stored", f"{_CONVERT}; {_TRAINABLE}")
     if tensor.is_meta:
         return unsupported(name, tensor, "is on the meta device, without memory", "give it memory with to_empty()")
     if tensor.is_nested or tensor.layout is not torch.strided:

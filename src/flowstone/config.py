@@ -172,7 +172,7 @@ REPLICA_TRIES_MAX = 5  # loads, and steps, that fail one after the other, as tra
 REPLICA_NICE = 10  # its priority is lower than training's by so much
 
 # Tiers.
-TIER_LAG = 4  # checkpoints that may wait for a tier: nearer tiers keep them meanwhile
+TIER_LAG = 4  # checkpoints that may wait for a tier: nearer ones keep them, memory no more than its generations
 TIER_DRAIN_S = 300.0  # that `close` waits for a tier
 TIER_RETRY_S = 1.0  # after a first failure; each later try waits twice as long
 TIER_RETRY_S_MAX = 300.0

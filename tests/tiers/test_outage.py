@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from memory_agent import own_agent
 from simulated import ENGINE, Clock, Unsteady, is_of, save, simulated, state, told
 
 import flowstone as fs
@@ -23,6 +24,12 @@ from flowstone.store.memory import Contents, MemoryStore
 def clock() -> Iterator[Clock]:
     with simulated() as clock:
         yield clock
+
+
+@pytest.fixture
+def agent() -> Iterator[Path]:
+    with own_agent() as directory:
+        yield directory
 
 
 @pytest.fixture(params=["directory", "memory", "objects"])
@@ -242,3 +249,23 @@ def test_lags_of_every_length_lose_the_oldest_alone(clock: Clock, tmp_path: Path
     into = state(0)
     with fs.Checkpointer(far, engine=ENGINE) as alone:
         assert is_of(alone.load(into).step, into)
+
+
+def test_memory_keeps_its_generations_alone_and_what_it_gives_up_is_told(
+    agent: Path, clock: Clock, tmp_path: Path
+) -> None:
+    events: list[Any] = []
+    far = Unsteady(LocalStore(tmp_path / "far", ENGINE))
+    memory = fs.NodeMemory("run", generations=3)
+    with _checkpointer([memory, fs.Tier(far, lag=4)], events) as checkpointer:
+        save(checkpointer, 1)
+        far.down = True
+        for step in range(2, 6):
+            save(checkpointer, step)
+        assert catalog.steps(memory) == (3, 4, 5)
+        assert checkpointer._store_writer.flushers[0].waiting == (2, 3, 4, 5)  # type: ignore[attr-defined]
+        far.down = False
+        assert checkpointer.drain() == {}
+        assert _steps(far) == (1, 3, 4, 5)
+        dropped = told(events, fs.FlushDropped)
+        assert [(one.step, one.reason) for one in dropped] == [(2, "no tier has it any more")]

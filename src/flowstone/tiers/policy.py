@@ -34,7 +34,8 @@ class Tier:
     keep         which checkpoints stay here, as for a Checkpointer; None: all
     bytes_per_s  how fast it is written, at most; None: as fast as it takes them
     lag          how many checkpoints may wait for it, at least 1. When one more comes, the oldest waits no longer: the
-                 event FlushDropped says so. Nearer tiers keep those that wait, whatever their own `keep` says
+                 event FlushDropped says so. Nearer tiers keep those that wait, whatever their own `keep` says; but the
+                 memory of a node, or of several, keeps its `generations` alone: what it gives up is dropped likewise
     lag_bytes    the same in bytes of their segments; the newest may always wait. None: no limit
     drain_s      how long `close` waits until it has all that it should have
     prefetch     whether what a load takes from a farther tier is copied here, in the background, until the first save.

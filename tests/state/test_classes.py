@@ -198,6 +198,37 @@ def test_in_a_state_dict_the_classes_are_those_that_the_live_one_shows(name: str
     assert repr(target.state) == repr({"v": [VALUES[name]]})
 
 
+class Scale(torch.nn.Module):
+    def __init__(self, value: object) -> None:
+        super().__init__()
+        self.value = value
+
+    def get_extra_state(self) -> Any:
+        return {"v": self.value}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.value = state["v"]
+
+
+def test_in_extra_state_and_settings_of_groups_the_live_ones_show_the_classes() -> None:
+    class Kind(enum.Enum):
+        A = 1
+        B = 2
+
+    def made(kind: Kind) -> tuple[Scale, torch.optim.Optimizer]:
+        module = Scale(kind)
+        module.weight = torch.nn.Parameter(torch.ones(1))
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        optimizer.param_groups[0]["kind"] = kind
+        return module, optimizer
+
+    module, optimizer = made(Kind.A)
+    target, its_optimizer = made(Kind.B)
+    load(save({"m": module, "o": optimizer}), {"m": target, "o": its_optimizer})
+    assert target.value is Kind.A
+    assert its_optimizer.param_groups[0]["kind"] is Kind.A
+
+
 def test_a_state_dict_keeps_its_attributes() -> None:
     tree = collections.OrderedDict([("a", torch.ones(2)), ("n.c", torch.zeros(1))])
     tree._metadata = collections.OrderedDict([("", {"batch": torch.Size([2])}), ("n", {"v": 1})])  # type: ignore[attr-defined]

@@ -339,25 +339,38 @@ class Classes:
         if isinstance(value, enum.Enum):
             self._live[name_of(own)] = own
             return
-        inside: list[object] = []
-        form = form_of(own)
-        if isinstance(value, dict):
-            inside = [*value, *value.values()]
-            factory = getattr(value, "default_factory", None)
-            if factory is not None and CLASSES.of(name_of(factory)) is None:
-                self._live[name_of(factory)] = factory
-        elif isinstance(value, (list, tuple, set, frozenset, collections.deque)):
-            inside = list(value)
-        elif form is None and callable(getattr(value, "state_dict", None)) and not isinstance(value, type):
-            inside = [value.state_dict()]
-        elif own.__name__ == "PerRank":
-            inside = [value.value]
-        if form is not None and own not in _BUILT_IN:
+        if form_of(own) is not None and own not in _BUILT_IN:
             self._live[name_of(own)] = own
-        if form is not None and not isinstance(value, dict):
-            inside = [*inside, *form.fields(value).values()]
+        factory = getattr(value, "default_factory", None) if isinstance(value, dict) else None
+        if factory is not None and self._by_name.get(name_of(factory)) is None:
+            self._live[name_of(factory)] = factory
+        try:
+            inside = _inside(value)
+        except Exception:
+            return  # safe: what is in it is not known, and a load that needs it is refused
         for item in inside:
             self._note(item, seen)
+
+
+def _inside(value: Any) -> list[object]:
+    """The values in a value of a state: of an object those that its state_dict() shows."""
+    form = form_of(type(value))
+    if isinstance(value, dict):
+        return [*value, *value.values()]
+    if form is not None:
+        return list(form.fields(value).values())
+    if isinstance(value, (list, tuple, set, frozenset, collections.deque)):
+        return list(value)
+    if type(value).__name__ == "PerRank":
+        return [value.value]
+    module, optimizer = imported("torch.nn", "Module"), imported("torch.optim", "Optimizer")
+    if module is not None and isinstance(value, module):
+        with_extra = [one for one in value.modules() if type(one).get_extra_state is not module.get_extra_state]
+        return [one.get_extra_state() for one in with_extra]
+    if optimizer is not None and isinstance(value, optimizer):
+        return list(value.param_groups)
+    has_state = callable(getattr(value, "state_dict", None)) and not isinstance(value, type)
+    return [value.state_dict()] if has_state else []
 
 
 def _plain(own: type) -> str:

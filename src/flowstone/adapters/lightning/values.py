@@ -113,7 +113,9 @@ class _Walk:
 
     def value(self, value: object, path: tuple[object, ...]) -> object:
         kind = type(value)
-        if kind in _LEAVES or isinstance(value, np.generic) or named(value) is not None:
+        if kind in _LEAVES or isinstance(value, np.generic):
+            return value
+        if named(value) is not None and not isinstance(value, Enum):  # whose classes are looked up in another way here
             return value
         if isinstance(value, torch.Tensor):
             return self._tensor(value, path)

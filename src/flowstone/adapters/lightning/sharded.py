@@ -263,14 +263,17 @@ def _model_of(state: Mapping[str, Any]) -> tuple[str, Module]:
 def _load_parts(
     place: Path, engine: EngineOptions, model: tuple[str, Module], optimizers: Mapping[str, Optimizer], *, strict: bool
 ) -> None:
-    """The model first: the state of its optimizers lies as its parameters do."""
-    def fill(state: dict[str, Any]) -> Any:
+    """The model first: the state of its optimizers lies as its parameters do.
+
+    strict  of the model. Optimizers always are: slots that are not in the checkpoint would stay as torch has made them
+    """
+    def fill(state: dict[str, Any], *, strict: bool = True) -> Any:
         planner = DefaultLoadPlanner(allow_partial_load=not strict)
         load(state, storage_reader=FlowstoneReader(place, engine=engine), planner=planner)
         return next(iter(state.values()))
 
     key, module = model
-    set_model_state_dict(module, fill({key: get_model_state_dict(module)}))
+    set_model_state_dict(module, fill({key: get_model_state_dict(module)}, strict=strict))
     for name, optimizer in optimizers.items():
         state = fill({name: get_optimizer_state_dict(module, optimizer)})
         set_optimizer_state_dict(module, optimizer, optim_state_dict=state)

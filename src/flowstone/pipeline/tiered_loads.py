@@ -39,10 +39,13 @@ if TYPE_CHECKING:
 class TieredLoads(Loads):
     """The loads of one Checkpointer with several tiers, nearest first."""
 
-    def __init__(self, shared: Shared, stores: Sequence[Store], on_loaded: Callable[[int, int], None]) -> None:
-        """`on_loaded` is told the number of the tier, and the step, of each load."""
+    def __init__(
+        self, shared: Shared, stores: Sequence[Store], on_loaded: Callable[[int, int], None],
+        on_seen: Callable[[Seen], None],
+    ) -> None:
+        """`on_loaded` is told the number of the tier, and the step, of each load; `on_seen` what was found."""
         super().__init__(shared)
-        self._stores, self._on_loaded = stores, on_loaded
+        self._stores, self._on_loaded, self._on_seen = stores, on_loaded, on_seen
         self._by_tier = [Loads(with_store(shared, store=store)) for store in stores]
 
     def newest(self) -> Checkpoint | None:
@@ -186,7 +189,9 @@ class TieredLoads(Loads):
             )
 
     def _look(self) -> Seen:
-        return look_at(self._stores)
+        seen = look_at(self._stores)
+        self._on_seen(seen)
+        return seen
 
 
 def _is_of_tier(error: FlowstoneError, *, same_step: bool) -> bool:

@@ -122,7 +122,7 @@ class Tiering:
             if tier and shared.group.rank == 0 and writer.store_id is None:  # a writer's next save comes there anyway
                 writer.prefetch.begin(tier, step)
 
-        return TieredLoads(shared, self.stores, loaded)
+        return TieredLoads(shared, self.stores, loaded, writer.note_seen)
 
     def new_save(self, step: int) -> Save:
         """A save whose `durable` is that of the nearest tier that outlives this machine."""

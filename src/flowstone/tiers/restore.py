@@ -30,10 +30,15 @@ class Candidate(msgspec.Struct, frozen=True):
 
 
 class Seen(msgspec.Struct, frozen=True, eq=False):
-    """What rank 0 has found in each tier; None: it does not answer. `aside`: steps of before a rewind."""
+    """What rank 0 has found in each tier; None: it does not answer.
+
+    aside     steps of before a rewind
+    identity  of the run's stores; "" if no tier that answers has one
+    """
 
     held: Sequence[lineage.Held | None]
     aside: Sequence[frozenset[int]]
+    identity: str
 
     def steps(self) -> list[int]:
         """Of any tier, newest first."""
@@ -90,7 +95,7 @@ def look_at(stores: Sequence[Store]) -> Seen:
         frozenset(() if one is None else lineage.superseded(one, [other for other in there if other is not one]))
         for one in held
     ]
-    seen = Seen(held, aside)
+    seen = Seen(held, aside, identity)
     if failures and not seen.steps():
         raise StorageError(
             "no tier that answers has a checkpoint, and whether another one has cannot be asked now",

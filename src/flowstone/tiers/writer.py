@@ -25,7 +25,7 @@ from flowstone.tiers import lineage
 from flowstone.tiers.flusher import Around, Flusher, Waiting, align
 from flowstone.tiers.policy import Placed
 from flowstone.tiers.prefetch import Prefetch
-from flowstone.tiers.restore import check_same_run
+from flowstone.tiers.restore import Seen, check_same_run
 
 T = TypeVar("T")
 _END_S = 10.0  # for the threads: one that a tier does not answer is left behind
@@ -51,6 +51,7 @@ class TieredWriter(StoreWriter):
         self.on_dropped: Callable[[Flusher, int, str], None] = _nothing
         self.flushers = [self._flusher(placed, number, on_removed, on_left, first) for number in range(1, len(placed))]
         self._are_started = False
+        self._rewinds: set[str] = set()  # notes that a load has seen
         holder = f"process {os.getpid()} on {socket.gethostname()}, which copies what it has loaded"
         self.prefetch = Prefetch(placed, emit, holder, first)
 
@@ -94,7 +95,7 @@ class TieredWriter(StoreWriter):
         """
         self.prefetch.call_off()
         self._start()
-        self.identity = self._run_identity()
+        self.identity = self._run_identity() or self.identity
         super().begin(holder)
         try:
             assert self.store_id is not None, "it has begun"
@@ -108,6 +109,9 @@ class TieredWriter(StoreWriter):
             # First: what is of before a rewind here is not to come to the others.
             there = [found for _, found in self._ask_all(_look) if isinstance(found, lineage.Held)]
             held = align(self._store, there)
+            if not held.steps:  # it has no part in rewinds that it does not know: what is saved now comes after them
+                for note in sorted(self._rewinds):
+                    catalog.put_note(self._store, note)
             self._join_all()
         except BaseException:
             self._store.unlock()
@@ -122,6 +126,11 @@ class TieredWriter(StoreWriter):
         for flusher in self.flushers:
             flusher.worker.wake()
         return newest
+
+    def note_seen(self, seen: Seen) -> None:
+        """A load has seen the run's stores: a new one is of that run and lineage, even if those do not answer then."""
+        self.identity = seen.identity or self.identity
+        self._rewinds |= {name for held in seen.held if held is not None for name in held.notes}
 
     def _start(self) -> None:
         if not self._are_started:

@@ -548,7 +548,8 @@ def test_a_shard_of_another_global_shape_is_a_mismatch(store: Path) -> None:
 # Reading
 
 
-def test_reading_what_numpy_lacks_says_what_to_do(store: Path) -> None:
+def test_reading_what_numpy_lacks_says_what_to_do(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)  # as if it were not installed
     with fs.Checkpointer(store) as checkpointer:
         checkpointer.save(1, {"w": torch.ones(3, dtype=torch.bfloat16)})
     with pytest.raises(fs.UnsupportedStateError, match="numpy has no bfloat16") as caught:

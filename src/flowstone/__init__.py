@@ -202,7 +202,13 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module 'flowstone' has no attribute {name!r}")
     from importlib import import_module
 
-    found = getattr(import_module(_LATER[name]), "open_checkpoint" if name == "open" else name)
+    try:
+        found = getattr(import_module(_LATER[name]), "open_checkpoint" if name == "open" else name)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        next_step = "pip install 'flowstone[torch]'"
+        raise FrameworkError(f"flowstone.{name} needs torch, which is not installed", next=next_step) from error
     globals()[name] = found  # later lookups find it without this function
     return found
 

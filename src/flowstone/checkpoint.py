@@ -123,7 +123,7 @@ class StoredTensor:
         return self._checkpoint.read(self.name, region)
 
     def numpy(self, region: Region = None) -> np.ndarray:
-        """All of it, or a part, as an array. Needs no torch."""
+        """All of it, or a part, as an array."""
         return self._checkpoint.read(self.name, region, framework="numpy")
 
     def __array__(self, dtype: object = None, copy: bool | None = None) -> np.ndarray:
@@ -138,7 +138,7 @@ class StoredTensor:
         return self.shape[0]
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        """Refused: a read for each row of a tensor would be slow, and never meant."""
+        """Refused: a read for each row would be slow, and never meant."""
         raise TypeError(f"{self.name!r} is not read row by row; write [...] for all of it, or [a:b] for some rows")
 
     def __repr__(self) -> str:
@@ -232,14 +232,15 @@ class Checkpoint:
             self._headers_checked, self._objects_text = True, text.result()
 
     @overload
-    def read(self, name: str, box: Region = None, *, framework: Literal["torch"] = "torch") -> torch.Tensor: ...
+    def read(self, name: str, box: Region = None, *, framework: Literal["torch"] | None = None) -> torch.Tensor: ...
     @overload
     def read(self, name: str, box: Region = None, *, framework: Literal["numpy"]) -> np.ndarray: ...
     def read(
-        self, name: str, box: Region = None, *, framework: Literal["torch", "numpy"] = "torch"
+        self, name: str, box: Region = None, *, framework: Literal["torch", "numpy"] | None = None
     ) -> torch.Tensor | np.ndarray:
         """A tensor, or the `box` of it (offset and shape in elements), in new memory; every chunk is verified.
 
+        framework  None: torch, or numpy (and ml_dtypes) where torch is not installed
         box     or a numpy index: `slice(0, 128)`, `np.s_[0:128, 3]`; an integer drops its dimension
 
         raises  NoTensorError  no such tensor (also a KeyError)
@@ -253,7 +254,7 @@ class Checkpoint:
         return result if result_shape == box.shape else result.reshape(result_shape)
 
     def _read(
-        self, rows: Sequence[int], names: Sequence[str], boxes: Sequence[Box], framework: str
+        self, rows: Sequence[int], names: Sequence[str], boxes: Sequence[Box], framework: str | None = None
     ) -> list[torch.Tensor | np.ndarray]:
         """Boxes of tensors, each in fresh memory, read at once; every chunk verified."""
         from flowstone.stage.fresh import fresh  # here: loads need nothing of it
@@ -279,7 +280,7 @@ class Checkpoint:
 
         A module's has names below the section, without wrappers' prefixes; an optimizer's numbers its parameters in the
         order of its groups, as `Optimizer.load_state_dict` takes it. A container of modules has a dict for each.
-        Tied tensors are one tensor. Values that a provider saved are dicts of "kind", "parts" and "objects".
+        Tied tensors are one, numpy's where torch is not installed. What a provider saved is "kind", "parts", "objects".
 
         section  None: a dict of all sections, those that each rank has its own of only if `rank` is given
         rank     whose value, of a section that each rank has its own of
@@ -304,8 +305,8 @@ class Checkpoint:
 
     def _section(self, section: str, rank: int | None, *, by_name: bool) -> object:
         """One section, its tensors read at once."""
-        from flowstone.state.assemble import assemble, tensor_names  # here: the rest of a Checkpoint needs no torch
-
+        from flowstone.format.assemble import assemble, tensor_names  # here: loads need nothing of it
+        from flowstone.stage.fresh import live_values
         stored, place = self.objects.get(section), section
         if section in self.contents.per_rank:
             own = self.contents.per_rank[section]
@@ -319,10 +320,9 @@ class Checkpoint:
         names = [name for name in tensor_names(rows, place, stored) if _belongs(name, place, self.objects)]
         distinct = list(dict.fromkeys(rows[name] for name in names))  # tied ones are read once
         boxes = [Box.whole(stored_as.shapes[row]) for row in distinct]
-        read = self._read(distinct, [stored_as.names[row] for row in distinct], boxes, "torch") if distinct else []
-        by_row = dict(zip(distinct, read, strict=True))
-        tensors = {name: by_row[rows[name]] for name in names}
-        return assemble(place, stored, tensors, by_name=by_name)
+        read = self._read(distinct, [stored_as.names[row] for row in distinct], boxes) if distinct else []
+        by_row, live = dict(zip(distinct, read, strict=True)), live_values()
+        return assemble(place, stored, {name: by_row[rows[name]] for name in names}, by_name=by_name, live=live)
 
     def stream(
         self,

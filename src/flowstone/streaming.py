@@ -22,6 +22,7 @@ from flowstone.errors import ArgumentError, BudgetError
 from flowstone.format.index import Index
 from flowstone.plan.read import plan_reads
 from flowstone.stage.arena import open_read_arena
+from flowstone.stage.fresh import need_torch
 from flowstone.stage.scatter import Fill, raise_damage, scatter
 from flowstone.store.base import Store
 from flowstone.table.box import Box
@@ -178,6 +179,7 @@ def checked(
     names: object, regions: Mapping[str, Region] | None, device: object
 ) -> tuple[dict[str, Region], torch.device]:
     """The arguments of a stream. Raises ArgumentError."""
+    need_torch("a stream of tensors")
     from flowstone.state.tensors import device_of  # as above
 
     if not isinstance(names, Iterable | None) or isinstance(names, bytes):

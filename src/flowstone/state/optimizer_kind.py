@@ -13,8 +13,9 @@ from itertools import chain
 import torch
 from torch import optim
 
+from flowstone.format.inner_objects import StoredGroup, StoredOptimizer
 from flowstone.format.objects import TensorRef
-from flowstone.state.optimizer_view import NOT_OPTIONS, OptimizerView, StoredGroup, StoredOptimizer
+from flowstone.state.optimizer_view import NOT_OPTIONS, OptimizerView
 
 _REQUIRED: Mapping[type, frozenset[str]] = {
     optim.Adam: frozenset({"exp_avg", "exp_avg_sq"}), optim.Adamax: frozenset({"exp_avg", "exp_inf"}),

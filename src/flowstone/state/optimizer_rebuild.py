@@ -13,6 +13,7 @@ import torch
 
 from flowstone.errors import StateError
 from flowstone.format import objects
+from flowstone.format.inner_objects import StoredGroup
 from flowstone.format.objects import Provided, TensorRef
 from flowstone.state import absence, tensors
 from flowstone.state.constants import constant_free
@@ -23,7 +24,7 @@ from flowstone.state.loading import Loading
 from flowstone.state.names import Place
 from flowstone.state.new_values import NewValues
 from flowstone.state.nodes import kind_of, refers_to_tensors, without_tensors
-from flowstone.state.optimizer_view import NOT_OPTIONS, Member, OptimizerView, StoredGroup
+from flowstone.state.optimizer_view import NOT_OPTIONS, Member, OptimizerView
 from flowstone.state.providers import served_tensor
 from flowstone.state.records import MISSING, Phase, Shard, StoredTensor
 from flowstone.state.shards import is_dtensor

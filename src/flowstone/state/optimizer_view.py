@@ -21,7 +21,6 @@ from itertools import accumulate, chain, repeat
 from types import MappingProxyType
 from typing import NamedTuple, TypeAlias, cast
 
-import msgspec
 import torch
 
 from flowstone.errors import CollisionError, UnsupportedStateError
@@ -35,38 +34,6 @@ from flowstone.state.zero import local_optimizer
 
 NOT_OPTIONS = frozenset({"params", "param_names"})
 """Keys of a group that describe the order of its members, not its settings."""
-
-
-class StoredGroup(msgspec.Struct, frozen=True):
-    """A group of a stored optimizer: the paths of its members, and its settings."""
-
-    params: list[str]
-    options: dict[object, object]
-
-
-class StoredOptimizer(msgspec.Struct, frozen=True):
-    """The entries of a stored optimizer's object; `listed` is its "state"."""
-
-    groups: list[StoredGroup]
-    listed: dict[str, dict[object, object]]
-    shared: object
-    extra: object
-
-
-def stored_optimizer(node: object) -> StoredOptimizer | None:
-    """The entries of a stored object, or None if it is not an optimizer's."""
-    match node:
-        case {"param_groups": list(groups), "state": dict(listed), "shared": dict(shared), "extra": dict(extra)}:
-            found = []
-            for group in groups:
-                match group:
-                    case {"params": list(params), "options": dict(options)} if all(type(p) is str for p in params):
-                        found.append(StoredGroup(params, options))
-                    case _:
-                        return None
-            if all(type(path) is str and isinstance(slots, dict) for path, slots in listed.items()):
-                return StoredOptimizer(found, listed, shared, extra)
-    return None
 
 
 _Slots: TypeAlias = "Mapping[object, object]"

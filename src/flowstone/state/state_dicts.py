@@ -15,19 +15,13 @@ from typing import cast
 import torch
 
 from flowstone.format.bounds import brief
+from flowstone.format.inner_objects import StoredGroup, StoredOptimizer, stored_optimizer
 from flowstone.format.objects import TensorRef
 from flowstone.log import log
 from flowstone.state.held import HeldOptimizer
 from flowstone.state.loading import Loading
 from flowstone.state.names import Place, strip_wrappers
-from flowstone.state.optimizer_view import (
-    NOT_OPTIONS,
-    Member,
-    OptimizerView,
-    StoredGroup,
-    StoredOptimizer,
-    stored_optimizer,
-)
+from flowstone.state.optimizer_view import NOT_OPTIONS, Member, OptimizerView
 
 _DEPTH_MAX = 3  # containers that are searched: {"trainer": {"optimizers": [...]}}
 _ITEMS_MAX = 100  # of each container

@@ -23,9 +23,10 @@ from typing import Any, TypeAlias, cast
 import msgspec
 import torch
 
+from flowstone.format.inner_objects import StoredOptimizer, stored_optimizer
 from flowstone.state.held import HeldExtra, HeldModule, HeldOptimizer
 from flowstone.state.names import strip_wrappers
-from flowstone.state.optimizer_view import NOT_OPTIONS, StoredOptimizer, stored_optimizer
+from flowstone.state.optimizer_view import NOT_OPTIONS
 from flowstone.state.state_dicts import is_optimizers
 
 _PACKED = frozenset({"state", "param_groups"})

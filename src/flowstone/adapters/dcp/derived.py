@@ -17,8 +17,8 @@ import msgspec
 
 from flowstone.adapters.dcp.layout import KeyPath, Leaves, references
 from flowstone.checkpoint import Checkpoint
+from flowstone.format.inner_objects import StoredOptimizer, stored_optimizer
 from flowstone.format.objects import TensorRef
-from flowstone.state.optimizer_view import StoredOptimizer, stored_optimizer
 
 _Nodes: TypeAlias = "Mapping[object, object]"
 

@@ -13,8 +13,9 @@ from flowstone.adapters.deepspeed.partitions import Flat, Part, Shapes, of_a_run
 from flowstone.adapters.deepspeed.values import decoded
 from flowstone.checkpoint import Checkpoint
 from flowstone.errors import DamagedError, StateError
+from flowstone.format.assemble import assemble, tensor_names
 from flowstone.format.objects import TensorRef
-from flowstone.state.assemble import assemble, tensor_names
+from flowstone.stage.fresh import live_values
 
 _STATE = "optimizer_state_dict"
 _OF_PARTITIONS = frozenset({
@@ -217,7 +218,7 @@ class SavedPartitions:
 def stored_value(checkpoint: Checkpoint, node: Any) -> Any:
     """A stored object as DeepSpeed had it, with all of its tensors."""
     tensors = {name: checkpoint.read(name) for name in tensor_names((), "", node)}
-    return decoded(assemble("", node, tensors, by_name=False))
+    return decoded(assemble("", node, tensors, by_name=False, live=live_values()))
 
 
 def frozen_fragment(

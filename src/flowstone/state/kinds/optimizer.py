@@ -12,6 +12,7 @@ from typing import cast
 import torch
 
 from flowstone.errors import UnsupportedStateError
+from flowstone.format.inner_objects import stored_optimizer
 from flowstone.format.merge_points import Groups, MergePoint
 from flowstone.format.objects import TensorRef
 from flowstone.state import state_dicts
@@ -23,14 +24,7 @@ from flowstone.state.loading import Loading, Replacement
 from flowstone.state.names import Place
 from flowstone.state.nodes import kind_of, refers_to_tensors
 from flowstone.state.optimizer_kind import mismatch
-from flowstone.state.optimizer_view import (
-    Member,
-    OptimizerView,
-    base_at,
-    core_at,
-    stored_optimizer,
-    view_of,
-)
+from flowstone.state.optimizer_view import Member, OptimizerView, base_at, core_at, view_of
 from flowstone.state.providers import served_tensor
 from flowstone.state.records import MISSING, Phase
 from flowstone.state.saving import Saving

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
-from flowstone.format.inner_objects import INNER, inner_state
+import numpy as np
+
+from flowstone.format.inner_objects import INNER, StoredOptimizer, inner_state, stored_optimizer
 from flowstone.format.objects import Named, Provided, TensorRef
-from flowstone.state.classes import form_of_node, make
-from flowstone.state.constants import value_of
-from flowstone.state.optimizer_view import StoredOptimizer, stored_optimizer
+
+
+class LiveValues(NamedTuple):
+    """What stands for values that only code can make: itself, as stored, where that code is not installed.
+
+    value_of  for a constant of torch or numpy, at a path
+    make      for an object of a registered class, given what makes the values of its fields; None: no such class
+    """
+
+    value_of: Callable[[Named, str], object] = lambda constant, _: constant
+    make: Callable[[Provided, Callable[[object], object]], object | None] = lambda _, __: None
 
 
 def tensor_names(names: Iterable[str], section: str, node: object) -> list[str]:
@@ -34,32 +44,36 @@ def _refs(node: object) -> Iterable[str]:
             yield from _refs(item)
 
 
-def assemble(section: str, node: object, tensors: Mapping[str, Any], *, by_name: bool) -> object:
+def assemble(
+    section: str, node: object, tensors: Mapping[str, Any], *, by_name: bool, live: LiveValues
+) -> object:
     """A section as what its object's state_dict() returned.
 
     node      the stored object
     tensors   by stored name, all that are the section's
     by_name   an optimizer's parameters have their names, as `get_optimizer_state_dict` gives them, not numbers
+    live      what makes values that only code can make
     """
     left = dict(tensors)
 
     def take(ref: TensorRef) -> object:
         left.pop(ref.name, None)
         found = tensors[ref.name]
-        if ref.kind in ("bytes", "bytearray"):
-            return (bytes if ref.kind == "bytes" else bytearray)(found.numpy().tobytes())
-        return found.numpy() if ref.kind == "ndarray" else found
+        if ref.kind == "tensor":
+            return found
+        array = found if isinstance(found, np.ndarray) else found.numpy()
+        return array if ref.kind == "ndarray" else (bytes if ref.kind == "bytes" else bytearray)(array.tobytes())
 
     def build(node: object) -> Any:
         if isinstance(node, TensorRef):
             return take(node)
         if isinstance(node, Named):
-            return value_of(node, section)
+            return live.value_of(node, section)
         if isinstance(node, Provided) and node.kind == INNER:
             return build(inner_state(node, section))
         if isinstance(node, Provided):
-            if not node.parts and form_of_node(node) is not None:
-                return make(node, build)
+            if not node.parts and (found := live.make(node, build)) is not None:
+                return found
             parts = {name: take(part) for name, part in node.parts.items()}
             return {"kind": node.kind, "parts": parts, "objects": build(node.objects)}
         if isinstance(node, Counter):

@@ -24,7 +24,7 @@ from flowstone.ranks import RankGroup
 from flowstone.runtime.ending import Ending
 from flowstone.runtime.telling import Teller
 from flowstone.runtime.turns import Turn, one_at_a_time
-from flowstone.runtime.writer_lock import caller
+from flowstone.runtime.writer_lock import caller, register
 from flowstone.state import Frozen
 from flowstone.state_dict_verbs import TierVerbs
 from flowstone.store.base import Store
@@ -107,16 +107,16 @@ class Checkpointer(TierVerbs):
         if every_step:
             from flowstone.pipeline.every_step import EveryStep  # imported here: others do not need it
             self._saves = EveryStep(shared, self._saves, options, recovery_s, every_step)
-        self._closed = False
+        self._locations, self._closed = register(self, (self._store, *stores)), False
 
     @one_at_a_time
     def latest(self) -> Checkpoint | None:
         """The newest committed checkpoint; None where there is none yet. Raises DamagedError if it is damaged.
 
-        Waits for a save in flight, as `load` does, so that the answer does not depend on timing.
+        Waits for saves in flight of this process into this store, as `load` does: the answer does not depend on timing.
         """
         self._check_open()
-        self._saves.await_all()
+        self._await_saves()
         return self._loads.newest()
 
     @one_at_a_time
@@ -146,7 +146,7 @@ class Checkpointer(TierVerbs):
         """
         self._check_open()
         state, step, rules = calls.to_load(state, step, rules, {"verify_first": verify_first, "fallback": fallback})
-        self._saves.await_all()
+        self._await_saves()
         load = partial(self._loads.load_newest, step, state, rules, verify_first=verify_first, fallback=fallback)
         return self._saves.around_load(state, load)
 

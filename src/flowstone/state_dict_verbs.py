@@ -14,6 +14,7 @@ from flowstone.commit.entries import step_directory
 from flowstone.config import EngineOptions
 from flowstone.errors import ArgumentError, FlowstoneError
 from flowstone.runtime.turns import Turn, one_at_a_time
+from flowstone.runtime.writer_lock import finish_saves_of_others, is_same_place
 from flowstone.state import unpack
 from flowstone.trace import Spans
 
@@ -115,6 +116,8 @@ class TierVerbs(StateDictVerbs):
     """What a Checkpointer waits for besides its own saves."""
 
     _store_writer: StoreWriter
+    _locations: tuple[str, ...]  # of its stores
+    made_at: str
 
     @one_at_a_time
     def prepare(self, state: Mapping[str, object]) -> Prepared:
@@ -147,8 +150,15 @@ class TierVerbs(StateDictVerbs):
         self._saves.sole_writer.await_retention()
         return self._store_writer.drain(timeout_s)
 
+    def _await_saves(self) -> None:
+        """Wait for saves in flight, and for those of other Checkpointers of this process into the same stores."""
+        self._saves.await_all()
+        finish_saves_of_others(self, self._locations)
+
     def finish_saves(self, location: str) -> None:
         """Wait until saves into the store at `location` have ended, with their follow-up work, if it is this store."""
-        if not self._closed and os.getpid() == self._pid and self._store.location == location:
+        if self._closed or os.getpid() != self._pid or self._turn.is_background():
+            return
+        if any(is_same_place(location, one) for one in self._locations):
             self._saves.await_ends()
-            self._saves.sole_writer.drain()
+            self._saves.sole_writer.await_retention()

@@ -6,9 +6,11 @@ import gc
 import os
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Protocol, TypeVar
+from weakref import WeakSet
 
 from flowstone.errors import LockedError
 
@@ -22,7 +24,39 @@ class Owner(Protocol):
     made_at: str
 
     def finish_saves(self, location: str) -> None:
-        """Wait until its saves into the store at `location` have ended, with their follow-up work. Any thread."""
+        """Wait until its saves into the store at `location`, by whatever name, have ended, with their follow-up work.
+        Any thread; on one of its own it does nothing.
+        """
+
+
+@cache
+def _owners() -> WeakSet[Owner]:
+    return WeakSet()
+
+
+class _Place(Protocol):
+    @property
+    def location(self) -> str: ...
+
+
+def register(owner: Owner, stores: Sequence[_Place]) -> tuple[str, ...]:
+    """Make a Checkpointer known to the others of this process, while it lives. Returns where its stores are."""
+    _owners().add(owner)
+    return tuple({store.location for store in stores})
+
+
+def finish_saves_of_others(owner: Owner, locations: Sequence[str]) -> None:
+    """Wait until no other Checkpointer of this process has a save in flight into one of these stores: a notebook's cell
+    that is run again, after an interrupt, makes a new one while the saves of the one before go on.
+    """
+    for other in list(_owners()):
+        for location in locations if other is not owner else ():
+            other.finish_saves(location)
+
+
+def is_same_place(one: str, other: str) -> bool:
+    """Whether two locations name one store: links of directories are followed."""
+    return one == other or (one[:1] == other[:1] == "/" and os.path.realpath(one) == os.path.realpath(other))
 
 
 def caller() -> str:
@@ -49,9 +83,7 @@ def as_writer(owner: Owner, location: str, take: Callable[[str], T]) -> T:
         if not str(error.facts.get("holder")).startswith(f"{process},") or location not in error.message:
             raise  # another job, or a farther tier, which the error names
     gc.collect()  # an unreferenced one may be part of a cycle
-    for other in [one for one in gc.get_objects() if type(one) is type(owner) and one is not owner]:
-        other.finish_saves(location)
-        del other  # drop our own reference to it
+    finish_saves_of_others(owner, (location,))
     gc.collect()
     try:
         return take(holder)

@@ -1,0 +1,140 @@
+"""Two Checkpointers of one process and one store: the second waits for the saves of the first, by any spelling."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import flowstone as fs
+from flowstone.commit import publish
+
+STEPS = {"as it was": lambda path: path, "relative": lambda path: Path(os.path.relpath(path)),
+         "with a link": lambda path: path.parent / "link" / path.name,
+         "by another way": lambda path: path.parent / "run" / ".." / path.name}
+
+
+def state(step: int) -> dict[str, Any]:
+    return {"w": torch.full((1000,), float(step)), "step": step}
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """No save is committed before this is set."""
+    go_on, publish_now = threading.Event(), publish.publish
+
+    def late(*what: Any) -> Any:
+        assert go_on.wait(60)
+        return publish_now(*what)
+
+    monkeypatch.setattr(publish, "publish", late)
+    return go_on
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    (tmp_path / "link").symlink_to(tmp_path, target_is_directory=True)
+    return tmp_path / "run"
+
+
+def newest(ckpt: fs.Checkpointer) -> int:
+    found = ckpt.latest()
+    return 0 if found is None else found.step
+
+
+def loaded(ckpt: fs.Checkpointer) -> int:
+    return ckpt.load(state(0)).step
+
+
+@pytest.mark.parametrize("verb", [newest, loaded])
+@pytest.mark.parametrize("spelling", STEPS)
+def test_the_second_one_sees_what_the_first_has_in_flight(
+    run: Path, held: threading.Event, verb: Callable[[fs.Checkpointer], int], spelling: str
+) -> None:
+    first = fs.Checkpointer(run)
+    first.save(1, state(1))
+    first.save(2, state(2))
+    second = fs.Checkpointer(STEPS[spelling](run))
+    threading.Timer(0.2, held.set).start()  # without the wait there is nothing yet: the commits are held
+    assert verb(second) == 2
+    first.close()
+    second.save(3, state(3))
+    second.close()
+    assert fs.open(run).step == 3
+
+
+def test_a_cell_that_is_run_again_after_an_interrupt_goes_on_from_the_saves_in_flight(
+    run: Path, held: threading.Event
+) -> None:
+    kept: list[fs.Checkpointer] = []
+
+    def cell(*, is_interrupted: bool) -> int:
+        kept[:] = [fs.Checkpointer(run)]  # the one before is referenced no more, but by its saves
+        begins = newest(kept[0])
+        for step in (begins + 1, begins + 2):
+            kept[0].save(step, state(step))
+        if is_interrupted:
+            raise KeyboardInterrupt
+        return begins
+
+    with pytest.raises(KeyboardInterrupt):
+        cell(is_interrupted=True)
+    threading.Timer(0.2, held.set).start()
+    assert cell(is_interrupted=False) == 2
+    kept[0].close()
+    assert fs.open(run).step == 4
+
+
+def test_one_of_several_tiers_is_the_same_store(run: Path, tmp_path: Path, held: threading.Event) -> None:
+    with fs.Checkpointer([run, tmp_path / "far"]) as first:
+        first.save(1, state(1))
+        threading.Timer(0.2, held.set).start()
+        assert newest(fs.Checkpointer(run)) == 1
+
+
+def test_another_store_is_not_waited_for(run: Path, tmp_path: Path, held: threading.Event) -> None:
+    first = fs.Checkpointer(run)
+    first.save(1, state(1))
+    assert newest(fs.Checkpointer(tmp_path / "other")) == 0
+    held.set()
+    first.close()
+
+
+def test_a_save_that_failed_is_raised_by_the_first_one_alone(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*what: Any) -> Any:
+        raise OSError("no")
+
+    first = fs.Checkpointer(run)
+    monkeypatch.setattr(publish, "publish", refused)
+    first.save(1, state(1))
+    assert newest(fs.Checkpointer(run)) == 0
+    with pytest.raises(fs.SaveFailedError):
+        first.close()
+
+
+def test_in_a_callback_of_the_first_the_second_one_waits_for_nothing(run: Path) -> None:
+    seen: list[int] = []
+
+    def on_event(event: object) -> None:
+        if isinstance(event, fs.Committed):
+            seen.append(newest(fs.Checkpointer(run)))
+
+    with fs.Checkpointer(run, on_event=on_event) as first:
+        first.save(1, state(1)).committed.result()
+    assert seen == [1]
+
+
+def test_a_forked_child_does_not_wait_for_its_parents_saves(run: Path, held: threading.Event) -> None:
+    first = fs.Checkpointer(run)
+    first.save(1, state(1))
+    child = os.fork()
+    if child == 0:
+        os._exit(newest(fs.Checkpointer(run)))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    held.set()
+    first.close()

@@ -276,20 +276,12 @@ def _stages(job: Job) -> None:
 
 
 def _views(job: Job) -> None:
-    """A flat tensor of each rank's own, and shards that are views of it, in order and turned."""
-    flat, rows = torch.randn(2 * 6000), 60
-    job.state["views"] = {
-        "rows": fs.Shard(flat[:6000].view(rows, 100), (rows * job.size, 100), (rows * job.rank, 0)),
-        "turned": fs.Shard(flat[6000:].view(100, rows).t(), (rows * job.size, 100), (rows * job.rank, 0)),
-    }
-    job.state["all"] = fs.PerRank(flat)
-
-    def every() -> Iterator[Part]:
-        yield Part(f"all@{job.rank}", flat, tuple(flat.shape), (0,), "part")
-        for name, shard in job.state["views"].items():
-            yield Part(f"views.{name}", shard.tensor, shard.shape, shard.offset, "part")
-
-    job.sources.append(every)
+    """Shards of two tensors, of other types, that are views of one memory."""
+    rows = 240 // job.size
+    flat, shape, offset = torch.randn(rows * 100), (240, 100), (rows * job.rank, 0)
+    shards = {"rows": flat.view(rows, 100), "bits": flat.view(torch.int32).view(rows, 100)}
+    job.state["views"] = {name: fs.Shard(view, shape, offset) for name, view in shards.items()}
+    job.sources.append(lambda: (Part(f"views.{name}", view, shape, offset, "part") for name, view in shards.items()))
 
 
 def _plain(job: Job) -> None:

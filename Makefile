@@ -123,7 +123,7 @@ bench-scale: setup
 	mkdir -p runs/bench
 	$(BIN)/python bench/scale.py --json runs/bench/scale.json --update docs/performance/scale.md --plots docs/figures
 
-# Ten minutes, and the other commit's set-up before: make bench-pairs AGAINST=HEAD~20 BENCH="--bytes 5e9 --rounds 20"
+# Twenty minutes, and the other commit's set-up before: make bench-pairs AGAINST=HEAD~20 BENCH="--bytes 5e9 --rounds 40"
 bench-pairs: setup
 	@test -n "$(AGAINST)" || { echo "make bench-pairs AGAINST=COMMIT: which commit to compare this tree with"; exit 2; }
 	mkdir -p runs/bench

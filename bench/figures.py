@@ -34,9 +34,11 @@ def ratios(numerator: Mapping[int, float], denominator: Mapping[int, float]) -> 
     return [numerator[at] / denominator[at] for at in sorted(numerator.keys() & denominator.keys())]
 
 
-def by_round(series: Series[Sample], value: Callable[[Sample], float]) -> dict[int, float]:
-    """The median of each round."""
-    return {at: median(map(value, samples)) for at, samples in series.items() if samples}
+def by_round(
+    series: Series[Sample], value: Callable[[Sample], float], *, of: Callable[[Iterable[float]], float] = median
+) -> dict[int, float]:
+    """The median of each round, or what else `of` makes of its values."""
+    return {at: of(map(value, samples)) for at, samples in series.items() if samples}
 
 
 def values(series: Series[Sample], value: Callable[[Sample], float]) -> list[float]:

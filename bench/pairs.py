@@ -1,12 +1,13 @@
 """This tree against another commit of the repository: saves and loads of both, in pairs.
 
-    PYTHONPATH=src python -m bench.pairs COMMIT DIRECTORY [--bytes 2e9] [--tensors 1800] [--rounds 10]
+    PYTHONPATH=src python -m bench.pairs COMMIT DIRECTORY [--bytes 2e9] [--tensors 1800] [--rounds 20]
     PYTHONPATH=src python -m bench.pairs --from runs/bench/pairs.json --update PAGE
 
 The other commit is checked out under runs/bench/pairs and set up there by its own `make setup`; it stays for the next
 time. A round saves in a fresh process of each tree, then loads in another of each; every round changes which of them
-goes first. Ratios are of what was measured side by side, so noise that lasts longer than a pair is in none of them.
-`--json` is written after every round.
+goes first. Two rounds are a pair: each tree has gone first once, behind the removal of the round before, and its value
+is the least that it had, as what disturbs a process only makes it slower. Ratios are of pairs, so noise that lasts
+longer than a pair is in none of them. `--json` is written after every round.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ from rich.progress import Progress
 
 from bench import figures, machine, script
 from bench.checkouts import CheckoutError, Tree, other_tree, resolve, this_tree
+from bench.figures import Sample, Spread
 from bench.goals import cell
 from bench.launch import ROOT, WorkerError, call
 from bench.pair_worker import Equal, Turn
+from bench.paired import interval_of
 from bench.records import Measured, Outcome, Run, Task
 from bench.report import Report, Table
 from bench.worker import SETTLE_S
@@ -36,6 +39,7 @@ SAVES = 3  # of a process: the first, and later ones
 HOW = "Checkpointer.load"
 WARM_UP_BYTES = 48_000_000
 TIMEOUT_S = 1800.0  # of one process
+PAIR_ROUNDS = 2
 COLUMNS = ("", "this tree, of the other", "pairs in favour", THIS, OTHER)
 
 
@@ -54,7 +58,7 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """Something of which less is better, by round."""
+    """Something of which less is better, by pair."""
 
     title: str
     digits: int
@@ -66,17 +70,25 @@ FIGURES = (
     Figure("durable save, later, s", 3, lambda run, tree: _saves(run, tree, "durable_s", first=False)),
     Figure("inside `save`, later, ms", 1, lambda run, tree: _saves(run, tree, "blocked_s", first=False, times=1e3)),
     Figure("cold load, s", 3, lambda run, tree: _loads(run, tree, "load_s")),
+    Figure("CPU-s/GB, save, first of a process", 3,
+           lambda run, tree: _saves(run, tree, "cpu_s", first=True, times=_per_gb(run))),
     Figure("CPU-s/GB, save, later", 3, lambda run, tree: _saves(run, tree, "cpu_s", first=False, times=_per_gb(run))),
     Figure("CPU-s/GB, cold load", 3, lambda run, tree: _loads(run, tree, "cpu_s", times=_per_gb(run))),
 )
 
 
 def _saves(run: Run, tree: str, field: str, *, first: bool, times: float = 1.0) -> dict[int, float]:
-    return figures.by_round(figures.saves(run, tree, first=first), lambda sample: times * getattr(sample, field))
+    return _by_pair(figures.saves(run, tree, first=first), lambda sample: times * getattr(sample, field))
 
 
 def _loads(run: Run, tree: str, field: str, *, times: float = 1.0) -> dict[int, float]:
-    return figures.by_round(figures.loads(run, tree, HOW), lambda sample: times * getattr(sample, field))
+    return _by_pair(figures.loads(run, tree, HOW), lambda sample: times * getattr(sample, field))
+
+
+def _by_pair(series: figures.Series[Sample], value: Callable[[Sample], float]) -> dict[int, float]:
+    """The least of each pair of rounds. A last round without its other half is left out."""
+    rounds = figures.by_round(series, value, of=min)
+    return {at // PAIR_ROUNDS: min(rounds[at - 1], rounds[at]) for at in rounds if at % PAIR_ROUNDS == 0}
 
 
 def _per_gb(run: Run) -> float:
@@ -100,12 +112,14 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("directory", nargs="?", type=Path, default=Path("runs/bench"), help="on the device to measure")
     add("--bytes", type=lambda text: int(float(text)), default=int(2e9), help="of the state")
     add("--tensors", type=int, default=1800)
-    add("--rounds", type=int, default=10)
+    add("--rounds", type=int, default=20, help="two are a pair")
     add("--settle-s", type=float, default=SETTLE_S, help="rest before every timer")
     script.add_results(parser, NAME, each="round")
     options = parser.parse_args(arguments)
     if min(options.bytes, options.tensors, options.rounds) < 1:
         parser.error("--bytes, --tensors, --rounds: at least 1")
+    if options.rounds % PAIR_ROUNDS:
+        parser.error(f"--rounds {options.rounds} is odd: each tree goes first in every second round")
     if options.commit is None and options.read is None:
         parser.error("COMMIT is missing: which commit to compare this tree with")
     return options
@@ -192,9 +206,11 @@ def conditions(run: Run) -> str:
     cache = {True: "dropped from", False: "NOT DROPPED FROM", None: "perhaps not dropped from"}
     worst = next(cold for cold in (False, None, True) if any(sample.cold is cold for sample in loads))
     return (
-        f"{run.layout}; {run.rounds} pairs, which of them goes first alternates; median (lowest-highest); ratios are "
-        "medians of the pairs' own ratios, and below 1 this tree is better; a save ends when it is committed, which is "
-        f"durable; files {cache[worst]} the page cache before each load; GB are 10^9 bytes."
+        f"{run.layout}; {run.rounds // PAIR_ROUNDS} pairs of two rounds, in which each tree goes first once and its "
+        "least counts; median (lowest-highest); ratios are medians of the pairs' own ratios with the interval that "
+        "holds the true one in 95 of 100 runs: trees differ where 1 is outside of it, and below 1 this tree is better; "
+        f"a save ends when it is committed, which is durable; files {cache[worst]} the page cache before each "
+        "load; GB are 10^9 bytes."
     )
 
 
@@ -205,7 +221,8 @@ def table(run: Run) -> Table:
         ratios = figures.ratios(this, other)
         favour = sum(ratio < 1 for ratio in ratios)
         absolute = (cell(figures.spread(of.values()), figure.digits) for of in (this, other))
-        rows.append((figure.title, cell(figures.spread(ratios), 3), f"{favour} of {len(ratios)}", *absolute))
+        ratio = cell(Spread(*interval_of(ratios)) if ratios else None, 3)
+        rows.append((figure.title, ratio, f"{favour} of {len(ratios)}", *absolute))
     return Table("This tree against the other, in pairs", COLUMNS, tuple(rows))
 
 

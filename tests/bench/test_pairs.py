@@ -30,20 +30,25 @@ needs_git = pytest.mark.skipif(not (ROOT / ".git").exists(), reason="this tree i
 # Arithmetic
 
 
-def compared(*rounds: tuple[float, float]) -> Comparison:
-    """Made up of how long both trees take in each round; a first save takes twice as long."""
+def compared(*seconds: tuple[float, float]) -> Comparison:
+    """Made up of how long both trees take in each pair; a first save takes twice as long.
+
+    Who goes first in a round takes half as long again, as if what was removed before were still on its way.
+    """
     measured = []
-    for number, both in enumerate(rounds, 1):
-        for tree, seconds in zip((THIS, OTHER), both, strict=True):
-            saves = (made_up.save(1, 2 * seconds), made_up.save(2, seconds), made_up.save(3, seconds))
-            measured.append(Measured(tree, number, Outcome(2 * GB, saves=saves, note="by hand")))
-            load = replace(made_up.load(seconds / 2, how=HOW), cpu_s=seconds / 10)
-            measured.append(Measured(tree, number, Outcome(2 * GB, loads=(load,))))
-    return Comparison("abc", "def", made_up.run(measured, rounds=len(rounds)))
+    for pair, both in enumerate(seconds, 1):
+        for number, first in ((2 * pair - 1, THIS), (2 * pair, OTHER)):
+            for tree, least_s in zip((THIS, OTHER), both, strict=True):
+                took_s = least_s * (1.5 if tree == first else 1)
+                saves = (made_up.save(1, 2 * took_s), made_up.save(2, took_s), made_up.save(3, took_s))
+                measured.append(Measured(tree, number, Outcome(2 * GB, saves=saves, note="by hand")))
+                load = replace(made_up.load(took_s / 2, how=HOW), cpu_s=took_s / 10)
+                measured.append(Measured(tree, number, Outcome(2 * GB, loads=(load,))))
+    return Comparison("abc", "def", made_up.run(measured, rounds=2 * len(seconds)))
 
 
 def test_ratios_are_of_pairs_and_less_is_in_favour() -> None:
-    # The third round is three times as slow for both: it moves the absolute median, and no ratio.
+    # The third pair is three times as slow for both: it moves the absolute median, and no ratio.
     rows = {row[0]: row[1:] for row in pairs.table(compared((1.0, 2.0), (2.0, 1.0), (2.4, 3.0)).run).rows}
     assert rows["durable save, later, s"] == (
         "0.800 (0.500-2.000)", "2 of 3", "2.000 (1.000-2.400)", "2.000 (1.000-3.000)"
@@ -56,6 +61,24 @@ def test_ratios_are_of_pairs_and_less_is_in_favour() -> None:
     )
     assert rows["CPU-s/GB, save, later"] == ("1.000", "0 of 3", "0.100", "0.100"), "equal is in favour of neither"
     assert list(rows) == [figure.title for figure in FIGURES]
+
+
+def test_equal_trees_are_equal_whoever_goes_first() -> None:
+    for row in pairs.table(compared((1.0, 1.0), (2.0, 2.0)).run).rows:
+        assert row[1:3] == ("1.000", "0 of 2"), row[0]
+
+
+def test_a_round_without_its_other_half_is_left_out() -> None:
+    found = compared((1.0, 2.0), (3.0, 1.0))
+    whole = tuple(one for one in found.run.measured if one.round < 4)
+    rows = {row[0]: row[1:3] for row in pairs.table(replace(found.run, measured=whole)).rows}
+    assert rows["cold load, s"] == ("0.500", "1 of 1")
+
+
+def test_an_odd_number_of_rounds_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        pairs.parse(["HEAD", "--rounds", "3"])
+    assert "--rounds 3 is odd: each tree goes first in every second round" in capsys.readouterr().err
 
 
 def test_who_goes_first_changes_with_each_round() -> None:
@@ -258,7 +281,7 @@ def test_a_small_run_of_this_tree_against_its_own_commit(tmp_path: Path, capsys:
     ]
     for figure in FIGURES:
         ratios = figures.ratios(figure.of(found.run, THIS), figure.of(found.run, OTHER))
-        assert len(ratios) == 2, figure.title
+        assert len(ratios) == 1, figure.title
         assert min(ratios) > 0
     assert not list(options.directory.iterdir())
     assert pairs.main(["--from", str(told), "--update", str(page)]) == 0

@@ -2,11 +2,16 @@
 
     PYTHONPATH=src python -m bench.watching DIRECTORY [--bytes 5e9] [--tensors 1800] [--saves 10]
 
-Parameters and their AdamW, equal in size: in small pages, as torch allocates them, and in huge ones (one mapping, for
-which they are advised). For each a process saves by turns into three stores, one for each way to watch, so that all
-meet the same noise; the first saves, which plan, are left out. Told are medians and ranges: for how long `save` blocks,
-and the processor time of its thread in it; then the wait at the fence, the optimizer's step after it, and one beside no
-save.
+Parameters and their AdamW, equal in size, in three kinds of memory, each in a process of its own:
+
+    collapsed  as torch allocates them, and as the default leaves them after the first save's pass
+    small      the same, with collapse=False
+    huge       one mapping, for which huge pages are advised
+
+It saves by turns into two stores, one for each way to watch, so that both meet the same noise; the first saves, which
+plan, are left out. Told are medians and ranges: for how long `save` blocks, and the processor time of its thread in it;
+then the wait at the fence, the optimizer's step after it, and one beside no save. The goal is what `save` may block
+beyond samples: 2 ms, and 16 ms for each GB that is in small pages.
 """
 
 from __future__ import annotations
@@ -19,6 +24,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -27,8 +33,11 @@ import torch
 import flowstone as fs
 from bench.script import folder_in
 from flowstone import events
+from flowstone.pipeline.save import Saves
 
 WAYS = ("samples", "auto")
+PAGES = ("collapsed", "small", "huge")
+MINUTES_MAX = 10
 HUGE_PAGE_BYTES = 2 << 20
 MS = 1e3
 
@@ -66,21 +75,24 @@ def build(tensors: int, size: int, *, huge: bool) -> tuple[torch.nn.Module, torc
     return model, optimizer
 
 
-def measure(options: argparse.Namespace, huge: bool) -> None:
+def measure(options: argparse.Namespace, pages: str) -> None:
     """In a process of its own: one kind of memory, every way to watch it."""
-    model, optimizer = build(options.tensors, options.bytes, huge=huge)
+    model, optimizer = build(options.tensors, options.bytes, huge=pages == "huge")
     told: list[events.Event] = []
     timed = {way: Timed() for way in WAYS}
     with ExitStack() as stack:
-        checkpointers = {way: stack.enter_context(opened(options.directory / way, way, told.append)) for way in WAYS}
+        open_one = partial(opened, pages=pages, on_event=told.append)
+        checkpointers = {way: stack.enter_context(open_one(options.directory / way, way)) for way in WAYS}
         for number in range(options.saves + 1):
             for way, checkpointer in checkpointers.items():
                 told.clear()
                 sample = save_once(checkpointer, number, model, optimizer, told)
                 if number > 0:
                     timed[way].append(sample)
-    kind, size = "huge" if huge else "small", options.bytes / 1e9
-    print(f"{kind} pages, {options.tensors:,} tensors of {size:g} GB, {options.saves} saves each; milliseconds")
+                elif pages == "collapsed" and way == "auto":
+                    await_pass(checkpointer)
+    size = options.bytes / 1e9
+    print(f"{pages} pages, {options.tensors:,} tensors of {size:g} GB, {options.saves} saves each; milliseconds")
     for way in WAYS:
         exact = median(sample.exact for sample in timed[way])
         cells = (
@@ -89,11 +101,27 @@ def measure(options: argparse.Namespace, huge: bool) -> None:
             for got in [[getattr(sample, name) for sample in timed[way]]]
         )
         print(f"  {way:<8} {exact:4.0%} exact: " + ", ".join(cells), flush=True)
+    extra = median(sample.blocked for sample in timed["auto"]) - median(sample.blocked for sample in timed["samples"])
+    small = median(sample.small_gb for sample in timed["auto"])
+    goal = f"{extra:+.1f} ms beyond samples, goal {2 + 16 * small:.1f} ms"
+    print(f"  {size - small:.2f} GB in huge pages; {goal}", flush=True)
+
+
+def await_pass(checkpointer: fs.Checkpointer) -> None:
+    """Until what the last save has captured is in huge pages."""
+    saves = checkpointer._saves
+    assert isinstance(saves, Saves)
+    saves._threads.writer.submit(int).result()  # a pass begins behind the commit
+    current = saves.collapsing._pass
+    if current is not None:
+        current.wait(MINUTES_MAX * 60)
+        share = f"{current.huge_bytes / current.wanted_bytes:.1%} of the memory is in huge pages"
+        print(f"  {share}, {current.collapsed_bytes / 1e9:.2f} GB anew in {current.processor_s:.1f} s", flush=True)
 
 
 @dataclass
 class Sample:
-    """Of one save, in milliseconds; `exact` as a part of what was captured late."""
+    """Of one save, in milliseconds; `exact` as a part of what was captured late, of which so much is in small pages."""
 
     blocked: float
     processor: float
@@ -101,6 +129,7 @@ class Sample:
     step_after: float
     step_alone: float
     exact: float
+    small_gb: float
 
 
 Timed = list[Sample]
@@ -120,11 +149,12 @@ def save_once(
     fence = MS * sum(event.waited_s for event in told if isinstance(event, events.Fenced))
     io = save.committed.result().manifest.io
     exact, sampled = io.exact_bytes or 0, io.sampled_bytes or 0
-    return Sample(blocked, processor, fence, after - fence, alone, exact / (exact + sampled))
+    small_gb = (exact - (io.huge_bytes or 0)) / 1e9
+    return Sample(blocked, processor, fence, after - fence, alone, exact / (exact + sampled), small_gb)
 
 
-def opened(directory: Path, way: str, on_event: Callable[[events.Event], None]) -> fs.Checkpointer:
-    engine = fs.EngineOptions(watch=way)  # type: ignore[arg-type]
+def opened(directory: Path, way: str, pages: str, on_event: Callable[[events.Event], None]) -> fs.Checkpointer:
+    engine = fs.EngineOptions(watch=way, collapse=pages == "collapsed")  # type: ignore[arg-type]
     return fs.Checkpointer(directory, keep=fs.Keep(last=1), engine=engine, budget_bytes=1 << 30, on_event=on_event)
 
 
@@ -140,12 +170,12 @@ def main() -> None:
     parser.add_argument("--tensors", type=int, default=1800)
     parser.add_argument("--bytes", type=lambda text: int(float(text)), default=int(5e9))
     parser.add_argument("--saves", type=int, default=10)
-    parser.add_argument("--pages", nargs="+", choices=("huge", "small"), default=["huge", "small"])
+    parser.add_argument("--pages", nargs="+", choices=PAGES, default=list(PAGES))
     options = parser.parse_args()
     place = options.directory
     for pages in options.pages:
         with folder_in(place) as options.directory:
-            process = multiprocessing.get_context("spawn").Process(target=measure, args=(options, pages == "huge"))
+            process = multiprocessing.get_context("spawn").Process(target=measure, args=(options, pages))
             process.start()
             process.join()
         if process.exitcode:

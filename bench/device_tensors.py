@@ -32,7 +32,7 @@ SAVE = {
     "describe": "flowstone.pipeline.save.describe", "plan": "flowstone.pipeline.save.plan_save",
     "begin: watch": "flowstone.pipeline.capturing.watch_sources", "begin: gather": "flowstone.stage.gather.gather_for",
     "begin: draft": "flowstone.commit.publish.begin", "begin: stage": "flowstone.pipeline.capturing.start_capture",
-    "objects": "flowstone.pipeline.save.encode_sections",
+    "objects": "flowstone.pipeline.save_run.encode_sections",
     "early": "flowstone.store.jobs.JobWriting.wait_early",
 }
 

@@ -32,7 +32,7 @@ SAVE = {
     "describe": "flowstone.pipeline.save.describe", "plan": "flowstone.pipeline.plan_cache.plan_writes",
     "watch": "flowstone.pipeline.capturing.watch_sources", "begin": "flowstone.commit.publish.begin",
     "stage": "flowstone.pipeline.capturing.start_capture",
-    "objects (while writing)": "flowstone.pipeline.save.encode_sections",
+    "objects (while writing)": "flowstone.pipeline.save_run.encode_sections",
     "index": "flowstone.format.index.Frame.fill", "publish": "flowstone.commit.publish.publish",
 }
 LOAD = {

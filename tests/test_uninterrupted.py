@@ -358,7 +358,7 @@ def test_a_first_save_that_is_interrupted_is_committed_whole_or_leaves_nothing(t
 def test_the_step_of_a_save_that_was_interrupted_can_be_saved_at_once(tmp_path: Path) -> None:
     training = Training(tmp_path / "run")
     with training.checkpointer() as checkpointer:
-        with mock.patch("flowstone.pipeline.save.encode_sections", side_effect=KeyboardInterrupt), pytest.raises(
+        with mock.patch("flowstone.pipeline.save_run.encode_sections", side_effect=KeyboardInterrupt), pytest.raises(
             KeyboardInterrupt
         ):
             checkpointer.save(1, training.at(1))
@@ -379,7 +379,8 @@ def test_who_is_interrupted_once_more_before_a_save_is_given_up_leaves_that_to_t
         acts = [checkpointer._turn.uninterrupted, mock.Mock(side_effect=KeyboardInterrupt)]
         with (
             mock.patch.object(checkpointer._turn, "uninterrupted", lambda act: acts.pop(0)(act)),
-            mock.patch("flowstone.pipeline.save.encode_sections", side_effect=Struck), pytest.raises(KeyboardInterrupt),
+            mock.patch("flowstone.pipeline.save_run.encode_sections", side_effect=Struck),
+            pytest.raises(KeyboardInterrupt),
         ):
             checkpointer.save(2, training.at(2))
         training.optimizer.step()

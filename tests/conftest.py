@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from unittest import mock
 
 import pytest
@@ -52,6 +53,18 @@ def _config_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """An empty directory for the user's files: what somebody tuned on this machine is none of the tests' business."""
     with mock.patch.dict(os.environ, XDG_CONFIG_HOME=str(tmp_path_factory.mktemp("config"))):
         yield
+
+
+@pytest.fixture(scope="session")
+def memory_path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A directory in memory, if the machine has such a place: for hundreds of commits that are not about the disk, and
+    would wait for it."""
+    shared = Path("/dev/shm")
+    if not os.access(shared, os.W_OK):
+        yield tmp_path_factory.mktemp("memory")
+        return
+    with TemporaryDirectory(prefix="flowstone-tests-", dir=shared) as path:
+        yield Path(path)
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from tempfile import mkdtemp
 from unittest import mock
 
 import numpy as np
@@ -28,8 +29,8 @@ PLAIN = fs.EngineOptions(backend="posix", direct="off", workers=1)
 
 @settings(max_examples=60, deadline=None)
 @given(state=states())
-def test_any_state_survives_save_and_load_bit_exactly(tmp_path_factory: pytest.TempPathFactory, state: State) -> None:
-    store = tmp_path_factory.mktemp("run")
+def test_any_state_survives_save_and_load_bit_exactly(memory_path: Path, state: State) -> None:
+    store = Path(mkdtemp(dir=memory_path))
     with fs.Checkpointer(store, engine=PLAIN) as checkpointer:
         checkpointer.save(1, state)
     target = blank(state)
@@ -42,9 +43,9 @@ def test_any_state_survives_save_and_load_bit_exactly(tmp_path_factory: pytest.T
 @settings(max_examples=25, deadline=None)
 @given(state=states(), header_bytes_max=st.sampled_from([4096, 8192]))
 def test_any_state_survives_in_several_segments(
-    tmp_path_factory: pytest.TempPathFactory, state: State, header_bytes_max: int
+    memory_path: Path, state: State, header_bytes_max: int
 ) -> None:
-    store = tmp_path_factory.mktemp("run")
+    store = Path(mkdtemp(dir=memory_path))
     state["_many"] = [torch.full((1,), float(i)) for i in range(200)]
     small = partial(plan_writes, header_bytes_max=header_bytes_max)
     planned = mock.patch("flowstone.pipeline.plan_cache.plan_writes", small)
@@ -67,9 +68,9 @@ def boxes_of(shape: tuple[int, ...]) -> Iterator[fs.Box]:
 @settings(max_examples=40, deadline=None)
 @given(tensor=tensors(), data=st.data())
 def test_any_box_of_any_tensor_reads_as_slicing_would(
-    tmp_path_factory: pytest.TempPathFactory, tensor: torch.Tensor, data: st.DataObject
+    memory_path: Path, tensor: torch.Tensor, data: st.DataObject
 ) -> None:
-    store = tmp_path_factory.mktemp("run")
+    store = Path(mkdtemp(dir=memory_path))
     with fs.Checkpointer(store, engine=PLAIN) as checkpointer:
         checkpointer.save(1, {"w": tensor})
     found, raw = fs.open(store, engine=PLAIN), raw_bytes(tensor)
@@ -90,9 +91,9 @@ def test_any_box_of_any_tensor_reads_as_slicing_would(
 
 
 @pytest.fixture(scope="module")
-def wide(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, np.ndarray]:
+def wide(memory_path: Path) -> tuple[Path, np.ndarray]:
     """A tensor of several chunks to a row and several rows to a chunk, in two boxes."""
-    store = tmp_path_factory.mktemp("wide") / "run"
+    store = Path(mkdtemp(dir=memory_path)) / "run"
     table = torch.arange(7 * 211 * 1021, dtype=torch.int32).reshape(7, 211, 1021)
     split = lambda state, **how: split_rows(describe(state, **how), "w", 3)  # noqa: E731
     with mock.patch("flowstone.pipeline.save.describe", split), fs.Checkpointer(store) as checkpointer:
@@ -129,17 +130,18 @@ def tiny(value: int = 1) -> dict[str, object]:
 
 
 @pytest.fixture(scope="module")
-def tiny_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    store = tmp_path_factory.mktemp("tiny") / "run"
+def tiny_store(memory_path: Path) -> Path:
+    store = Path(mkdtemp(dir=memory_path)) / "run"
     with fs.Checkpointer(store) as checkpointer:
         checkpointer.save(3, tiny())
     return store
 
 
 @pytest.fixture
-def copy(tiny_store: Path, tmp_path: Path) -> Path:
-    shutil.copytree(tiny_store, tmp_path / "run")
-    return tmp_path / "run/step-00000003"
+def copy(tiny_store: Path, memory_path: Path) -> Path:
+    store = Path(mkdtemp(dir=memory_path)) / "run"
+    shutil.copytree(tiny_store, store)
+    return store / "step-00000003"
 
 
 def loads_as_saved_or_raises(store: Path, checkpointer: fs.Checkpointer) -> bool:

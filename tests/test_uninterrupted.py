@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 from unittest import mock
 
@@ -26,6 +27,12 @@ from flowstone.store.directories import directory
 
 MIB = 1 << 20
 PATIENCE_S = 60.0  # for what is to happen at once
+
+
+@pytest.fixture
+def tmp_path(memory_path: Path) -> Path:
+    """Each line is a commit of its own."""
+    return Path(mkdtemp(dir=memory_path))
 
 
 def nothing() -> None: ...
@@ -49,7 +56,7 @@ def test_a_thread_of_acts_that_dies_before_its_first_act_is_not_waited_for(monke
     monkeypatch.setattr(time_slice, "shorten", lambda: 1 // 0)
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     before = signal.signal(signal.SIGALRM, too_late)
-    signal.alarm(20)
+    signal.alarm(int(PATIENCE_S))
     try:
         assert Acts().do(lambda: 7, first=nothing) == 7
     finally:

@@ -128,7 +128,7 @@ def test_what_takes_checkpoints_alone_says_that_a_step_is_in_the_journal_and_how
     told = subprocess.run(
         [sys.executable, "-m", "flowstone", "show", str(place), "--step", "4"], capture_output=True, text=True
     )
-    assert told.returncode == 1
+    assert told.returncode == 2
     assert "load(state, step=4)" in told.stderr
     with fs.Checkpointer(place) as checkpointer:  # no step at all
         for act in (lambda: checkpointer.load(Training().state(), step=7), lambda: checkpointer.rewind(7)):

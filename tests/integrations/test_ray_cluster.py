@@ -217,7 +217,7 @@ def test_the_command_line_uses_the_cluster_that_ray_address_names(model: Path, a
     whole = run(address, FLOWSTONE, "verify", str(model / "run"), "--ray", "--json")
     assert json.loads(whole.stdout)["sound"], whole.stderr
     nowhere = run("127.0.0.1:1", FLOWSTONE, "verify", str(model / "run"), "--ray")
-    assert nowhere.returncode == 1
+    assert nowhere.returncode == 2
     assert "there is no cluster of Ray at 127.0.0.1:1" in nowhere.stderr
     done = run(address, FLOWSTONE, "verify", str(harmed(model, tmp_path / "run")), "--ray")
     assert (done.returncode, done.stdout.count("not what was written")) == (1, 3), done.stderr
@@ -230,7 +230,7 @@ def test_verbs_that_write_take_the_cluster_too(model: Path, address: str, tmp_pa
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["bytes"] > 40e6
     nowhere = run("127.0.0.1:1", FLOWSTONE, verb, str(source), str(tmp_path / "y"), "--ray")
-    assert nowhere.returncode == 1
+    assert nowhere.returncode == 2
     assert not (tmp_path / "y").exists()
     section = "" if verb == "export" else "model."
     found = fs.open(tmp_path / "x") if verb != "export" else None

@@ -33,12 +33,10 @@ from flowstone.pipeline.journal_records import Kept, Lineage, Step
 from flowstone.pipeline.journaling import Journaling
 from flowstone.pipeline.known_state import Known, kept_of, known_of
 from flowstone.pipeline.load_outcome import LoadReport
-from flowstone.pipeline.pacing import Captures
 from flowstone.pipeline.plan_cache import FenceMode
 from flowstone.pipeline.replica_link import link_of
 from flowstone.pipeline.save import Saves
 from flowstone.pipeline.shared import SaveOptions, Shared
-from flowstone.pipeline.sole_writer import SoleWriter
 from flowstone.ranks import Decision, error_for_others
 from flowstone.runtime.ending import without_frames
 from flowstone.stage.device import as_on_this_thread
@@ -63,6 +61,7 @@ class EveryStep:
         self._store, self._group, self._emit = shared.store, shared.group, shared.emit
         self._turn, self._outcome, self._frozen = shared.turn, shared.outcome, shared.frozen
         self._saves, self._recovery_s, self._options = saves, recovery_s, shared.options
+        self.in_flight, self.captures, self.sole_writer = saves.in_flight, saves.captures, saves.sole_writer
         self._lag_steps = options.lag_steps
         self._ranks = JournalRanks(shared) if shared.group.size > 1 else None
         self._wholes = WholeSaves()
@@ -134,8 +133,12 @@ class EveryStep:
         self._outcome.check_whole()
         if not self._is_open:  # a journal begins now: not at a step that fails to get into the one before
             self._journaling.await_durable()
-        is_rooted = self._root is None or self._root.committed.done()
-        leave = self._lag_steps if is_rooted else 1 << 30  # until then no step is durable, and none waits for it
+        leave = self._lag_steps
+        if self._root is not None and not self._root.committed.done():
+            if self.in_flight.newest is None:
+                leave = 1 << 30  # of a new run no step is durable, and none waits for it
+            else:
+                self.in_flight.settle()  # a crash would lose it, too, and come back with a step that is older
         self._records.settle(leave, below=self._journaling.oldest if self._ranks is not None else None)
         self._note_whole()
         self._check_new(step)
@@ -242,6 +245,8 @@ class EveryStep:
         """A whole save that nothing leads to. `why`: what could not be replayed, "" if nothing came before."""
         if why := why or self._lost:
             self._emit(NotJournaled(step, why))
+        # So many steps may not be durable once this returns, this one among them; ranks wait alike.
+        self.in_flight.settle(0 if self._ranks is not None else self._lag_steps - 1)
         self._journaling.leave_broken()
         self._lineage = self._known = None
         return self._begin_whole(step, state, fence, spans)
@@ -279,7 +284,7 @@ class EveryStep:
             root.committed.add_done_callback(lambda _: end_with(save, root))
 
     def _check_new(self, step: int) -> None:
-        self._saves.in_flight.check_new(step)
+        self.in_flight.check_new(step)
         newest = self._records.newest if self._lineage is None else self._lineage.step
         if newest is not None and step <= newest and self._outcome.superseded_above is None:
             raise StepExistsError(
@@ -470,18 +475,6 @@ class EveryStep:
         """Wait until every save so far is durable. Raises the first failure that was not raised yet."""
         self._saves.settle()
         self._records.settle()
-
-    @property
-    def in_flight(self) -> InFlight:
-        return self._saves.in_flight
-
-    @property
-    def captures(self) -> Captures:
-        return self._saves.captures
-
-    @property
-    def sole_writer(self) -> SoleWriter:
-        return self._saves.sole_writer
 
     def end(self, *, wait: bool = True) -> None:
         """Steps are noted no more."""

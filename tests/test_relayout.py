@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import count
+from pathlib import Path
+from tempfile import mkdtemp
 
 import numpy as np
 import pytest
@@ -248,16 +250,14 @@ def play(store: object, changes: list[str]) -> None:
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_change_between_saves_is_in_the_checkpoint(change: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    play(tmp_path_factory.mktemp("run") / "s", ["a step of training", "nothing", change, "nothing", change])
+def test_a_change_between_saves_is_in_the_checkpoint(change: str, memory_path: Path) -> None:
+    play(Path(mkdtemp(dir=memory_path)) / "s", ["a step of training", "nothing", change, "nothing", change])
 
 
 @settings(max_examples=25, deadline=None)
 @given(changes=st.lists(st.sampled_from(sorted(CHANGES)), min_size=2, max_size=8))
-def test_any_changes_between_saves_are_in_the_checkpoints(
-    tmp_path_factory: pytest.TempPathFactory, changes: list[str]
-) -> None:
-    play(tmp_path_factory.mktemp("run") / "s", changes)
+def test_any_changes_between_saves_are_in_the_checkpoints(memory_path: Path, changes: list[str]) -> None:
+    play(Path(mkdtemp(dir=memory_path)) / "s", changes)
 
 
 def bytes_of(described: Described) -> list[bytes]:

@@ -15,7 +15,7 @@ import torch
 import flowstone as fs
 
 _MODULES_MAX = 180  # of ours
-_OBJECTS_MAX = 21_100  # that the collector tracks; more where each record is a dataclass
+_OBJECTS_MAX = 21_000  # that the collector tracks; more where each record is a dataclass
 _START = """
 import gc, json, sys
 import torch

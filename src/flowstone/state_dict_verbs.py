@@ -15,7 +15,6 @@ from flowstone.config import EngineOptions
 from flowstone.errors import ArgumentError, FlowstoneError
 from flowstone.runtime.turns import Turn, one_at_a_time
 from flowstone.runtime.writer_lock import finish_saves_of_others, is_same_place
-from flowstone.state import unpack
 from flowstone.trace import Spans
 
 if TYPE_CHECKING:
@@ -58,6 +57,8 @@ class StateDictVerbs:
         spans = Spans("save", step, self._group.rank)
         self._check_open()
         spans.step, state_dict, _ = calls.to_save(step, state_dict, "auto")
+        from flowstone.state.unpacked import unpack  # imported here: most training states are objects
+
         return self._saves.save(spans.step, unpack(_checked(state_dict)).state, "now", spans)
 
     @one_at_a_time
@@ -83,6 +84,8 @@ class StateDictVerbs:
         flags = {"verify_first": verify_first, "fallback": fallback}
         state_dict, step, rules = calls.to_load(state_dict, step, rules, flags)
         self._saves.await_all()
+        from flowstone.state.unpacked import unpack  # imported here, as above
+
         unpacked = unpack(_checked(state_dict), self._stored(step))
         report = self._loads.load_newest(step, unpacked.state, rules, verify_first=verify_first, fallback=fallback)
         unpacked.pack()

@@ -30,7 +30,6 @@ from flowstone.state.registry import register_provider
 from flowstone.state.restore import Restoration, prepare
 from flowstone.state.split import SplitTensor
 from flowstone.state.state_dicts import found_in, warn_of_load, warn_of_save, wrapped_sections
-from flowstone.state.unpacked import Unpacked, unpack
 
 __all__ = [
     "BYTES_INLINE_MAX",
@@ -50,14 +49,12 @@ __all__ = [
     "SplitTensor",
     "Stored",
     "StoredTensor",
-    "Unpacked",
     "describe",
     "found_in",
     "prepare",
     "register_provider",
     "rng",
     "takes_hook",
-    "unpack",
     "warn_of_load",
     "warn_of_save",
     "wrapped_sections",

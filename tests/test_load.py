@@ -205,7 +205,7 @@ def test_fallback_takes_the_step_before_one_without_manifest_tells_why_and_goes_
     with fs.Checkpointer(three, keep=5) as checkpointer:
         report = checkpointer.load(blank, fallback=True)
         assert report.step == 8
-        assert "step 9 is damaged and was passed over" in report.notes[0]
+        assert "step 9 is damaged and was skipped" in report.notes[0]
         checkpointer.save(9, blank)
     assert len(list(three.glob(".superseded-00000009-*"))) == 1
     assert fs.open(three).verify().step == 9

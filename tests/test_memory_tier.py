@@ -322,7 +322,7 @@ def test_a_directory_that_cannot_follow_a_rewind_is_told_and_follows_later(
         _flushed(store, 2)
         disk.lock("somebody else")
         checkpointer.rewind(1)
-        assert "has not followed the rewind of memory://run yet" in caplog.text
+        assert "is not rewound yet, as memory://run is" in caplog.text
         assert "somebody else" in caplog.text
         disk.close()
         _flushed(store, 1)
@@ -408,7 +408,7 @@ def test_a_flush_that_finds_nothing_has_failed(agent: Path, tmp_path: Path) -> N
     command = [sys.executable, "-m", "flowstone.agent.flush", "run", str(tmp_path / "disk")]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 1
-    assert "no checkpoint of memory://run was found" in ended.stderr
+    assert "memory://run has no checkpoint to flush" in ended.stderr
     assert not ended.stdout
 
 

@@ -82,7 +82,7 @@ def unknown_type(directory: Path) -> None:
 
 @pytest.mark.parametrize(("harm", "said"), [
     (torn, "is torn"), (missing, "lacks 1 of 3 shards"), (headless, "is torn"), (unlisted, "disagree"),
-    (misplaced, "disagree"), (absent, "disagree"), (outside, "elsewhere"), (nonsense, "is no index of shards"),
+    (misplaced, "disagree"), (absent, "disagree"), (outside, "file outside"), (nonsense, "is no index of shards"),
     (without_index, "no index"), (shape, "'embed' .* contradicts itself"), (unknown_type, "unknown type 'F9_E4M4'"),
 ])
 def test_a_source_that_is_not_whole_is_refused(

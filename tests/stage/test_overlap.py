@@ -18,7 +18,7 @@ from flowstone.table.dtype import DTYPES
 from flowstone.table.pieces import Memory, Piece, Pieces, Places
 
 BASE = np.zeros(4096, np.float32)
-REFUSED = "overlap     second: shares memory with first, other values are stored for it"
+REFUSED = "overlap     second: shares memory with first, but their stored values differ"
 
 
 def saved(store: Path, **tensors: torch.Tensor) -> fs.Checkpointer:

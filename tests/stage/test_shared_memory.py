@@ -92,7 +92,7 @@ def _can_be_held(views: Sequence[np.ndarray], content: Sequence[np.ndarray]) -> 
 def test_what_there_is_no_memory_to_compare_is_refused_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_memory, "available_bytes", lambda: 100)
     views = [BASE[:100], BASE[50:150]]
-    with pytest.raises(BudgetError, match="share memory: comparing what is stored for them takes 750 bytes"):
+    with pytest.raises(BudgetError, match="the stored values of tensors that share memory takes 750 bytes"):
         conflicts(views, [])
 
 

@@ -144,7 +144,7 @@ def test_settings_that_were_not_saved_are_not_kept(tmp_path: Path, form: str) ->
             return
         report = ckpt.load_state_dict(state)
     assert "initial_lr" not in state["optimizer"]["param_groups"][0]
-    assert "initial_lr not in the checkpoint, removed from the state dict" in str(report.notes)
+    assert "initial_lr not in the checkpoint: removed from the state dict" in str(report.notes)
 
 
 def test_what_belongs_to_no_parameter_is_replaced_in_the_dict(tmp_path: Path) -> None:

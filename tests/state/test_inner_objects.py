@@ -100,7 +100,7 @@ def test_where_no_object_is_there_the_load_is_refused_and_changes_nothing() -> N
     restoration = prepare({"s": target, "n": 0}, stored(checkpoint))
     (difference,) = restoration.differences
     assert (difference.name, difference.found) == ("s.after.0.after.1", "an object")
-    assert difference.expected == "nothing of that name, into which no object can be restored"
+    assert difference.expected == "no object to restore into: nothing of that name"
     assert restoration.remedies == ("make the object that belongs at 's.after.0.after.1' before the load",)
     assert target.after[0].after[0].state_dict() == before
 

@@ -273,7 +273,7 @@ def test_settings_that_the_checkpoint_lacks_are_kept_and_noted() -> None:
     state["optimizer"].param_groups[0]["later"] = 5
     notes = load(checkpoint, state).notes
     assert state["optimizer"].param_groups[0]["later"] == 5
-    assert notes == ("optimizer.param_groups.0: later not in the checkpoint, kept as they are",)
+    assert notes == ("optimizer.param_groups.0: later not in the checkpoint: left as is",)
 
 
 def test_a_tied_parameter_is_found_under_each_of_its_names() -> None:

@@ -63,7 +63,7 @@ def test_a_path_with_what_is_no_name_is_refused_by_it(scheme: str, kind: str) ->
 def test_every_call_refuses_it_before_a_request_is_made(flow: str, run: Path, server: Server) -> None:
     server.requests()
     for path in ("exp#1", "exp?x", "exp/../other"):
-        with pytest.raises(ArgumentError, match="is no place for a store"):
+        with pytest.raises(ArgumentError, match="is not the URL of a store"):
             FLOWS[flow](f"s3://bkt/{path}", run)
     assert server.requests() == []
 
@@ -139,5 +139,5 @@ def test_the_place_of_a_file_system_is_shown_as_it_is_used(tmp_path: Path) -> No
 @pytest.mark.parametrize("path", ["a/../b", "a//b", "a\nb"])
 def test_a_path_of_a_file_system_with_what_is_no_name_is_refused(path: str) -> None:
     memory: Any = fsspec.filesystem("memory")
-    with pytest.raises(ArgumentError, match="is no place for a store"):
+    with pytest.raises(ArgumentError, match="is not the URL of a store"):
         fs.Fsspec(memory, path)

@@ -118,7 +118,7 @@ def test_a_tiers_step_without_manifest_is_damaged_and_set_aside_by_the_flush_of_
             checkpointer.load(into)
         report = checkpointer.load(into, fallback=True)
         assert (report.step, report.tier) == (2, str(near))
-        assert "step 3 is damaged and was passed over" in report.notes[0]
+        assert "step 3 is damaged and was skipped" in report.notes[0]
         save(checkpointer, 3)
     for store in paths:
         assert fs.open(store, 3).verify().sound

@@ -41,7 +41,7 @@ def test_a_job_whose_first_tier_refuses_goes_on_from_the_next_one(
     told: list[object] = []
     tiers = [_memory(ANOTHER), tmp_path / "disk"]
     with fs.Checkpointer(tiers, on_event=told.append) as checkpointer:
-        assert "memory://run cannot be used, and is left out; saves go to" in caplog.text
+        assert "memory://run cannot be used and is left out; saves go to" in caplog.text
         assert "another secret" in caplog.text
         state = _state(0)
         report = checkpointer.load(state)

@@ -31,7 +31,7 @@ def main() -> int:
         target.close()
         source.close()
     if copied is None:
-        print(f"no checkpoint of {source.location} was found to flush", file=sys.stderr)
+        print(f"{source.location} has no checkpoint to flush", file=sys.stderr)
         return 1
     os.write(sys.stdout.fileno(), msgspec.json.encode(copied))
     return 0

@@ -163,7 +163,7 @@ class PeerServer:
             if self._writer is channel:
                 return
         if is_note or path == MARKER_NAME or self.is_committed(directory):
-            raise OSError(errno.EPERM, f"only the holder of the lock takes away {escaped(path[:200])}")
+            raise OSError(errno.EPERM, f"only the holder of the run's lock may remove {escaped(path[:200])}")
 
     def is_committed(self, directory: str) -> bool:
         return step_of(directory) is not None and self.tree.exists(f"{directory}/{MANIFEST_NAME}")

@@ -301,12 +301,13 @@ class Server:
         try:
             copied = msgspec.json.decode(said, type=Copied)
         except msgspec.DecodeError:
-            self._try_again(flush, "it ended without a word on what is durable")
+            self._try_again(flush, "it ended without reporting which step is durable")
             return
         run.flushed_step, run.flushed_id = copied.step, copied.id
         newest = run.newest()
         if copied.left_out or ((copied.step, copied.id) != newest == flush.newest):
-            self._try_again(flush, copied.left_out or f"step {copied.step} is durable, not the newest, {newest[0]}")
+            older = f"step {copied.step} is durable, the newest step {newest[0]} is not"
+            self._try_again(flush, copied.left_out or older)
             return
         run.flushed_rewinds, run.flush_error = flush.rewinds, ""
         del self._flushes[run.name]

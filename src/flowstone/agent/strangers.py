@@ -59,6 +59,6 @@ class Strangers:
             if self._lines < 1:
                 self._untold += 1
                 return
-            more = f", and {self._untold} more connections before it" if self._untold else ""
+            more = f"; {self._untold} more connections were refused before it" if self._untold else ""
             self._lines, self._untold = self._lines - 1, 0
         self._tell(f"{address}: {escaped(why)}{more}")

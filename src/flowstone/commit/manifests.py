@@ -67,8 +67,8 @@ def read_manifest(store: Names, directory: str) -> Manifest:
         if lacks_manifest(store, directory):
             raise DamagedError(
                 f"{store.location}/{directory} has no {MANIFEST_NAME}", found=", ".join(store.names(directory)[:5]),
-                next="restore it from a copy, or load with fallback=True, which takes the step before and has the next "
-                "save set this one aside",
+                next="restore it from a copy, or load with fallback=True: that loads the step before, and the next "
+                "save sets this one aside",
             ) from None
         raise NoCheckpointError(
             f"there is no checkpoint in {store.location}/{directory}", missing=MANIFEST_NAME,

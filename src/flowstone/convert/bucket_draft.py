@@ -71,7 +71,7 @@ class BucketDraft:
         taken = self._store.exists(self.name) if self._is_file else self._store.exists()
         if taken:
             raise StorageError(
-                f"cannot export to {self.url.shown}: there is something", errno=errno.EEXIST,
+                f"cannot export to {self.url.shown}: it already exists", errno=errno.EEXIST,
                 next="give a new URL, or remove it first",
             )
         holder = f"process {os.getpid()} on {socket.gethostname()}"
@@ -85,7 +85,7 @@ class BucketDraft:
             return msgspec.json.decode(self._store.read(self._note, bytes_max=_NOTE_BYTES_MAX), type=_Note)
         except (msgspec.DecodeError, DamagedError):
             raise StorageError(
-                f"cannot export to {self.url.shown}: {self._note} is there, and no export has written it",
+                f"cannot export to {self.url.shown}: {self._note} exists, and no export wrote it",
                 errno=errno.EEXIST, next="remove it, or give another URL",
             ) from None
 

@@ -200,7 +200,8 @@ def _check_chosen(select: _Selection, sources: Sequence[Source], names: Sequence
     for source, chosen in zip(sources, names, strict=True):
         if select.section and not chosen:
             raise NoTensorError(
-                f"{source.location} has nothing in the section {select.section!r}", next="name another one"
+                f"{source.location} has nothing in the section {select.section!r}",
+                next="give a section that both have, or none to compare everything",
             )
     idle = select.idle([name for chosen in names for name in chosen])
     if idle:

@@ -192,8 +192,8 @@ def check_expansion(location: str, lengths: Mapping[str, int], held_bytes: int, 
         raise UnsupportedFormatError(
             f"{location} would expand from {held_bytes} bytes to {total}", expected=f"at most {most} bytes",
             found=f"the largest is {largest!r:.200}, {lengths[largest]} bytes",
-            next="if you trust this checkpoint, load it with the program that saved it, and save it without what is "
-            "expanded",
+            next="if you trust this checkpoint, load it with the program that saved it, and save it again without "
+            "expanded tensors",
         )
 
 
@@ -221,7 +221,7 @@ def _check_filled(source: Source, tensor: SourceTensor) -> None:
             return
     try:
         if len(boxes) > _UNALIGNED_MAX:
-            raise CoverageError(f"{len(boxes)} parts that do not lie side by side", next="save it in fewer parts")
+            raise CoverageError(f"{len(boxes)} parts that form no grid", next="save it in fewer parts")
         check_tiling(tensor.name, tensor.shape, boxes)
     except CoverageError as error:
         raise CoverageError(

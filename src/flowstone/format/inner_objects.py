@@ -22,7 +22,7 @@ def inner_state(node: object, path: str) -> object:
         return node
     if node.parts or node.objects.keys() != {"state"}:
         raise DamagedError(
-            f"the object '{path}' does not match its type", expected="one state of an object inside of another one",
+            f"the object '{path}' does not match its type", expected="one entry, 'state'",
             found=", ".join([*node.parts, *node.objects]), next="run `flowstone verify`; load another checkpoint",
         )
     return node.objects["state"]

@@ -112,9 +112,10 @@ class Collapsing:
 
 def _reason(ended: _native.Collapse) -> str:
     """Why some of the memory is in small pages; "" if none is."""
-    refused = f"are refused huge pages ({os.strerror(ended.error)})"
+    refused = f"were refused huge pages ({os.strerror(ended.error)})"
     counts = {
         "share 2 MiB with other memory": ended.edge_bytes, refused: ended.refused_bytes,
-        "are not in memory, or not of this process alone": ended.scattered_bytes, "were left": ended.left_bytes,
+        "are not in memory, or are shared with other processes": ended.scattered_bytes,
+        "were not reached": ended.left_bytes,
     }
     return ", ".join(f"{count} bytes {what}" for what, count in counts.items() if count)

@@ -340,7 +340,7 @@ class Loads:
 
 def passed_over(step: int, error: FlowstoneError) -> str:
     """The note of a load that falls back, on a newer step."""
-    return f"step {step} is damaged and was passed over: {error.message}"
+    return f"step {step} is damaged and was skipped: {error.message}"
 
 
 def leads_to(store: Store, step: int | None) -> Chain | None:

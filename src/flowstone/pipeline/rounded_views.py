@@ -49,5 +49,5 @@ def refuse_rounded_views(rules: Sequence[Quantize], described: Described) -> Non
             if is_rounded and rule is not None and other is not None:
                 raise UnsupportedStateError(
                     f"{rule} rounds {piece.name!r}, which shares memory with {pieces.names[other]!r}",
-                    next="leave one of them out of the state or the rule: rounded apart, no load could take both",
+                    next="leave one of them out of the state, or both out of the rule: a load could not restore both",
                 )

@@ -87,7 +87,7 @@ class Tiering:
             raise lost[0][1]
         for store, error in lost:
             where = store.location, used[0].store.location
-            log.warning("%s cannot be used, and is left out; saves go to %s: %s", *where, error)
+            log.warning("%s cannot be used and is left out; saves go to %s: %s", *where, error)
             with suppress(FlowstoneError, OSError):
                 store.close()
         away = [

@@ -138,7 +138,7 @@ class _Shadow:
         needed, available = count * (self._grain + 1), available_bytes()
         if needed > available:
             raise BudgetError(
-                f"tensors of the state share memory: comparing what is stored for them takes {needed} bytes",
+                f"comparing the stored values of tensors that share memory takes {needed} bytes",
                 found=f"{available} bytes available", next="leave views of other tensors out of the state",
             )
         self._content, self._marks = np.zeros(count, _CARRIERS[self._grain]), np.zeros(count, np.bool_)
@@ -208,11 +208,11 @@ def refuse_conflicts(targets: LoadTargets, groups: Sequence[Sequence[int]], read
     if found:
         refuse(
             [
-                f"overlap     {names[at]}: shares memory with {names[other]}, other values are stored for it"
+                f"overlap     {names[at]}: shares memory with {names[other]}, but their stored values differ"
                 if at != other else
-                f"overlap     {names[at]}: its elements share memory, different values are stored for them"
+                f"overlap     {names[at]}: its elements share memory, but their stored values differ"
                 for at, other in found
             ],
-            what="tensors of the state share memory, and differ in the checkpoint",
+            what="tensors that share memory in the state differ in the checkpoint",
             next="give each its own memory (clone()), or leave one out of the state and add fs.Skip for it",
         )

@@ -28,8 +28,8 @@ def note_options(loading: Loading, optimizer: Core, absent: Sequence[str], place
         loading.remedies.append(_NOT_FLATTENED)
         return False
     is_dict = isinstance(optimizer, HeldOptimizer)
-    done = "removed from the state dict" if is_dict else "kept as they are"
-    loading.notes.append(f"{place.name}: {', '.join(absent)} not in the checkpoint, {done}")
+    done = "removed from the state dict" if is_dict else "left as is"
+    loading.notes.append(f"{place.name}: {', '.join(absent)} not in the checkpoint: {done}")
     return is_dict
 
 
@@ -50,7 +50,7 @@ def note_slots(
         loading.remedies.append(_NOT_FLATTENED)
         return
     loading.notes.append(
-        f"{place.name}: the checkpoint has no {_slots_of(absent)}: removed from the state dict. Give "
+        f"{place.name}: the checkpoint has no {_slots_of(absent)}: removed from the state dict. Pass "
         "StateDictOptions(strict=False) to set_optimizer_state_dict()"
     )
 

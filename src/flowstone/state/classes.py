@@ -205,7 +205,7 @@ class _ObjectArray(Form):
 def _array_dtype(text: object) -> np.dtype[Any]:
     """The dtype of an array that is stored item by item. Raises TypeError for another."""
     if type(text) is not str or not re.fullmatch(r"\|O|[<>]U[0-9]{1,9}|\|S[0-9]{1,9}", text):
-        raise TypeError(f"{text!r:.40} is no dtype of text or objects")
+        raise TypeError(f"{text!r:.40} is not a dtype of text or objects")
     return np.dtype(text)
 
 
@@ -217,7 +217,7 @@ class _Config(Form):
     def fields(self, value: Any) -> Fields:
         omegaconf: Any = imported("omegaconf", "OmegaConf")
         if omegaconf.get_type(value) not in (dict, list):
-            raise TypeError("it has a class of its own: save OmegaConf.to_container() of it")
+            raise TypeError("it is a structured config: save OmegaConf.to_container() of it")
         flags = value.__dict__["_metadata"].flags or {}
         return {"content": omegaconf.to_container(value, resolve=False), "flags": dict(flags)}
 
@@ -423,8 +423,8 @@ def register_class(
             form = None
         else:
             raise ProviderError(
-                f"{_plain(own)} is no dataclass, NamedTuple, enumeration, or class of attrs",
-                next="give `fields` and `create`, which take its objects apart and make them",
+                f"{_plain(own)} is not a dataclass, NamedTuple, enumeration, or class of attrs",
+                next="give `fields`, which takes its objects apart, and `create`, which makes them",
             )
         CLASSES.add(own, kind or _plain(own), form)
         return own

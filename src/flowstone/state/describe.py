@@ -58,8 +58,8 @@ def describe_walk(saving: Saving) -> DescribeWalk:
             return kind.describe(value, place, saving, role)
         if saving.inner == "refused":
             raise unsupported(
-                place.name, value, "is an object that a load could not restore: its place is made anew",
-                "give it a section of its own in the state, or keep it where the object around it is made with it",
+                place.name, value, "is an object that a load could not restore: what contains it is created anew",
+                "give it a section of its own in the state",
             )
         return inner_object(kind.describe(value, place, saving, role))
 

@@ -117,7 +117,7 @@ def check_read(unexpected: Collection[str] | None, missing: Collection[str] | No
     found = [f"does not read {_listed(unexpected)}"] if unexpected else []
     found += [f"finds nothing for {_listed(missing)}"] if missing else []
     raise StateError(
-        f"cannot restore '{place.name}': its load_state_dict() does not take what its state_dict() gave",
+        f"cannot restore '{place.name}': its load_state_dict() does not match its state_dict()",
         found=f"it {' and '.join(found)}",
         next="read each entry in _load_from_state_dict(), or allow the difference by a rule (fs.Skip, fs.Init); its "
         "parameters and buffers are already restored",

@@ -67,12 +67,13 @@ def value_of(constant: Named, path: str) -> object:
         return _value_of(constant.kind, constant.text)
     except LookupError as error:
         raise UnsupportedFormatError(
-            f"the object '{path}' is of an enumeration, or a time zone, that is not known here", found=constant.text,
-            next="register its class by fs.register_class(), or load into a state that has a member of it",
+            f"the object '{path}' is of an unknown enumeration or time zone", found=constant.text,
+            next="register the enumeration with fs.register_class(), or load into a state that has a member of it",
         ) from error
     except (ValueError, ArithmeticError, TypeError, OSError) as error:
         raise DamagedError(
-            f"the object '{path}' is no {constant.kind}", found=constant.text[:80], next="run `flowstone verify`"
+            f"the object '{path}' is not a valid {constant.kind}", found=constant.text[:80],
+            next="run `flowstone verify`",
         ) from error
 
 
@@ -118,7 +119,7 @@ def _member(text: str) -> object:
     if own is None:
         raise LookupError(name)
     if not isinstance(own, type) or not issubclass(own, enum.Enum):
-        raise ValueError(f"{name} is no enumeration")
+        raise ValueError(f"{name} is not an enumeration")
     if re.fullmatch(r"\(-?\d{1,4000}\)", member):
         return own(int(member[1:-1]))
     return own.__members__[member]

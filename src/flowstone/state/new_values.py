@@ -65,8 +65,8 @@ class NewValues:
     def _want_provided(self, node: Provided, place: Place, live: object) -> None:
         served = PROVIDERS.of_kind(node.kind)
         if node.kind == INNER:
-            found = "a value" if live is not MISSING else "nothing of that name"
-            self._loading.differ("kind", place.name, f"{found}, into which no object can be restored", kind_of(node))
+            there = "a value" if live is not MISSING else "nothing of that name"
+            self._loading.differ("kind", place.name, f"no object to restore into: {there}", kind_of(node))
             self._loading.remedies.append(f"make the object that belongs at '{place.name}' before the load")
             return
         if served is not None and not served.provider.creates and PROVIDERS.of_type(type(live)) is served:

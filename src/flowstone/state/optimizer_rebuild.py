@@ -370,7 +370,7 @@ class Rebuild:
                 raise StateError(
                     f"cannot restore '{self.place.name}'",
                     found=f"__setstate__() of {type(part).__qualname__} raised {type(error).__name__}: {error}",
-                    next="load what this kind of optimizer has saved; its tensors are already restored",
+                    next="load a checkpoint of this kind of optimizer; its tensors are already restored",
                 ) from error
 
     def _is_as_it_was(self, state: Mapping[object, object]) -> bool:

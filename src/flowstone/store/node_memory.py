@@ -113,7 +113,7 @@ class NodeMemory(StoreInMemory):
         while (status := self.status()) is not None and (status.is_flushing or status.flush_error):
             if status.flush_error or time.monotonic() > deadline:
                 log.warning(
-                    "%s has not followed the rewind of %s yet, and is tried again: %s", status.flush_to, self.location,
+                    "%s is not rewound yet, as %s is; the agent tries again: %s", status.flush_to, self.location,
                     status.flush_error or f"it takes longer than {TIER_ANSWER_S:g} s",
                 )
                 return

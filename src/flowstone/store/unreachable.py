@@ -16,7 +16,7 @@ class _Unreachable:
     def refuse(self, *_: object, **__: object) -> NoReturn:
         raise StorageError(
             f"{self.location} does not answer: {self._reason.message}",
-            next="see what is wrong with it; the next Checkpointer asks it again",
+            next="repair that store; the next Checkpointer tries it again",
         ) from self._reason
 
     def close(self) -> None:

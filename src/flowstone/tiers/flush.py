@@ -143,7 +143,7 @@ def _draft(target: Store, manifest: Manifest) -> publish.Draft:
     taken = step_directory(manifest.step)
     if lacks_manifest(target, taken):
         aside = new_superseded_directory(manifest.step)
-        log.warning("%s/%s has no manifest: it is damaged, and set aside as %s", target.location, taken, aside)
+        log.warning("%s/%s has no manifest: it is damaged, and was set aside as %s", target.location, taken, aside)
         removal.move(target, taken, aside)
     draft = publish.begin(target, manifest.step, manifest.id)
     if target.names(draft.directory):

@@ -37,10 +37,10 @@ def _value(checkpoint: Checkpoint, node: object, path: str) -> object:
     if isinstance(node, Provided):
         if not node.parts and form_of_node(node) is not None:
             return make(node, lambda item: _value(checkpoint, item, path))
-        remedy = "" if node.parts else "register its class by fs.register_class(): DCP shows no live one; or "
+        remedy = "" if node.parts else "register its class with fs.register_class(), or "
         raise UnsupportedStateError(
-            f"'{path}' is an object of {node.kind}, which DCP cannot be given",
-            next=f"{remedy}load it by fs.Checkpointer",
+            f"DCP cannot load '{path}', an object of {node.kind}",
+            next=f"{remedy}load it with fs.Checkpointer",
         )
     if isinstance(node, dict):
         pairs = [

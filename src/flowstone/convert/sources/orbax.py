@@ -124,7 +124,10 @@ def read_orbax(path: Path) -> Source:
     row_bytes = max(part.row_bytes() for part in parts)
     check_expansion(str(path), {"one row of chunks": row_bytes}, held, _EXPANSION_MAX)
     if longest > MIB + _ENCODED_MAX * row_bytes:
-        raise DamagedError(f"{path} has a chunk that is too long", found=f"{longest} bytes", next="copy it again")
+        raise DamagedError(
+            f"{path} has a chunk that is too long", expected=f"at most {MIB + _ENCODED_MAX * row_bytes} bytes",
+            found=f"{longest} bytes", next="copy it again",
+        )
     cache_bytes = _CACHE_BYTES + row_bytes
     tensors: list[SourceTensor] = []
     objects: dict[str, object] = {}
@@ -153,7 +156,7 @@ def _stored_bytes(item: Path) -> tuple[int, int]:
     is_database = (item / _DATABASE).is_file()
     for place, directories, names in os.walk(item):
         for name in (*names, *(one for one in directories if os.path.islink(os.path.join(place, one)))):
-            with translated(item, "look at", name), open_plain(Path(place, name)) as opened:
+            with translated(item, "read", name), open_plain(Path(place, name)) as opened:
                 length = os.fstat(opened.fileno()).st_size
                 total += allocated_bytes(opened)
             if name in _READ_WHOLE and length > _READ_WHOLE_BYTES_MAX:
@@ -272,7 +275,7 @@ class _Item:
         }
         try:
             if not is_inner(name):
-                raise ValueError("a name that leads out of the directory, or cannot be a file's")
+                raise ValueError("the name leads out of the directory, or cannot name a file")
             store = self._tensorstore.open(spec, open=True, read=True, context=context).result()
             return _Array(store, f"{self._directory}/{name}")
         except (ValueError, OSError) as error:
@@ -331,7 +334,9 @@ def _tree(leaves: Sequence[tuple[tuple[_Key, ...], object]], path: str) -> dict[
             node = inner
         if not keys or keys[-1].key in node:
             name = ".".join(key.key for key in keys)
-            raise DamagedError(f"{path} has two values at {name!r:.200}, or one at none", next="copy it again")
+            raise DamagedError(
+                f"{path} has two values under the name {name!r:.200}, or one without a name", next="copy it again"
+            )
         node[keys[-1].key] = value
     for node, name in reversed(lists):  # those inside of others first
         inner = node[name]

@@ -117,7 +117,7 @@ def hashable(key: object) -> object:
         if isinstance(value, tuple | frozenset):
             count += 1 + len(value)
             if count > _KEY_VALUES_MAX:
-                raise ValueError("a key of thousands of values")
+                raise ValueError(f"a key of more than {_KEY_VALUES_MAX} values")
             waiting += value
     return key
 
@@ -130,7 +130,7 @@ def hashables(keys: Iterable[object]) -> list[object]:
 def items_of(values: object) -> Collection[Any]:
     """The values of a container that holds them; a range would make them up, without end. Raises ValueError."""
     if not isinstance(values, tuple | list | set | frozenset):
-        raise ValueError(f"a {type(values).__name__} where values should be")
+        raise ValueError(f"expected a tuple, list or set of values, found a {type(values).__name__}")
     return values
 
 
@@ -187,8 +187,9 @@ _CONTAINERS = (dict, tuple, list, set, frozenset, Record)
 
 def _without_end(path: str) -> UnsupportedFormatError:
     return UnsupportedFormatError(
-        f"{path}: its values nest too deep, or repeat without end", expected=f"at most {_DEPTH_MAX} levels",
-        next="do not use this file; or save the tensors by themselves",
+        f"the values in {path} nest too deeply, contain themselves, or repeat too often",
+        expected=f"at most {_DEPTH_MAX} levels",
+        next="do not use this file; if you trust it, load it with torch and save its tensors alone",
     )
 
 
@@ -298,7 +299,7 @@ class _Machine:
 
     def _global(self, *parts: object) -> None:
         if not all(isinstance(part, str) and len(part) <= _NAME_CHARS_MAX and part.isprintable() for part in parts):
-            raise ValueError("a name that is none")
+            raise ValueError("an invalid name of a class or function")
         self._stack.append(Global(".".join(map(str, parts))))
 
     def _stack_global(self) -> None:

@@ -93,7 +93,10 @@ def _shards(directory: Path) -> tuple[tuple[str, ...], Mapping[str, str] | None]
     shards = tuple(dict.fromkeys(weight_map.values()))
     strange = [name for name in shards if "/" in name or not is_inner(name)]
     if strange:
-        raise DamagedError(f"{path} names a file elsewhere", found=f"{strange[0]!r:.200}", next="do not use it")
+        raise DamagedError(
+            f"{path} refers to a file outside its directory", found=f"{strange[0]!r:.200}",
+            next="do not use this checkpoint",
+        )
     missing = [name for name in shards if not (directory / name).exists()]
     if missing:
         raise DamagedError(

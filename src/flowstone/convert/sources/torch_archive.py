@@ -71,7 +71,7 @@ class _Bounded(io.BufferedReader):
 
     def read(self, size: int | None = -1, /) -> bytes:
         if size is not None and size > _DIRECTORY_BYTES_MAX:
-            raise ValueError(f"a directory of {size} bytes")
+            raise ValueError(f"its directory takes {size} bytes, more than {_DIRECTORY_BYTES_MAX}")
         return super().read(size)
 
 

@@ -51,7 +51,7 @@ def storage_of(identity: object) -> StorageRef:
     if not isinstance(kind, Global) or not isinstance(key, str) or not isinstance(elements, int):
         raise ValueError("a storage that is not described as torch does it")
     if not 0 <= elements < _NUMBER_MAX:
-        raise ValueError("a storage with a negative or too large number")
+        raise ValueError("a storage with a negative or too large number of elements")
     if kind.name in _UNTYPED:
         return StorageRef(key, None, elements)
     name = STORAGE_DTYPES.get(kind.name.removeprefix("torch."))
@@ -91,9 +91,9 @@ def lengths(values: object) -> tuple[int, ...]:
     """Numbers of elements, one for each dimension. Raises ValueError."""
     found = items_of(values)
     if len(found) > NDIM_MAX:
-        raise ValueError(f"a tensor of {len(found)} dimensions")
+        raise ValueError(f"a tensor of {len(found)} dimensions, more than {NDIM_MAX}")
     if not all(isinstance(n, int) and 0 <= n < _NUMBER_MAX for n in found):
-        raise ValueError("a tensor with a negative or too large number")
+        raise ValueError("a tensor with a negative or too large side, stride or offset")
     return tuple(found)
 
 
@@ -150,20 +150,20 @@ def _bytearray(content: object = b"", *encoding: object) -> bytearray:
 
 def _slice(*parts: object) -> slice:
     if not all(part is None or isinstance(part, int | float | str) for part in parts):
-        raise ValueError("a slice of something else than numbers")
+        raise ValueError("a slice whose bounds are not numbers")
     return slice(*parts)
 
 
 def _device(*parts: object) -> Named:
     text = ":".join(map(str, parts)) if all(isinstance(part, int | str) for part in parts) else ""
     if not 0 < len(text) <= _TEXT_CHARS_MAX:
-        raise ValueError("a device that is none")
+        raise ValueError("an invalid device")
     return Named("torch.device", text)
 
 
 def _layout(name: object) -> Global:
     if not isinstance(name, str) or len(name) > _TEXT_CHARS_MAX:
-        raise ValueError("a layout that is none")
+        raise ValueError("an invalid layout")
     return Global(name)
 
 

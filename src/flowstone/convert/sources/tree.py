@@ -72,7 +72,7 @@ class Tree:
             self.unmapped.append(Unmapped(name, str(what)))
             return _DROPPED
         if isinstance(value, set | frozenset) and (strange := _strange(value)) is not None:
-            self.unmapped.append(Unmapped(name, f"a set, with {strange}"))
+            self.unmapped.append(Unmapped(name, f"a set with {strange}"))
             return _DROPPED
         return value
 
@@ -83,7 +83,7 @@ class Tree:
             strange = None if _is_dtype(key) else _strange(key)
             where = f"{name}.{_text(key) if strange is None else strange}"
             if strange is not None:
-                self.unmapped.append(Unmapped(where, f"a key, {strange}"))
+                self.unmapped.append(Unmapped(where, f"a key with {strange}"))
                 continue
             if where in paths:
                 raise CollisionError(
@@ -108,7 +108,7 @@ class Tree:
         self._names_bytes += len(name)
         if self._names_bytes > _NAMES_BYTES_MAX:
             raise UnsupportedFormatError(
-                f"the names of the tensors in {self._path} are too long", expected=f"{_NAMES_BYTES_MAX} bytes in all",
+                f"the names of the tensors in {self._path} are too long", expected=f"at most {_NAMES_BYTES_MAX} in all",
                 next="shorten the keys that lead to them, and save again",
             )
         # As text: hashes of text are keyed, so that none can be forged.
@@ -140,7 +140,7 @@ def check_sections(names: object, path: str) -> None:
             len(name) > NAME_BYTES_MAX or not valid_text(name)
         ):
             raise UnsupportedFormatError(
-                f"{path}: {name!r:.60} cannot name a section", expected="text without '@', NUL and lone surrogates",
+                f"{path}: {name!r:.60} cannot name a section", expected="text without '@', NUL or lone surrogates",
                 next="save a dict of state_dicts, by names",
             )
 

@@ -210,7 +210,7 @@ class Client:
         if listing.foreign and path not in self._with_foreign_names:
             self._with_foreign_names.add(path)
             log.warning(
-                "objects in %s are passed over: no file of Flowstone has such a name: %s",
+                "objects in %s are skipped, as no file of Flowstone has such a name: %s",
                 f"{self.location}/{path}".rstrip("/"), ", ".join(listing.foreign[:5]),
             )
         return listing

@@ -64,7 +64,7 @@ def list_all(location: str, bucket: Bucket, path: str, refused: StorageError | N
     raises   FrameworkError  it is not S3's, or boto3 is not installed; what boto3 raises
     """
     is_s3 = type(bucket).__name__ == "S3Store"
-    remedy = "remove that object, which is not ours"
+    remedy = "remove that object, which Flowstone did not write"
     try:
         if not is_s3:
             raise ImportError("boto3 is for S3 alone")
@@ -73,7 +73,7 @@ def list_all(location: str, bucket: Bucket, path: str, refused: StorageError | N
         raise FrameworkError(
             f"cannot list {f'{location}/{path}'.rstrip('/')}: an object in it has a name that obstore refuses",
             reason="" if refused is None else refused.facts["reason"],
-            next=f"pip install boto3, with which it is passed over; or {remedy}" if is_s3 else remedy,
+            next=f"pip install boto3, which can list it, so that it is skipped; or {remedy}" if is_s3 else remedy,
         ) from error
     name, prefix = place_of(bucket, path)
     found = Listing([], [], [])

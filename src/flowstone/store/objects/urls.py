@@ -78,7 +78,7 @@ def parse(url: str) -> BucketUrl:
     _check_characters(url, rest)
     if ":" in bucket or ("@" in bucket and scheme not in _AZURE):
         raise _refused(
-            url, "it has credentials in it", "leave them out: give them by the environment, as to other programs "
+            url, "it has credentials in it", "leave them out, and set them in the environment, as for other programs "
             "(AWS_ACCESS_KEY_ID, GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_ACCOUNT_KEY)",
         )
     container, at, account = bucket.partition("@")
@@ -109,8 +109,8 @@ def _of_fsspec(scheme: str, rest: str) -> ObjectUrl:
     host = rest.partition("/")[0]
     if ":" in host and "@" not in host and not _PORT.fullmatch(host):
         raise _refused(
-            url, "what follows ':' is no number of a port, and no '@' ends a password",
-            "write a slash of a password as %2F, or give the file system itself to fs.Fsspec",
+            url, "its ':' is followed by neither a port nor a password that ends with '@'",
+            "write a slash in a password as %2F, or give the file system itself to fs.Fsspec",
         )
     kept = rest.removesuffix("/") or rest
     check_parts(url, kept.partition("/")[2].split("/") if "/" in kept.removesuffix("/") else ())
@@ -122,13 +122,13 @@ def _check_characters(url: str, rest: str) -> None:
         if mark in rest:
             kept = without_secrets(url).partition(mark)[0]
             raise _refused(
-                url, f"it has {mark!r}, behind which nothing counts in a URL",
-                "choose a name without it" + ("" if url.startswith(FSSPEC) else f"; what was saved by it is in {kept}"),
+                url, f"it has {mark!r}, and other programs ignore what follows",
+                "choose a name without it" + ("" if url.startswith(FSSPEC) else f"; earlier saves are in {kept}"),
             )
     try:
         rest.encode()
     except UnicodeEncodeError:
-        raise _refused(url, "it is no UTF-8", "choose another name") from None
+        raise _refused(url, "it is not UTF-8", "choose another name") from None
 
 
 def check_parts(shown: str, parts: Sequence[str]) -> None:
@@ -136,15 +136,15 @@ def check_parts(shown: str, parts: Sequence[str]) -> None:
     for part in parts:
         control = next((char for char in part if ord(char) < 32 or 127 <= ord(char) < 160), None)
         if control is not None:
-            raise _refused(shown, f"it has the control character {control!r}", "is a line end behind a variable?")
+            raise _refused(shown, f"it has the control character {control!r}", "does a variable end with a line break?")
         if part in (".", ".."):
-            raise _refused(shown, f"its part {part!r} is no name", "write the path without it")
+            raise _refused(shown, f"its part {part!r} is not a name", "write the path without it")
         if not part:
             raise _refused(shown, "a part between two slashes is empty", "write one slash; is a variable unset?")
 
 
 def _refused(url: str, reason: str, remedy: str) -> ArgumentError:
-    return ArgumentError(f"{without_secrets(url)!r} is no place for a store: {reason}", next=remedy)
+    return ArgumentError(f"{without_secrets(url)!r} is not the URL of a store: {reason}", next=remedy)
 
 
 def without_secrets(url: str) -> str:

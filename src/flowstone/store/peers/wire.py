@@ -292,8 +292,8 @@ def _hear(connection: socket.socket, kind: type[_Message], where: str, until: fl
         raise _no_peer(where) from error
     except BlockingIOError as error:
         raise PeerError(
-            f"what answers at {where} said nothing for {PEER_GREETING_S:.0f} s, or too little",
-            next="find out what it is; if it is a node of the job, see how busy that is",
+            f"the server at {where} did not finish its greeting in {PEER_GREETING_S:.0f} s",
+            next="check what listens there; if it is a node of the job, check how busy it is",
         ) from error
 
 

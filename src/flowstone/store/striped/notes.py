@@ -112,7 +112,7 @@ def check_there(first: Store, number: int, store: Store, missing: str) -> None:
         found = f"a directory without {records.PART_NAME}: perhaps the mount point, with nothing mounted"
     raise StorageError(
         f"path {number} of {first.location}, {store.location}, is not there", errno=errno.ENODEV, found=found,
-        missing=missing, next="mount that path, or give where it is now to fs.Striped",
+        missing=missing, next="mount that path, or give its new location to fs.Striped",
     )
 
 

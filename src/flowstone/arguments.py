@@ -261,7 +261,7 @@ def _refuse_url(text: str, scheme: str) -> None:
 
 
 def object_url(path: object) -> ObjectUrl | None:
-    """The URL that a path is, if it is one of an object store. Raises ArgumentError for one that is ambiguous."""
+    """The path as the URL of an object store, or None. Raises ArgumentError for an ambiguous URL."""
     if not isinstance(path, str | os.PathLike) or ":/" not in str(path):
         return None
     from flowstone.store.objects import urls  # as above

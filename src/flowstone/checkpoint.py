@@ -138,7 +138,7 @@ class StoredTensor:
         return self.shape[0]
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        """Refused: a read for each row would be slow, and never meant."""
+        """Refused: iteration would read row by row, which is slow and hardly intended."""
         raise TypeError(f"{self.name!r} is not read row by row; write [...] for all of it, or [a:b] for some rows")
 
     def __repr__(self) -> str:
@@ -280,7 +280,7 @@ class Checkpoint:
 
         A module's has names below the section, without wrappers' prefixes; an optimizer's numbers its parameters in the
         order of its groups, as `Optimizer.load_state_dict` takes it. A container of modules has a dict for each.
-        Tied tensors are one, numpy's where torch is not installed. What a provider saved is "kind", "parts", "objects".
+        Tied tensors are one object. Without torch, tensors are numpy arrays. Of a provider: "kind", "parts", "objects".
 
         section  None: a dict of all sections, those that each rank has its own of only if `rank` is given
         rank     whose value, of a section that each rank has its own of

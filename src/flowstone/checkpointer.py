@@ -91,7 +91,7 @@ class Checkpointer(TierVerbs):
         stores = tiers.stores if tiers else (calls.store_at(calls.to_store(path), engine),)
         self.made_at, self._pid, self._turn = caller(), os.getpid(), Turn()
         meet = meeting_of(stores, tiers.leave_out if tiers else None)
-        # Last of what may be refused: it makes this Checkpointer known to the other ranks.
+        # After all checks that may fail: this makes the Checkpointer known to the other ranks.
         self._group = RankGroup(deadline_s, stores[0].location, self._turn, alone=alone)
         self._turn.on_interrupt = self._group.agreement.leave_call
         self._store: Store = meet(self._group)
@@ -113,7 +113,7 @@ class Checkpointer(TierVerbs):
     def latest(self) -> Checkpoint | None:
         """The newest committed checkpoint; None where there is none yet. Raises DamagedError if it is damaged.
 
-        Waits for saves in flight of this process into this store, as `load` does: the answer does not depend on timing.
+        Waits for this process's saves in flight into this store, as `load` does: the answer does not depend on timing.
         """
         self._check_open()
         self._await_saves()

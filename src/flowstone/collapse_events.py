@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Collapsed:
-    """Memory that saves capture late was collapsed into huge pages, in the background. Told when the next save is
-    committed, or by `close`; a next save ends it early, and it goes on after that one.
+    """Memory that is captured after `save` returns was collapsed into huge pages, in the background. Emitted when the
+    next save is committed, or by `close`; the next save interrupts the work, which continues after that save.
 
     step             of the save after which it began; None: of `prepare`
-    bytes            of the memory, on this rank
-    huge_bytes       of these: in huge pages now
-    collapsed_bytes  length of the huge pages that were made
-    processor_s      that this took
+    bytes            length of the memory, on this rank
+    huge_bytes       of these bytes, those in huge pages now
+    collapsed_bytes  length of the huge pages that this pass made
+    processor_s      processor time that this took
     reason           why the rest is in small pages; "" if there is none
     """
 

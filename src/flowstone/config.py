@@ -114,7 +114,7 @@ UNANSWERED_S = 10.0  # for ranks that have not called, if they are known not to,
 # The memory agent of a node (store/agent_client.py, agent/).
 AGENT_MESSAGE_BYTES_MAX = 64 * KIB
 AGENT_CONNECTIONS_MAX = 256
-AGENT_NAME_CHARS_MAX = 4096  # of each path, or other text, of a request
+AGENT_NAME_CHARS_MAX = 4096  # of each path or other text in a request
 AGENT_ANSWER_S = 60.0  # for an answer: it frees gigabytes of memory in less
 AGENT_START_S = 60.0  # for a new agent to listen, on a machine that is busy
 AGENT_LINGER_S = 600.0  # that what a job had in memory stays after the job has ended
@@ -138,9 +138,9 @@ PEER_CONNECTIONS_MAX = 256
 PEER_STRANGERS_MAX = 32  # connections that have not shown yet that they know the job's secret
 PEER_READS_MAX = 8  # connections of one read
 PEER_REBUILD_BYTES = MIB  # of a shard, for each of these that rebuilds: beside the budget
-PEER_STRANGER_S = 1.0  # that such a connection may keep its place where all are taken: a greeting takes milliseconds
-PEER_STRANGERS_TOLD_MAX = 20  # lines of a node's log on strangers at once; in the long run one a second
-PEER_GREETING_S = 10.0  # to connect, and for a greeting, all of it
+PEER_STRANGER_S = 1.0  # before a newer one may replace it, if all places are taken: a greeting takes milliseconds
+PEER_STRANGERS_TOLD_MAX = 20  # log lines on strangers in a burst; one a second on average
+PEER_GREETING_S = 10.0  # to connect, and for a whole greeting
 PEER_ANSWER_S = 60.0
 PEER_SILENCE_S = 5  # a connection whose other side's machine does not answer the system's probes ends after that
 PEER_DOWN_S = 5.0  # a node that did not answer is not asked again for so long, where another one can be
@@ -187,9 +187,9 @@ PATH_SHARE_MIN = 1 / 64  # of a save: what a slow path gets, so that its rate is
 PATHS_MAX = 64  # of one store
 
 # Memory that is watched page by page is collapsed into huge pages between saves (native/collapse.h).
-COLLAPSE_BYTES_MIN = 64 * MIB  # of a state: below, `save` protects all small pages in 0.2 ms
+COLLAPSE_BYTES_MIN = 64 * MIB  # of a state: in a smaller one, `save` protects all small pages in 0.2 ms
 COLLAPSE_SHARE = 1 / 8  # of one processor, at most; 2 MiB take about 3 ms of it
-COLLAPSE_SKIPS_MAX = 63  # saves after which none is tried, as the system refused
+COLLAPSE_SKIPS_MAX = 63  # saves without an attempt, after the system refused
 
 # Below this, gathering by windows cannot keep even a slow device busy.
 BUDGET_BYTES_MIN = 32 * MIB
@@ -309,7 +309,7 @@ class EngineOptions:
     kept_bytes      host memory of this rank for what chunks were when they were last stored by themselves: with
     `compress`, later saves encode what has changed of them, as long as that is shorter (docs/LIMITS.md). 0: none
     watch           how changes before capture are detected in tensors captured after `save` returned (docs/LIMITS.md).
-    "auto": every write is detected in host memory that the system can watch; of the rest, some bytes are compared.
+    "auto": every write to host memory that the system can watch is detected; of other memory, some bytes are compared.
     "exact": every write is detected, on a GPU every one that the capture shows, or the save is refused.
     "samples": some bytes are compared.
     "digests": as "auto", and a GPU digests all that is captured later, and all replicas, when `save` is called: it

@@ -269,5 +269,5 @@ def printable(text: str) -> str:
 
 
 def escaped(text: str) -> str:
-    """Text of somebody else's as a part of one line: without line breaks, and what a terminal would act on."""
+    """Foreign text as a part of one line: line breaks and control characters are escaped."""
     return printable(text).replace("\n", "\\n")

@@ -202,7 +202,7 @@ if TYPE_CHECKING:
     from flowstone.state_replica import ReplicaEvent
     from flowstone.tier_events import TierEvent
 else:
-    Collapsed = JournalEvent = ReplicaEvent = TierEvent = LeftAlone  # they come later: few Checkpointers have any
+    Collapsed = JournalEvent = ReplicaEvent = TierEvent = LeftAlone  # imported at first use: few emit any
 
 Event = (
     Prepared | SaveStarted | Captured | Collapsed | Fenced | Written | Compressed | BuffersFromOneRank | Committed

@@ -73,10 +73,10 @@ class StateDictVerbs:
     ) -> LoadReport:
         """Load the newest checkpoint, or that of `step`, into the tensors of `state_dict`, in place. Strict.
 
-        Plain values are replaced in the dicts, and slots of an optimizer that has none yet are made. Slots and settings
-        that the checkpoint does not have are removed; a flattened optimizer cannot do without them: MismatchError. What
-        was loaded is to be handed to `load_state_dict()` or `set_optimizer_state_dict()` where the dict is no view of
-        the object's own state. Parameters of an optimizer that are numbered in `state_dict` are matched by their order.
+        Plain values are replaced in the dicts, and slots of an optimizer that has none yet are created. Slots and
+        settings that the checkpoint does not have are removed; a flattened optimizer needs them: MismatchError. If the
+        dict is no view of the object's own state, pass it to `load_state_dict()` or `set_optimizer_state_dict()`.
+        Parameters of an optimizer that are numbered in `state_dict` are matched by their order.
 
         Arguments are those of `load`, and it raises what that raises.
         """

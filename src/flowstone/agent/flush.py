@@ -1,6 +1,6 @@
 """`python -m flowstone.agent.flush RUN DIRECTORY`: a run's newest checkpoint becomes durable in a directory.
 
-The agent has a child do it, and believes what that says on stdout: which checkpoint is durable there (Copied).
+The agent runs it as a child process, and reads from its stdout which checkpoint is durable there (Copied).
 """
 
 from __future__ import annotations

@@ -155,7 +155,7 @@ class PeerServer:
                 self._writer, self._holder = None, ""
 
     def check_lock(self, channel: Channel, path: str) -> None:
-        """Raise OSError if only the run's one writer may remove or rename what is there, and that is another one."""
+        """Raise OSError if only the holder of the run's lock may change the file, and the channel does not hold it."""
         directory = path.partition("/")[0]
         entry = parse(directory)
         is_note = entry is not None and entry.kind is Kind.REWOUND

@@ -41,8 +41,8 @@ class Run:
         self.contents = Contents()
         self.generations, self.flush_to, self.linger_s = GENERATIONS, "", AGENT_LINGER_S
         self.flushed_step, self.flushed_id, self.flush_error = -1, "", ""
-        self.rewinds = 0  # so many notes of rewinds were put, and steps set aside
-        self.flushed_rewinds = 0  # so many were there when the flush began that has succeeded last
+        self.rewinds = 0  # counts notes of rewinds that were put, and steps that were set aside
+        self.flushed_rewinds = 0  # that count when the last successful flush began
         self.whole, self.epoch = "", 0  # what several nodes have agreed on (store/peers/)
         self.files: dict[int, MemoryFile] = {}  # all of them, by number
         self.holds: Counter[int] = Counter()  # clients that use a file, by its number
@@ -78,7 +78,7 @@ class Run:
             return steps[-1], ""
 
     def is_flushed(self) -> bool:
-        """Whether the newest checkpoint is durable in `flush_to`, and all rewinds have come there."""
+        """Whether `flush_to` has the newest checkpoint, durably, and all rewinds."""
         step, identity = self.newest()
         is_there = bool(identity) and (step, identity) == (self.flushed_step, self.flushed_id)
         return is_there and self.flushed_rewinds == self.rewinds

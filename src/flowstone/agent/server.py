@@ -291,7 +291,7 @@ class Server:
         assert flush.child is not None, "it has begun"
         self._selector.unregister(flush.gone)
         os.close(flush.gone)
-        said, told = flush.child.communicate()  # at once: it is dead, and what it says is short
+        said, told = flush.child.communicate()  # does not block: the child has ended, and its output is short
         status, flush.child, flush.gone = flush.child.returncode, None, -1
         run = flush.run
         self._used = self._last_used[run.name] = time.monotonic()
@@ -312,7 +312,7 @@ class Server:
         run.flushed_rewinds, run.flush_error = flush.rewinds, ""
         del self._flushes[run.name]
         if not self._is_written(run) or run.rewinds != run.flushed_rewinds:
-            self.flush(run)  # what has come meanwhile
+            self.flush(run)  # a checkpoint or rewind since that flush began
 
     def _try_again(self, flush: Flush, error: str) -> None:
         flush.run.flush_error = error

@@ -14,19 +14,19 @@ from flowstone.errors import escaped
 
 
 class Strangers:
-    """So many places for them. Where all are taken, one makes room that has had its own for PEER_STRANGER_S: the oldest
-    from the address that has the most. So who is slow, or many, does not keep out who is neither.
+    """A limited number of them. When a new one comes and all places are taken, the oldest one from the address with the
+    most connections is closed, once it is PEER_STRANGER_S old. So slow or numerous clients cannot keep others out.
     """
 
     def __init__(self, tell: Callable[[str], None]) -> None:
-        """`tell`: writes a line into the log."""
+        """`tell`: writes a line to the log."""
         self._tell = tell
         self._changed = Condition()  # guards what follows
-        self._since: dict[socket.socket, tuple[str, float]] = {}  # address, and when it came; the oldest first
+        self._since: dict[socket.socket, tuple[str, float]] = {}  # address and time of admission; the oldest first
         self._lines, self._told_at, self._untold = float(PEER_STRANGERS_TOLD_MAX), time.monotonic(), 0
 
     def admit(self, connection: socket.socket, address: str) -> None:
-        """Give a connection a place. Waits for one, for PEER_STRANGER_S at most."""
+        """Admit a connection. Waits for a free place, for PEER_STRANGER_S at most."""
         with self._changed:
             while len(self._since) >= PEER_STRANGERS_MAX:
                 oldest, left = self._next_to_leave()
@@ -39,20 +39,20 @@ class Strangers:
             self._since[connection] = address, time.monotonic()
 
     def _next_to_leave(self) -> tuple[socket.socket, float]:
-        """A connection, and how long it may stay still."""
+        """The connection to close next, and the seconds until it may be closed."""
         of = Counter(address for address, _ in self._since.values())
         most = max(of.values())
         connection = next(one for one, (address, _) in self._since.items() if of[address] == most)
         return connection, self._since[connection][1] + PEER_STRANGER_S - time.monotonic()
 
     def leave(self, connection: socket.socket) -> None:
-        """It has ended, or is a stranger no more."""
+        """Free the place of a connection that has ended, or has shown that it knows the secret."""
         with self._changed:
             self._since.pop(connection, None)
             self._changed.notify_all()
 
     def refused(self, address: str, why: str) -> None:
-        """Tell why one was refused, in one line; of too many, how many there were."""
+        """Log why a connection was refused, in one line; if there are too many lines, only count it."""
         with self._changed:
             now = time.monotonic()
             self._lines, self._told_at = min(PEER_STRANGERS_TOLD_MAX, self._lines + now - self._told_at), now

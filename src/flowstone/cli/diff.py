@@ -36,7 +36,7 @@ def diff(
     step_a: Annotated[int | None, typer.Option("--step-a", help="Of A, a store; default: the newest.")] = None,
     step_b: Annotated[int | None, typer.Option("--step-b", help="Of B, a store; default: the newest.")] = None,
     section: Annotated[
-        str | None, typer.Option("--section", help="Compare it alone; '' for all, where names are whole. Default: all.")
+        str | None, typer.Option("--section", help="Compare only this section; '' for all, by full name. Default: all.")
     ] = None,
     names: Annotated[
         list[str] | None, typer.Option("--names", metavar="PATTERN", help="Compare what matches; repeat. Default: all.")

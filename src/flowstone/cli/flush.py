@@ -20,8 +20,8 @@ def flush(
 ) -> None:
     """Copy the newest checkpoint of a run in memory to a directory or a bucket, bit for bit, and verify it there.
 
-    A rewind in memory is followed there. The exit status is 1 if the newest is damaged in memory, and an older one
-    is there.
+    Steps that a rewind in memory has set aside are set aside there, too. The exit status is 1 if the newest checkpoint
+    is damaged in memory, and an older one was copied.
     """
     from flowstone.tiers.newest import copy_newest
 

@@ -22,7 +22,7 @@ WHOLE, DAMAGED, ABSENT, ASIDE, ANOTHER, DOWN = "whole", "damaged", "-", "set asi
 
 
 def ls_tiers(paths: Sequence[Path], as_json: bool) -> None:
-    """Tell of each step in which of the stores it is. Exit status 1 if one is damaged, 2 if a store does not answer."""
+    """Report which stores have which step. Exit status 1 if one is damaged, 2 if a store does not answer."""
     with errors_reported(as_json):
         stores = stores_of([str(path) for path in paths], EngineOptions())
         seen = look_at(stores)

@@ -126,7 +126,7 @@ def chosen_cluster(on_ray: bool) -> Iterator[Cluster | None]:
 def errors_reported(as_json: bool, *, writes: bool = False) -> Iterator[None]:
     """Exit with the error's own text, without a traceback, and with its status: DAMAGE or ERROR.
 
-    writes  the verb has a target, too: a file that is missing, or in the way, may be the target's
+    writes  the verb also writes: an error about a missing or existing file may concern its target
     """
     try:
         yield

@@ -23,7 +23,7 @@ from flowstone.store.base import Names, Store
 
 
 def steps(store: Names) -> tuple[int, ...]:
-    """Steps with a manifest in place, and those that have lost theirs, ascending. Their content is not checked."""
+    """Steps with a manifest, and those that have lost theirs, ascending. Their content is not checked."""
     found = ((step_of(name), name) for name in store.names())
     return tuple(sorted(step for step, name in found if step is not None and _is_step(store, name)))
 

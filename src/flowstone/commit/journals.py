@@ -117,7 +117,7 @@ def listed(store: Names) -> list[Journal]:
 
 
 def files(store: Names, directory: str) -> tuple[str, ...] | None:
-    """What is in a journal's directory; None: it is none, but another program's file, or has been removed meanwhile."""
+    """The names in a journal's directory; None if it is another program's file, or was removed meanwhile."""
     try:
         return store.names(directory)
     except StorageError as error:

@@ -37,10 +37,10 @@ def inside(directory: str, name: str) -> str:
 
 
 def lacks_manifest(store: Names, directory: str) -> bool:
-    """Whether a step's directory is damaged: it has files of a checkpoint, and no manifest. False where the put of that
-    is the commit.
+    """Whether a step's directory is damaged: it has files of a checkpoint, but no manifest. False on stores where the
+    put of the manifest is the commit.
 
-    A writer may rename the directory while it is looked at: then another one may have the name by now, or none.
+    A writer may rename the directory meanwhile; then its name may belong to another directory, or to none.
     """
     if not store.capabilities.atomic_rename or step_of(directory) is None or store.is_link(directory):
         return False

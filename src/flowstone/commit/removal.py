@@ -36,7 +36,7 @@ def retire(store: Store, step: int) -> Entry:
 
 def move(store: Store, source: str, target: str) -> None:
     """Rename a checkpoint's directory to a free name; atomically if the store can, else file by file, manifest first,
-    and what others have put there stays.
+    without the files of other programs.
     """
     if store.capabilities.atomic_rename:
         store.rename(source, target)
@@ -88,7 +88,7 @@ def remove_all(store: Store, directory: str) -> None:
 def set_apart(store: Store, entry: Entry) -> str:
     """Rename a directory with foreign files to a name that is neither a step's nor a leftover's. Returns the new name.
 
-    Without atomic renames it stays: without a manifest it is no checkpoint, and what others have made is not copied.
+    Without atomic renames it keeps its name: without a manifest it is no checkpoint, and foreign files are not copied.
     """
     if not store.capabilities.atomic_rename:
         return entry.name

@@ -144,12 +144,12 @@ class StoreWriter:
 def set_aside(store: Store, step: int, note: str | None = None) -> tuple[int, ...]:
     """Set every step above `step` aside, and note it for other tiers. Returns those steps. Needs the lock.
 
-    note  None: one of its own, if the store has been one of several, or may be flushed to others, as memory
+    note  its name; None: a new one, if the store was one of several tiers, or another process may flush it (memory)
     """
     store.check_lock()
     if note is not None or catalog.is_one_of_several(store) or store.capabilities.volatile:
-        # First: what a crash leaves of this rewind is then as far in every other tier, too, and no step of before it
-        # comes back from one that lacks the note.
+        # The note first: if a crash interrupts this rewind, other tiers without the note count as rewound, too, and no
+        # step from before the rewind comes back from them.
         catalog.put_note(store, note or new_rewound_note(step))
     moved = catalog.rewind(store, step)
     if any(map(is_journal, store.names())):

@@ -91,7 +91,7 @@ class DiffReport:
 
     only_in_a, only_in_b  names of tensors that the other lacks
     tensors  all that both have, in the order of the first
-    tied     names that only one has, of tensors that both have by another name: safetensors stores such once
+    tied     names that only one side has, of tied tensors that the other stores once, under another name (safetensors)
     values   those that are no tensors and differ
     bytes    that were compared, of both together
     """
@@ -144,8 +144,8 @@ def diff(
 
     a, b          stores, checkpoints, or what `import_checkpoint` reads; each of any format. In a bucket: of ours
     step_a, step_b  of stores; None: the newest
-    section       the one that is compared, of both; None: all. The names of what knows no sections (safetensors, a
-                  state_dict) are taken to be below it, or below "model"; of "" they are whole
+    section       compare only this section of both; None or "": all. Names in a format without sections (safetensors,
+                  a state_dict) are taken to be in it, or in "model" for None; for "" they are full names
     names, skip   shell patterns: what is compared, and what of that is not
     rules         what becomes of the tensors of `a` before they are compared: it is another program's, perhaps
     rtol, atol    elements are equal if |a - b| <= atol + rtol * |b|
@@ -196,7 +196,7 @@ def diff(
 
 
 def _check_chosen(select: _Selection, sources: Sequence[Source], names: Sequence[Collection[str]]) -> None:
-    """Raise NoTensorError where a pattern chooses nothing of both, or the section has nothing in one of them."""
+    """Raise NoTensorError if a pattern matches nothing in either, or the section is empty in one of them."""
     for source, chosen in zip(sources, names, strict=True):
         if select.section and not chosen:
             raise NoTensorError(
@@ -213,7 +213,7 @@ def _only(names: Iterable[str], others: Collection[str]) -> tuple[str, ...]:
 
 
 def _tied(tensors: Sequence[Mapping[str, SourceTensor]], sources: Sequence[Source]) -> tuple[str, ...]:
-    """Names that one lacks, of tensors that it has by another name, where its format stores such once."""
+    """Names that one side lacks because its format stores tied tensors once, under another name."""
     found: list[str] = []
     for mine, theirs, other in zip(tensors, reversed(tensors), reversed(sources), strict=True):
         if other.kind == "safetensors":

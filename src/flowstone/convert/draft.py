@@ -21,10 +21,10 @@ _JOURNAL = "flowstone-journal"
 
 
 class Draft:
-    """Of a target at `path`: the directory that it will be, or the one file. Use with `with`.
+    """The draft of a target at `path`: its directory, or its one file. Use with `with`.
 
-    An error leaves it for the same command to go on with; but damage in the source does not: what replaces a damaged
-    file is another file, with which a conversion begins anew.
+    After an error it stays, and the same command resumes from it. After DamagedError it is removed: another file has to
+    replace the damaged one, and the conversion then starts from the beginning.
 
     directory  where its files are written: each that is begun anew has a name of its own, so that what still writes
                into an earlier one, a cluster's task that outlived its job, cannot write into this one
@@ -47,7 +47,7 @@ class Draft:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             if kind is not None and issubclass(kind, DamagedError):
-                with suppress(StorageError):  # safe: the same command finds it, and begins anew
+                with suppress(StorageError):  # safe: the same command finds it, and starts from the beginning
                     self._clear()
                     self.journal.remove()
         finally:

@@ -91,7 +91,7 @@ def export(
     to           "hf": a directory of safetensors files, which `from_pretrained` loads; "torch": a file, which
                  `torch.load` gives back as a state_dict; "dcp": a directory of torch.distributed.checkpoint;
                  "universal": a directory that DeepSpeed loads as a Universal Checkpoint, the optimizer's state included
-    section      whose tensors, by their names below it; None or "": all, by their whole names. "universal": of a module
+    section      its tensors, by their names in it; None or "": all tensors, by full names. "universal": of a module
     dtype        floating-point tensors are converted to it: "bfloat16" ("bf16"), "float16", "float32", "float64"
     rules        fs.Skip, fs.Rename, fs.Split, ..., of names as the checkpoint has them; fs.RuleSet, of names below the
                  section

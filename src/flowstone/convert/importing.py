@@ -81,8 +81,8 @@ def import_checkpoint(
              Megatron-core, DeepSpeed, TorchSnapshot or Orbax; a checkpoint of ours, also of a bucket or a Store
     store    a directory, made where it is missing; the URL of an object store; or a Store
     step     of the new checkpoint; above every one that is there
-    section  where the tensors of a file that knows no sections belong: `<section>.<name>`; "": their names are whole,
-             as those that `export(..., section=None)` writes, and begin with their sections
+    section  the section for tensors of a file without sections: `<section>.<name>`; "": their names begin with their
+             sections already, as `export(..., section=None)` writes them
     dtype    floating-point tensors are converted to it: "bfloat16" ("bf16"), "float16", "float32", "float64"
     rules    fs.Skip, fs.Rename, fs.Split, ..., of names as the source has them; fs.RuleSet, of names below the section
     budget_bytes  of memory for bytes on their way
@@ -260,7 +260,7 @@ class _Import(_Begun):
             job = Job(self._source, self._layout.layout, directory, budget_bytes)
             try:
                 copied = copy(job, self._journal, on_progress=on_progress, cluster=cluster)
-            except DamagedError:  # what replaces a damaged file is another one, with which an import begins anew
+            except DamagedError:  # another file has to replace the damaged one: an import starts anew
                 self._sweep((import_journal(self._step),))
                 self._journal.remove()
                 raise

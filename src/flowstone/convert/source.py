@@ -29,9 +29,9 @@ METADATA_BYTES_MAX = 1024 * MIB
 _SIDE_MAX = 1 << 60
 _PATH_BYTES_MAX = 2048  # of a file below a checkpoint's directory: Linux takes 4096 in all
 _FILE_NAME_BYTES_MAX = 255
-_EXPANSION_MAX = 16  # tensors that share memory in a file are written out each for itself
-_EXPANDED_BYTES_MIN = GIB  # so much is allowed of the smallest file: a mask may be one number, expanded
-_BLOCKS_MIN = 8  # of a page, which a file with a header takes; some network file systems say 0 or 1 of any file
+_EXPANSION_MAX = 16  # tensors that share memory in a file are each written out in full
+_EXPANDED_BYTES_MIN = GIB  # allowed for the smallest file: a mask may be one number, expanded
+_BLOCKS_MIN = 8  # of 512 bytes: one page, which any file with a header takes; some network file systems report 0 or 1
 _UNALIGNED_MAX = 1 << 14  # boxes that form no grid: each is compared with all before it
 
 
@@ -47,7 +47,7 @@ class SourceFile(msgspec.Struct, frozen=True):
 
     decoded  where there is no such file: what reads its bytes, which `path` names for people
     is_shared  whether other processes can read it by this record: it is a file, perhaps of a shared file system
-    allocated_bytes  what it takes on its disk, less where it has holes
+    allocated_bytes  what it takes on the disk, without its holes
     """
 
     path: str
@@ -103,7 +103,7 @@ def source_file(path: Path) -> SourceFile:
 
 
 def allocated_bytes(file: BinaryIO) -> int:
-    """What a file takes on its disk, and not where it has holes. Raises OSError."""
+    """The bytes that a file takes on the disk, without its holes. Raises OSError."""
     found = os.fstat(file.fileno())
     if found.st_blocks >= _BLOCKS_MIN or not found.st_size:
         return min(found.st_size, found.st_blocks * 512)
@@ -116,7 +116,7 @@ def allocated_bytes(file: BinaryIO) -> int:
 
 
 def open_plain(path: Path) -> BinaryIO:
-    """A regular file, behind links if there are any. Opens nothing that could block, or never ends. Raises OSError."""
+    """Open a regular file, following links; refuse what could block or never end (pipes, devices). Raises OSError."""
 
     def opener(name: str, _: int) -> int:
         owner = Descriptors(in_use=True)  # until the file object has it
@@ -130,7 +130,7 @@ def open_plain(path: Path) -> BinaryIO:
 
 
 def is_inner(name: object) -> bool:
-    """Whether a checkpoint may call one of its files so: a path below its directory, which the system takes."""
+    """Whether a checkpoint may name one of its files so: a valid path below its own directory."""
     if not isinstance(name, str) or name in ("", ".") or name.startswith("/") or "\0" in name or not valid_text(name):
         return False
     parts = name.encode().split(b"/")
@@ -184,7 +184,7 @@ def _check_sizes(source: Source) -> None:
 
 
 def check_expansion(location: str, lengths: Mapping[str, int], held_bytes: int, expansion_max: int) -> None:
-    """Raise UnsupportedFormatError if what is read (bytes by name) takes many times the bytes that all files hold."""
+    """Raise UnsupportedFormatError if the tensors (bytes by name) are many times larger than the files."""
     most = max(_EXPANDED_BYTES_MIN, expansion_max * held_bytes)
     total = sum(lengths.values())
     if total > most:

@@ -13,10 +13,10 @@ from flowstone.format.objects import Named, Provided, TensorRef
 
 
 class LiveValues(NamedTuple):
-    """What stands for values that only code can make: itself, as stored, where that code is not installed.
+    """Functions that make values which need code that may not be installed; without it, a value stays as stored.
 
-    value_of  for a constant of torch or numpy, at a path
-    make      for an object of a registered class, given what makes the values of its fields; None: no such class
+    value_of  makes a constant of torch or numpy, at a path
+    make      makes an object of a registered class, with a function for the values of its fields; None: no such class
     """
 
     value_of: Callable[[Named, str], object] = lambda constant, _: constant
@@ -52,7 +52,7 @@ def assemble(
     node      the stored object
     tensors   by stored name, all that are the section's
     by_name   an optimizer's parameters have their names, as `get_optimizer_state_dict` gives them, not numbers
-    live      what makes values that only code can make
+    live      the functions for values that need code
     """
     left = dict(tensors)
 

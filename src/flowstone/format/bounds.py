@@ -16,7 +16,7 @@ Path: TypeAlias = "str | tuple[Path, object]"
 KEYS = object()  # as the last part of a path: the container's own keys
 
 _STRING_OR_OTHER = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|[^"]+', re.DOTALL)
-SAME_HASH_MAX = 1000  # keys of one container with equal hashes: a dict compares each with those before it
+SAME_HASH_MAX = 1000  # keys of one container with equal hashes: a dict compares each with all before it
 
 
 def containers(text: bytes | bytearray) -> int:

@@ -1,4 +1,4 @@
-"""How objects inside of another one's state are marked, so that a load restores them where they are; and optimizers."""
+"""Marks of objects inside of another object's state, which a load restores in place; and stored optimizers."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ INNER = "flowstone.inner"
 
 
 def inner_object(state: object) -> Provided:
-    """The mark of an object. `state`: what a section of that object would have."""
+    """The mark of an object. `state`: its node, as if the object were a section of its own."""
     return Provided(INNER, {}, {"state": state})
 
 
 def inner_state(node: object, path: str) -> object:
-    """What is in the mark of an object; any other node as it is. Raises DamagedError."""
+    """The object's node in a mark; any other node as it is. Raises DamagedError."""
     if not isinstance(node, Provided) or node.kind != INNER:
         return node
     if node.parts or node.objects.keys() != {"state"}:

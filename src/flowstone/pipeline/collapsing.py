@@ -1,4 +1,4 @@
-"""Memory that saves capture late is collapsed into huge pages between saves: to watch those costs next to nothing."""
+"""Collapses memory that is captured after `save` returns into huge pages, in which a watch costs next to nothing."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from flowstone.events import Event
 from flowstone.state import Described
 from flowstone.table.pieces import Places
 
-_ENDS_S = 60.0  # a pass that is stopped ends after the huge page that it makes
+_ENDS_S = 60.0  # a stopped pass ends after its current huge page
 
 
 class HostMemory(msgspec.Struct, frozen=True, eq=False):
-    """Runs of host memory: where they begin, and their lengths in bytes. Keeps none of it alive."""
+    """Runs of host memory: their addresses, and their lengths in bytes. Keeps no memory alive."""
 
     address: NDArray[np.uint64]
     length: NDArray[np.uint64]
@@ -39,9 +39,9 @@ class HostMemory(msgspec.Struct, frozen=True, eq=False):
 
 
 class Collapsing:
-    """The passes of one Checkpointer, one at a time, each on a native thread (native/collapse.h).
+    """The collapse passes of one Checkpointer, one at a time, each on a native thread (native/collapse.h).
 
-    A pass runs until the next save begins. What is in huge pages already costs the next one a few microseconds.
+    A pass runs until the next save begins. A later pass checks memory that is in huge pages already in microseconds.
     """
 
     def __init__(self, options: EngineOptions, emit: Callable[[Event], None]) -> None:
@@ -53,9 +53,9 @@ class Collapsing:
         self._skips = self._skips_next = 0  # saves after which no pass begins, as the last one made nothing
 
     def begin(self, step: int | None, memory: HostMemory, *, stays: bool) -> None:
-        """Begin a pass over what a save (None: `prepare`) has found. Any thread. Returns at once.
+        """Begin a pass over memory that a save (None: `prepare`) has found. Any thread. Returns at once.
 
-        stays  False: the memory may be of this save alone; what the save before had in the same place counts as staying
+        stays  whether the memory outlives this save; False: only what the save before had at the same address does
         """
         if not self._is_on:
             return
@@ -76,13 +76,13 @@ class Collapsing:
                 self._pass, self._step = _native.Collapse(wanted.address, wanted.length, share=COLLAPSE_SHARE), step
 
     def prepare(self, described: Described) -> None:
-        """Begin a pass over what saves of this state will capture late, if a training's optimizers wait for them."""
+        """Begin a pass over the memory that saves of this state will capture late, if optimizers wait for them."""
         if described.optimizers:
             lazy = np.array(described.layout.lazy, np.bool_)
             self.begin(None, HostMemory.of(described.places, described.layout.pieces.lengths(), lazy), stays=True)
 
     def pause(self) -> None:
-        """A save begins, which has the memory for itself. Returns at once. Any thread."""
+        """Stop the pass, as a save begins. Returns at once. Any thread."""
         current = self._pass
         if current is not None:
             current.stop()
@@ -94,7 +94,7 @@ class Collapsing:
             self._report()
 
     def _report(self) -> None:
-        """End the pass under way, and emit what it came to."""
+        """End the current pass, and emit its result."""
         ended, self._pass = self._pass, None
         if ended is None:
             return

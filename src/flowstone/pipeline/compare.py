@@ -195,7 +195,7 @@ def _remedy(found: Wanted) -> str:
 
 
 def _check_shared(found: Wanted, matched: Match) -> None:
-    """Raise MismatchError if different bytes would be loaded into the same memory. Reads what shares memory."""
+    """Raise MismatchError if different bytes would be loaded into the same memory. Reads tensors that share memory."""
     restoration, positions = found.restoration, matched.wanted
     indirect = restoration.indirect and {
         at: restoration.indirect[position] for at, position in enumerate(positions) if position in restoration.indirect

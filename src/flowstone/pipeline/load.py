@@ -339,7 +339,7 @@ class Loads:
 
 
 def passed_over(step: int, error: FlowstoneError) -> str:
-    """The note of a load that falls back, on a newer step."""
+    """The note in a report on a damaged newer step, when a load falls back to an older one."""
     return f"step {step} is damaged and was skipped: {error.message}"
 
 

@@ -79,7 +79,7 @@ class Meeting:
 
 
 def _refuses(error: StorageError | RankError) -> bool:
-    """Whether the store of some rank cannot be used now: no rank uses it then, and each has the same error."""
+    """Whether the error says that some rank cannot use its store now: then no rank uses it, and all have that error."""
     return isinstance(error, StorageError) or error.kind in ("PeerError", "MemoryAgentError", "StorageError")
 
 

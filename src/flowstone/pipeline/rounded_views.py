@@ -1,4 +1,4 @@
-"""Tensors that rules of saves (Quantize) round, and that share memory with others: no load could have both."""
+"""Refuses rules (Quantize) that round one of several tensors that share memory: no load could restore both."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class _Unsaved:
-    """The table of what is about to be saved: nothing is known to be equal."""
+    """A table of tensors that are not saved yet: nothing is known to be equal."""
 
     def __init__(self, tensors: TensorColumns) -> None:
         self.tensors = tensors

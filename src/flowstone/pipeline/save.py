@@ -122,7 +122,7 @@ class Saves:
 
     @cached_property
     def collapsing(self) -> Collapsing:
-        """What gives the memory that saves capture late huge pages."""
+        """Collapses the memory that saves capture late into huge pages."""
         from flowstone.pipeline.collapsing import Collapsing  # imported here: a load needs none of it
 
         return Collapsing(self._options, self._emit)

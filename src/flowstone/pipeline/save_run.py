@@ -76,7 +76,7 @@ class SaveRun:
     base       what a later save may refer to, once it is durable; only if it is committed
     compress   what it encodes, and why; "": nothing
     late       once captured: the host memory that was captured after `save` had returned
-    stays      whether that is a training's, and not of this save alone
+    stays      whether that memory outlives this save: parameters and the state of optimizers do
     """
 
     def __init__(self, save: Save, this_try: Try, spans: Spans) -> None:
@@ -135,7 +135,7 @@ class SaveRun:
         return self.begun.plan.lazy_bytes > 0 or bool(self.begun.sources.streams)
 
     def encode(self, described: Described) -> None:
-        """Encode values that are not tensors while bytes move; returns once everything that is not lazy may change."""
+        """Encode values that are not tensors while bytes move; returns once all but lazy tensors may change."""
         objects = described.objects
         self.sections = Sections(encode_sections(objects), encode_sections(described.per_rank), objects)
         self.spans.lap("encoded")

@@ -76,8 +76,8 @@ class Tiering:
         return budget_bytes - flushes
 
     def leave_out(self, lost: Sequence[tuple[Store, FlowstoneError]]) -> Store:
-        """These cannot be used by this Checkpointer, though they may be there: they count as tiers that do not answer,
-        and come last. Returns the nearest of the others, which takes the saves.
+        """Leave out stores that this Checkpointer cannot use: they count as tiers that do not answer, and come last.
+        Returns the nearest of the others, which takes the saves.
 
         raises  the error of the first, if no durable tier is left
         """
@@ -157,9 +157,9 @@ class Tiering:
             promise.set_exception(_not_durable(step, flusher.store, reason))
 
     def _take(self, step: int, identity: str | None = None) -> ExpeditingFuture[Checkpoint] | None:
-        """The promise of a save, which is to be kept or broken now.
+        """Remove and return the `durable` future of a save, to be completed now.
 
-        identity  of the checkpoint: a flush may end after a rewind, when its step is promised anew; None: any
+        identity  of the checkpoint, as the step may have been saved again after a rewind; None: any
         """
         with self._lock:
             save = self._promises.get(step)

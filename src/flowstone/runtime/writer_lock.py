@@ -24,8 +24,8 @@ class Owner(Protocol):
     made_at: str
 
     def finish_saves(self, location: str) -> None:
-        """Wait until its saves into the store at `location`, by whatever name, have ended, with their follow-up work.
-        Any thread; on one of its own it does nothing.
+        """Wait until its saves into the store at `location`, however that is written, have ended, with their follow-up
+        work. Any thread; on a thread of the owner's it does nothing.
         """
 
 
@@ -40,14 +40,14 @@ class _Place(Protocol):
 
 
 def register(owner: Owner, stores: Sequence[_Place]) -> tuple[str, ...]:
-    """Make a Checkpointer known to the others of this process, while it lives. Returns where its stores are."""
+    """Register a Checkpointer for the others of this process, while it lives. Returns the locations of its stores."""
     _owners().add(owner)
     return tuple({store.location for store in stores})
 
 
 def finish_saves_of_others(owner: Owner, locations: Sequence[str]) -> None:
     """Wait until no other Checkpointer of this process has a save in flight into one of these stores: a notebook's cell
-    that is run again, after an interrupt, makes a new one while the saves of the one before go on.
+    that is run again after an interrupt makes a new Checkpointer while the old one still saves.
     """
     for other in list(_owners()):
         for location in locations if other is not owner else ():
@@ -55,7 +55,7 @@ def finish_saves_of_others(owner: Owner, locations: Sequence[str]) -> None:
 
 
 def is_same_place(one: str, other: str) -> bool:
-    """Whether two locations name one store: links of directories are followed."""
+    """Whether two locations name the same store: links to directories are followed."""
     return one == other or (one[:1] == other[:1] == "/" and os.path.realpath(one) == os.path.realpath(other))
 
 

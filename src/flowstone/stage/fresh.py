@@ -44,7 +44,7 @@ def fresh(dtype: DType, shape: tuple[int, ...], framework: str | None) -> tuple[
 
 
 def has_torch() -> bool:
-    """Whether torch is installed; without it, what is read is numpy's."""
+    """Whether torch is installed; without it, reads return numpy arrays."""
     return sys.modules.get("torch") is not None or find_spec("torch") is not None
 
 

@@ -14,7 +14,7 @@ from flowstone.table.pieces import Memory, Pieces, Places
 
 
 class LoadTargets:
-    """Pieces of a state, their memory, and what is to be loaded there.
+    """Pieces of a state, their memory, and the stored tensors that are to be loaded there.
 
     rows      of the table, parallel to the pieces
     indirect  position -> the memory of a piece in the state, where `places` has other memory
@@ -36,8 +36,8 @@ class LoadTargets:
 
 
 def candidates(targets: LoadTargets) -> list[list[int]]:
-    """Groups of positions, by address, whose ranges of addresses meet; no two groups' do. And each piece that may
-    overlap itself. Looks only at addresses, also on devices; reads no memory.
+    """Groups of positions, by address: pieces of one group have overlapping ranges of addresses, pieces of two groups
+    have not. A piece that may overlap itself is a group, too. Compares addresses, also on devices; reads no memory.
     """
     places = targets.places
     length = _lengths(targets.pieces, targets.table, targets.rows)

@@ -1,4 +1,4 @@
-"""Read what is stored for some pieces into memory, verified: a load without a state around it."""
+"""Read the stored bytes of some pieces into memory, verified: a load without a state around it."""
 
 from __future__ import annotations
 

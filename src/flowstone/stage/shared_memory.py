@@ -1,7 +1,7 @@
-"""Shared memory: whether what is stored for pieces of a state that share bytes is the same in those bytes.
+"""Shared memory: whether pieces of a state that share bytes have the same stored values for these bytes.
 
-Views of one tensor (transposed, sliced, of another dtype, expanded) can be loaded in any order where it is, and not at
-all where it is not. Their content is read to memory of its own and compared, before anything of the state changes.
+If so, views of one tensor (transposed, sliced, of another dtype, expanded) can be loaded in any order; if not, they
+cannot be loaded. Their content is read into separate memory and compared before anything in the state changes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from flowstone.store.mount import available_bytes
 from flowstone.table.pieces import Memory, Piece, Pieces, Places
 
 Read = Callable[[Sequence[int], Places], None]
-"""Fills new memory, which is zero, with what is stored for the pieces at these positions, ascending; verified."""
+"""Fills new memory, which is zero, with the stored bytes of the pieces at these positions, ascending; verified."""
 
 _PAIRS_MAX = 20_000  # of strided pieces that are compared two by two: 40 ms
 _WORK_MAX = 100_000  # of one comparison; views in real states take less than a hundredth
@@ -109,10 +109,10 @@ def _spacing(memory: Memory, begin: int) -> list[int]:
 
 
 def conflicts(targets: LoadTargets, groups: Sequence[Sequence[int]], read: Read) -> list[tuple[int, int]]:
-    """Pairs of pieces that share bytes for which different values are stored; a piece twice: its own elements do.
+    """Pairs of pieces that share bytes with different stored values; a pair of one piece: its own elements share them.
 
-    groups  what `sharing` has found
-    raises  BudgetError if there is no memory for a copy of what is shared; what `read` raises
+    groups  as `sharing` returns them
+    raises  BudgetError if there is no memory for a copy of the shared memory; all errors of `read`
     """
     found: list[tuple[int, int]] = []
     pieces = targets.pieces
@@ -144,7 +144,7 @@ class _Shadow:
         self._content, self._marks = np.zeros(count, _CARRIERS[self._grain]), np.zeros(count, np.bool_)
 
     def enter(self, at: int, raw: NDArray[np.uint8]) -> Iterator[tuple[int, int]]:
-        """Enter the content of one piece; the piece whose content differs from it, if any does."""
+        """Enter the content of one piece; yields it with the piece whose content differs, if any does."""
         memory = self._memory[at]
         content, marks = self._view(self._content, memory), self._view(self._marks, memory)
         values = raw.view(content.dtype).reshape(content.shape)
@@ -171,7 +171,7 @@ class _Shadow:
 
 
 def _batches(members: Sequence[int], pieces: Pieces) -> Iterator[list[int]]:
-    """Pieces that are read at once: some, or a long one."""
+    """Batches of pieces that are read at once: several short ones, or a long one."""
     batch: list[int] = []
     room = BOUNCE_BYTES
     for at in members:
@@ -189,7 +189,7 @@ def _dense(piece: Piece, raw: NDArray[np.uint8]) -> Memory:
 
 
 def _as_in_memory(raw: NDArray[np.uint8], piece: Piece, indirect: IndirectTarget | None) -> NDArray[np.uint8]:
-    """Values as the memory has them: that of conjugate and negative views has others than they show. Changes `raw`."""
+    """Values as the memory holds them, which differs from what conjugate and negative views show. Changes `raw`."""
     if indirect is None:
         return raw
     parts = 2 if piece.dtype.name.startswith("complex") else 1

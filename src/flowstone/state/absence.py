@@ -1,7 +1,7 @@
-"""What an optimizer has, and the checkpoint to be loaded into it does not.
+"""Settings and slots of an optimizer that the checkpoint to be loaded does not have.
 
-An optimizer keeps its own settings, and loses its slots. A state dict of one keeps neither: what would stay in it from
-before would be taken for what was saved.
+An optimizer keeps its own settings, and loses its slots. A state dict of an optimizer keeps neither: old values in it
+would be mistaken for saved ones.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def note_slots(
 ) -> None:
     """Note slots of a state dict that the checkpoint does not have, by parameter: they are going to be removed.
 
-    Where torch cannot read the dict back without them, they are requested, as tensors that are missing.
+    If torch cannot read the dict back without them, they are requested, and so reported as missing tensors.
     """
     if not absent:
         return
@@ -60,5 +60,5 @@ def _slots_of(absent: Mapping[str, Mapping[object, object]]) -> str:
 
 
 def listing(names: Sequence[str]) -> str:
-    """The first few names."""
+    """The first three names, for a message."""
     return ", ".join(sorted(names)[:3]) + (", ..." if len(names) > 3 else "")

@@ -32,9 +32,9 @@ _APART = (BaseException, bool, bytes, bytearray, dict, float, frozenset, int, li
 
 
 class Form:
-    """How objects of a class are taken apart: by default into their attributes.
+    """How objects of a class are taken apart into fields: by default, into their attributes.
 
-    inline  the field whose items have the names of the object's own
+    inline  the field whose items are named as if they were the object's own items
     """
 
     inline: str | None = None
@@ -128,7 +128,7 @@ class _Ordered(Form):
 
 
 class _Defaults(Form):
-    """A defaultdict: what makes its values is a class of Python's, or known by its name."""
+    """A defaultdict, whose factory is a class of Python's, or registered by name."""
 
     inline = "items"
 
@@ -184,7 +184,7 @@ class _ObjectArray(Form):
     def make(self, own: Any, fields: Fields) -> object:
         items = cast("list[object]", fields["items"])
         made = np.empty(len(items), _array_dtype(fields["dtype"]))
-        for at, item in enumerate(items):  # one by one: numpy would take apart what an item consists of
+        for at, item in enumerate(items):  # one by one: numpy would unpack an item that is a sequence
             made[at] = item
         return made.reshape(cast("tuple[int, ...]", fields["shape"]))
 
@@ -210,7 +210,7 @@ def _array_dtype(text: object) -> np.dtype[Any]:
 
 
 class _Config(Form):
-    """OmegaConf's: a container of plain values, in which interpolations stay what they are."""
+    """OmegaConf's containers of plain values; interpolations are stored unresolved."""
 
     inline = "content"
 
@@ -233,7 +233,7 @@ class _Config(Form):
 
 
 class _Given(Form):
-    """By two functions that were given to `register_class`."""
+    """Objects of a class that was registered with two functions."""
 
     def __init__(self, fields: Callable[[Any], Fields], create: Callable[[Fields], object]) -> None:
         self._fields, self._create = fields, create
@@ -300,7 +300,7 @@ class Classes:
 
     def __init__(self) -> None:
         self.forms: dict[type, Form] = {}
-        self.names: dict[type, str] = {io.BytesIO: "io.BytesIO"}  # to itself it is _io's
+        self.names: dict[type, str] = {io.BytesIO: "io.BytesIO"}  # its own __module__ is _io
         self._by_name: dict[str, object] = {
             self.names.get(own) or _plain(own): own for own in (*_BUILT_IN, *_FACTORIES)
         }
@@ -318,7 +318,7 @@ class Classes:
             self.forms[own] = form
 
     def of(self, kind: str) -> object:
-        """The class of that name; None if none is known, in the state that is being loaded either."""
+        """The class of that name; None if neither the process nor the state that is being loaded has one."""
         if kind in _OMEGACONF:
             return imported("omegaconf", _OMEGACONF[kind])
         found = self._by_name.get(kind) or self._live.get(kind)
@@ -347,13 +347,13 @@ class Classes:
         try:
             inside = _inside(value)
         except Exception:
-            return  # safe: what is in it is not known, and a load that needs it is refused
+            return  # safe: the classes in it stay unknown, and a load that needs one is refused
         for item in inside:
             self._note(item, seen)
 
 
 def _inside(value: Any) -> list[object]:
-    """The values in a value of a state: of an object those that its state_dict() shows."""
+    """The values inside of a value of the state; of an object, those in its state_dict()."""
     form = form_of(type(value))
     if isinstance(value, dict):
         return [*value, *value.values()]
@@ -381,7 +381,7 @@ CLASSES = Classes()
 
 
 def form_of_node(node: Provided) -> Form | None:
-    """How the stored object is made; None if its class is not known here, or has other fields."""
+    """How to make the stored object; None if its class is unknown, or has other fields."""
     own = CLASSES.of(node.kind)
     form = form_of(own) if isinstance(own, type) else None
     return form if form is not None and form.fits(own, node.objects) else None
@@ -398,17 +398,17 @@ def register_class(
     own: C | None = None, *, kind: str | None = None, fields: Callable[[Any], dict[str, object]] | None = None,
     create: Callable[[dict[str, object]], object] | None = None,
 ) -> Any:
-    """Let checkpoints create objects of a class: a dataclass, a NamedTuple, a class of attrs, an enumeration; or any
-    other, with two functions. Also a decorator.
+    """Allow loads to create objects of a class: a dataclass, a NamedTuple, a class of attrs, an enumeration; or of any
+    other class, with two functions. Also a decorator.
 
     kind    its name in checkpoints; None: its qualified name. Give one if the class may be renamed or moved
     fields  takes an object apart into values by name, each of a kind that a state may have
-    create  makes one of these values
+    create  makes an object from these values
 
-    Not needed where the state that is loaded has an object of that class: then the class is known. A registration is
-    for the process: do it where the class is defined.
+    Not needed if the state that is loaded has an object of that class: then the class is known. A registration holds
+    for the process: call this where the class is defined.
 
-    raises  ProviderError  not such a class; a name that is taken
+    raises  ProviderError  for any other class without the two functions; for a name that another class has
     """
 
     def register(own: C) -> C:

@@ -64,7 +64,7 @@ def _copied(
 
 
 def _hooks(module: torch.nn.Module) -> Iterator[tuple[int, Callable[[], None]]]:
-    """Of a whole tree, see `_hooks_of`. Costs nothing if FSDP2 was never imported."""
+    """The hooks (`_hooks_of`) of a whole tree of modules. Costs nothing if FSDP2 was never imported."""
     if imported("torch.distributed.fsdp", "FSDPModule") is not None:
         for one in module.modules():
             yield from _hooks_of(one)

@@ -1,4 +1,4 @@
-"""Modules and optimizers that hold the tensors of state dicts, in the place of the objects that these are of."""
+"""Modules and optimizers that hold the tensors of state dicts, in place of the objects that the dicts came from."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class HeldModule(torch.nn.Module):
         return extra
 
     def inside(self, name: str, of: type[HeldModule] | None = None) -> tuple[HeldModule, str]:
-        """The module that a dotted name leads to, made where it is not there, of the type `of`; and the last part."""
+        """The module that a dotted name leads to, created as an `of` if missing, and the last part of the name."""
         *path, leaf = name.split(".")
         at = self
         for i, part in enumerate(path):

@@ -11,7 +11,7 @@ from contextvars import ContextVar
 from typing import Any
 
 LIVE_VALUES: ContextVar[list[object] | None] = ContextVar("live_values", default=None)
-"""Values whose classes are known, by name, to what a load creates (`classes.py`)."""
+"""Values of the loaded state, whose classes a load may create by name (`classes.py`)."""
 
 
 def imported(module: str, name: str) -> Any:
@@ -20,7 +20,7 @@ def imported(module: str, name: str) -> Any:
 
 
 def with_classes_of(state: Mapping[str, object], act: Callable[[], None]) -> None:
-    """Call `act`, in which the classes of all values in `state` are looked for once a name is unknown."""
+    """Call `act`; while it runs, an unknown name is looked up among the classes of all values in `state`."""
     token = LIVE_VALUES.set([dict(state)])
     try:
         act()

@@ -152,7 +152,7 @@ def _unread(
 
 
 def _grown(value: object, own: object, place: Place, loading: Loading) -> Callable[[], object] | None:
-    """New memory for a tensor of another shape, which the module's own load gives its own; None: it has that shape."""
+    """New memory for a stored tensor of another shape, which the module's own load takes over; None: same shape."""
     stored = loading.stored.tensors.get(loading.named(own, place).name)
     if stored is None or not isinstance(value, torch.Tensor) or type(value) not in tensors.DENSE_TYPES:
         return None
@@ -166,7 +166,7 @@ def _grown(value: object, own: object, place: Place, loading: Loading) -> Callab
 def _not_shown(
     own_loads: OwnLoads, names: set[str], extra: Mapping[str, object], place: Place, loading: Loading
 ) -> dict[str, Callable[[], object]]:
-    """Stored entries that the state_dict() does not have now, of modules that may take them up; enters their names."""
+    """Stored entries that the state_dict() does not have now, but whose modules may accept them; adds their names."""
     given: dict[str, Callable[[], object]] = {}
     if not own_loads:
         return given

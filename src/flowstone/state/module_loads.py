@@ -1,4 +1,4 @@
-"""What a module's own loading does: which modules do more than copy, and which entries nothing reads.
+"""Modules with their own way of loading: which do more than copy, and which entries nothing reads.
 
 Torch loads a module by `load_state_dict()`, which calls `_load_from_state_dict()` of each module inside, with hooks
 around it. Where a module overrides any of these, it may resize a buffer, convert an entry or note that it was loaded:
@@ -91,7 +91,7 @@ def load_entries(
     given = OrderedDict(entries)
     # Modules read their version from the metadata; without it they would treat the entries as an old version's.
     given._metadata = metadata  # type: ignore[attr-defined]
-    decides = has_own_load_state_dict(module)  # how strict it is, too
+    decides = has_own_load_state_dict(module)  # also how strict it is
     try:
         with nullcontext() if fsdp is None else fsdp.alone():
             lenient = fsdp is not None or not decides

@@ -54,7 +54,7 @@ def named(value: object) -> Named | None:
 
 
 def is_known(kind: str) -> bool:
-    """Whether values of that kind are made here."""
+    """Whether this module makes values of that kind."""
     return kind == ENUM or kind in _KINDS
 
 
@@ -78,7 +78,7 @@ def value_of(constant: Named, path: str) -> object:
 
 
 def _value_of(kind: str, text: str) -> object:
-    """The value of that name. Raises an error of Python's for a text that is none, LookupError for an unknown class."""
+    """The value of that name. Raises Python's own errors for an invalid text, LookupError for an unknown class."""
     if kind == ENUM:
         return _member(text)
     own = _KINDS[kind]

@@ -360,7 +360,7 @@ class Rebuild:
             self._convert(state_owner)
 
     def _convert(self, state_owner: Core) -> None:
-        """Let the class bring what earlier releases have saved up to date, such as a `step` that is an int: torch's own
+        """Let the class convert what earlier releases have saved, such as a `step` that is an int: torch's own
         load_state_dict() ends with this call.
         """
         for part in parts_of(state_owner):

@@ -1,4 +1,4 @@
-"""Quantised parameters of packages that do not say themselves what they consist of: bitsandbytes, TransformerEngine.
+"""Quantised parameters of packages that do not describe their components themselves: bitsandbytes, TransformerEngine.
 
 Each is a `Provider` of its type, without registration: the packed data and what they are scaled by are parts, each in
 the memory of the parameter that is there; how it was quantised has to agree. Types with `__tensor_flatten__`, as those

@@ -20,7 +20,7 @@ from flowstone.state.sink import Role, Sink
 from flowstone.table.pieces import Layout, Places
 
 Inner: TypeAlias = "Literal['walked', 'marked', 'refused']"
-"""What becomes of an object inside: a load walks to it; a load finds it by its mark; a load has nothing to find."""
+"""What becomes of an inner object: a load walks to it; a load finds it by its mark; a load could not find it."""
 
 
 class DescribeWalk(Protocol):

@@ -66,7 +66,7 @@ class RunStatus(msgspec.Struct, frozen=True):
     jobs          processes that are connected to it
     flush_to      the directory to flush to; "": none
     flushed_step  the step that the last flush has found durable there, or has made so; -1: none
-    flush_error   why the last try of a flush failed; "" once one has succeeded
+    flush_error   why the last attempt of a flush failed; "" once one has succeeded
     flushed_id    the id of that checkpoint
     """
 
@@ -84,7 +84,7 @@ class RunStatus(msgspec.Struct, frozen=True):
 
 
 class Copied(msgspec.Struct, frozen=True):
-    """What a flush has made durable, or has found durable: as its child tells the agent.
+    """The durable checkpoint after a flush, as its child process reports it to the agent.
 
     left_out  why a newer checkpoint in memory is not durable; "" if this is the newest one
     """

@@ -400,7 +400,7 @@ class FlushesRewinds(Protocol):
     """A store that another process flushes elsewhere."""
 
     def flush_rewind(self) -> None:
-        """Have it set aside there, too, what was set aside here. What that refuses is logged, and tried again."""
+        """Have the steps that were set aside here set aside there, too. A refusal is logged, and tried again."""
 
 
 PROTOCOLS: tuple[type, ...] = (Names, BulkBytes, Commit, Lock, Store)

@@ -104,8 +104,8 @@ class NodeMemory(StoreInMemory):
         return answer.yes
 
     def flush_rewind(self) -> None:
-        """After a rewind: wait until `flush_to` has followed, so that the steps that it has set aside cannot come back
-        from there. A directory that refuses, or takes longer than TIER_ANSWER_S, follows later: the log says so.
+        """After a rewind: wait until its steps are set aside in `flush_to`, too, so that they cannot come back from
+        there. If the directory refuses, or takes longer than TIER_ANSWER_S, that is done later, and the log says so.
         """
         deadline = time.monotonic() + TIER_ANSWER_S
         if not self.flush():

@@ -1,4 +1,4 @@
-"""A store that cannot be used by this process: each call of it is refused, with the reason."""
+"""A store that this process cannot use: each call raises an error with the reason."""
 
 from __future__ import annotations
 
@@ -28,5 +28,5 @@ for _name in {name for protocol in PROTOCOLS for name in members(protocol)} - {"
 
 
 def unreachable(store: Store, reason: FlowstoneError) -> Store:
-    """What stands for a store that cannot be used, for that reason."""
+    """A stand-in for a store that cannot be used: each call raises StorageError with the reason."""
     return cast("Store", _Unreachable(store, reason))

@@ -137,8 +137,8 @@ def is_there(target: Names, manifest: Manifest) -> bool:
 
 
 def _draft(target: Store, manifest: Manifest) -> publish.Draft:
-    """An empty draft: what an earlier try of the same flush has left goes first. A damaged step of that number, which
-    has lost its manifest, is set aside.
+    """Create an empty draft, after removing what an earlier attempt of the same flush has left. A damaged step of that
+    number, which has lost its manifest, is set aside.
     """
     taken = step_directory(manifest.step)
     if lacks_manifest(target, taken):

@@ -286,7 +286,7 @@ class Flusher:
             self._tell_dropped([one.step], reason)
 
     def _take_out(self, one: Waiting) -> bool:
-        """It waits no longer. False: it was called off meanwhile, and another one of its step may wait by now."""
+        """Remove it from the queue. False: it was cancelled, and another checkpoint of its step may wait by now."""
         with self._changed:
             waits = self._waiting.get(one.step)
             is_it = waits is not None and waits.id == one.id

@@ -27,10 +27,10 @@ def copy_newest(source: StoreInMemory, target: Store, holder: str) -> Copied | N
 
     returns  which checkpoint `target` has; None: there is none to copy
 
-    First `target` follows the rewinds of `source`: what these have set aside is set aside there, too, and their notes
-    are put. Where `target` has the checkpoint already, nothing is copied. One that is damaged in `source` is left out,
-    with a warning. All files of one are opened before the first is copied: what names them may end. The bytes are read
-    again from `target`, past its cache, before the checkpoint exists there.
+    First the rewinds of `source` are repeated in `target`: the same steps are set aside there, and the notes are put.
+    If `target` has the checkpoint already, nothing is copied. A checkpoint that is damaged in `source` is skipped, with
+    a warning. All files of a checkpoint are opened before the first is copied, as the memory agent may end meanwhile.
+    The bytes are read again from `target`, past its cache, before the checkpoint exists there.
 
     raises   StepExistsError  `target` has another checkpoint of that step, or a newer one; or it was rewound, and what
                               is in `source` is from before that
@@ -70,8 +70,8 @@ def copy_newest(source: StoreInMemory, target: Store, holder: str) -> Copied | N
 
 
 def _follow_rewinds(source: StoreInMemory, target: Store, newest: int) -> tuple[int, ...]:
-    """Set aside in `target` what a rewind has set aside in `source`. Returns steps of `source` that one in `target` has
-    set aside; raises StepExistsError if `newest` is one of these.
+    """Set aside in `target` the steps that rewinds have set aside in `source`. Returns the steps of `source` that a
+    rewind in `target` has set aside; raises StepExistsError if `newest` is one of these.
     """
     ours, theirs = lineage.look(source), lineage.look(target)
     stale = lineage.superseded(ours, [theirs])

@@ -30,9 +30,9 @@ class Candidate(msgspec.Struct, frozen=True):
 
 
 class Seen(msgspec.Struct, frozen=True, eq=False):
-    """What rank 0 has found in each tier; None: it does not answer.
+    """What rank 0 has found in each tier; None for a tier that does not answer.
 
-    aside     steps of before a rewind
+    aside     steps from before a rewind
     identity  of the run's stores; "" if no tier that answers has one
     """
 

@@ -109,7 +109,7 @@ class TieredWriter(StoreWriter):
             # First: what is of before a rewind here is not to come to the others.
             there = [found for _, found in self._ask_all(_look) if isinstance(found, lineage.Held)]
             held = align(self._store, there)
-            if not held.steps:  # it has no part in rewinds that it does not know: what is saved now comes after them
+            if not held.steps:  # its steps will all be later than rewinds that it does not know
                 for note in sorted(self._rewinds):
                     catalog.put_note(self._store, note)
             self._join_all()
@@ -210,8 +210,8 @@ class TieredWriter(StoreWriter):
         for flusher in self.flushers:
             for called_off in flusher.call_off(step):
                 self.on_dropped(flusher, called_off, f"it was set aside, back to step {step}")
-        self._ask_all(_nothing)  # what each was doing has ended
-        self.find(step)  # a tier's retention may have given it up meanwhile: nothing would be left
+        self._ask_all(_nothing)  # waits until each has ended its current work
+        self.find(step)  # a tier's retention may have expired it meanwhile: no step would be left
         said = note or new_rewound_note(step)
         moved = super().rewind(step, said)  # from here on every tier without the note is behind
         self._ask_all(lambda flusher: flusher.rewind(step, said))

@@ -148,9 +148,10 @@ def read_orbax(path: Path) -> Source:
 
 
 def _stored_bytes(item: Path) -> tuple[int, int]:
-    """What the files of an item take on the disk, and how long the longest chunk is.
+    """The bytes that the files of an item take on the disk, and the length of its longest chunk.
 
-    raises  DamagedError, StorageError  one is far too long, or no file: tensorstore would end the process, or wait
+    raises  DamagedError, StorageError  for a file that is far too long, at which tensorstore would end the process, or
+                                        for a pipe or device, on which it would wait
     """
     total = longest = 0
     is_database = (item / _DATABASE).is_file()

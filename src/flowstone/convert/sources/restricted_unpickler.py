@@ -20,9 +20,9 @@ Known = Mapping[str, Callable[..., object]]
 
 _ITEMS_MAX = 1 << 24  # opcodes: of a checkpoint with a million tensors
 _NAME_CHARS_MAX = 1000  # of a class or function
-_DEPTH_MAX = 128  # our objects nest 100 deep; around them is what carries them
+_DEPTH_MAX = 128  # our objects nest 100 deep; the rest is for containers around them
 _KEY_VALUES_MAX = 1000  # in a tuple that is a key: C code hashes it, as deep as it nests, each time that it is used
-_EXPANSION_MAX = 16  # values, for each opcode: what is in several places counts in each
+_EXPANSION_MAX = 16  # values for each opcode: a value in several places counts in each
 _EXPANDED_MIN = 1 << 16
 
 
@@ -76,8 +76,8 @@ def read_pickle(
     records     classes of which a Record is made
     persistent  what stands for a persistent id; None: there is none
 
-    What is returned ends: it nests at most _DEPTH_MAX deep, and a walk of it, in which a value that is in several
-    places is met in each, takes a time that the pickle's length bounds.
+    The result is bounded: it nests at most _DEPTH_MAX deep, and a walk that visits a value in each place where it
+    occurs takes a time that is bounded by the pickle's length.
 
     raises  DamagedError            this is no pickle, or not one that its own program could have written
             UnsupportedFormatError  an opcode that no file of this kind has, or values that nest or repeat without end
@@ -123,12 +123,12 @@ def hashable(key: object) -> object:
 
 
 def hashables(keys: Iterable[object]) -> list[object]:
-    """The same of all keys of a new container."""
+    """`hashable` for all keys of a new container."""
     return hashed(list(map(hashable, keys)))
 
 
 def items_of(values: object) -> Collection[Any]:
-    """The values of a container that holds them; a range would make them up, without end. Raises ValueError."""
+    """The values of a container. Refuses what generates values, such as a huge range. Raises ValueError."""
     if not isinstance(values, tuple | list | set | frozenset):
         raise ValueError(f"expected a tuple, list or set of values, found a {type(values).__name__}")
     return values
@@ -287,7 +287,7 @@ class _Machine:
         self._set(values)
 
     def _keys(self, target: object, keys: Iterable[object]) -> list[object]:
-        """The keys, if looking them up in `target` takes no time beyond measure."""
+        """The keys, if their lookup in `target` takes bounded time. Raises ValueError."""
         found = list(map(hashable, keys))
         for key in found:
             if not isinstance(key, str):

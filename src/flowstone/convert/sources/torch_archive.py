@@ -67,7 +67,7 @@ class Slice(io.RawIOBase):
 
 
 class _Bounded(io.BufferedReader):
-    """For zipfile, which reads a whole directory at once: as long as the archive says that it is."""
+    """Limits zipfile's reads: it reads a whole directory at once, with the length that the archive states."""
 
     def read(self, size: int | None = -1, /) -> bytes:
         if size is not None and size > _DIRECTORY_BYTES_MAX:

@@ -144,7 +144,7 @@ def _encoded(text: object = "", encoding: object = "latin-1") -> bytes:
 
 
 def _bytearray(content: object = b"", *encoding: object) -> bytearray:
-    """Of bytes, or of text and latin-1: of a number it would be as long as that."""
+    """From bytes, or text in latin-1; not from a number, which would allocate that many bytes."""
     return bytearray(content if isinstance(content, bytes) else _encoded(content, *encoding))
 
 

@@ -19,7 +19,7 @@ from flowstone.table.stored import SourceTensor, StoredBox, row_major
 
 _DEPTH_MAX = 100  # that of our objects
 _NODES_MAX = 1 << 22  # a list may hold one value many times, and so on: it would never end
-_NAMES_BYTES_MAX = 512 * MIB  # of all tensors: keys are long, and each tensor below one repeats it
+_NAMES_BYTES_MAX = 512 * MIB  # of all tensors: a long key is repeated in the name of each tensor below it
 _DROPPED = object()
 
 
@@ -111,7 +111,7 @@ class Tree:
                 f"the names of the tensors in {self._path} are too long", expected=f"at most {_NAMES_BYTES_MAX} in all",
                 next="shorten the keys that lead to them, and save again",
             )
-        # As text: hashes of text are keyed, so that none can be forged.
+        # As text: its hashes are keyed, so that a file cannot force collisions.
         key = repr((file, place.offset, view.dtype.name, view.offset, view.shape, view.strides))
         if key in self._first and begin < end:
             self.aliases.append(Alias(name, self._first[key]))
@@ -160,7 +160,7 @@ def _plain_key(key: object) -> object:
 
 
 def _strange(value: object) -> str | None:
-    """What is in a key, or in a set, that no checkpoint of ours can hold."""
+    """The name of something in a key or a set that our checkpoints cannot hold; None if there is nothing."""
     if isinstance(value, tuple | set | frozenset):
         return next((found for inner in value if (found := _strange(inner)) is not None), None)
     if isinstance(value, Global | Opaque):

@@ -117,7 +117,7 @@ class Client:
         self.location, self.once, self.repeating, self.patience = location, once, repeating, patience
         self._has_tokens = type(once).__name__ == "S3Store"
         self.keeps_buffers = type(once).__name__ in ("MemoryStore", "FileSystemBucket")  # it may, after the call
-        self._with_foreign_names: set[str] = set()  # directories, told of already
+        self._with_foreign_names: set[str] = set()  # directories that were logged already
         self._tags_are_bare = False  # the server compares tags without their quotes: see `replace`
 
     def try_for(self, operation: str, path: str, act: Callable[[], T]) -> T:
@@ -195,7 +195,7 @@ class Client:
             return None
 
     def entries(self, path: str) -> Listing:
-        """Names in a directory. Those that are foreign are told, once."""
+        """Names in a directory. Foreign names are logged, once for each directory."""
         refused: StorageError | None = None
         if path not in self._with_foreign_names:
             try:

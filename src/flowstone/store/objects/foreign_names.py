@@ -1,6 +1,7 @@
-"""Listings that have names which obstore refuses, with the whole listing: other programs have made those objects.
+"""Listings that obstore refuses as a whole, because of the names of some objects, which other programs have made.
 
-An empty part (`run//x`), `.`, `..`, control characters: no file of ours is called so. They are passed over, and told.
+Such names have an empty part (`run//x`), `.`, `..` or control characters; none of ours has. They are skipped and
+logged.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Listing(msgspec.Struct, frozen=True):
 
 
 def is_refused(error: BaseException | None) -> bool:
-    """Whether obstore refuses a listing for the sake of a name in it."""
+    """Whether obstore refuses a listing because of a name in it."""
     return error is not None and any(says in refusal_of(error).text for says in _SAYS)
 
 
@@ -58,10 +59,10 @@ def place_of(bucket: Bucket, path: str = "") -> tuple[str, str]:
 
 
 def list_all(location: str, bucket: Bucket, path: str, refused: StorageError | None = None) -> Listing:
-    """Of a directory in a bucket of S3's, by boto3, which knows no name that it refuses.
+    """List a directory in a bucket of S3 with boto3, which refuses no name.
 
     refused  the error of obstore's listing
-    raises   FrameworkError  it is not S3's, or boto3 is not installed; what boto3 raises
+    raises   FrameworkError  if it is not on S3, or boto3 is not installed; all errors of boto3
     """
     is_s3 = type(bucket).__name__ == "S3Store"
     remedy = "remove that object, which Flowstone did not write"
@@ -97,7 +98,7 @@ def _add(listing: Listing, path: str, name: str) -> None:
 
 
 def sorted_out(path: str, found: ListResult[Sequence[ObjectMeta]]) -> Listing:
-    """The same of what obstore has listed."""
+    """The `Listing` of what obstore has listed."""
     listing = Listing([], [], [])
     for entry in found["objects"]:
         _add(listing, path, "" if entry["path"] == path else entry["path"].rpartition("/")[2])

@@ -1,6 +1,6 @@
-"""URLs of object stores, taken apart strictly: what is shown is what is used, and two URLs are two stores.
+"""URLs of object stores, parsed strictly: the store is exactly where the URL says, and two URLs are two stores.
 
-Others cut a URL at `#` and `?`, decode `%20`, and resolve `..`: two runs would be one, or one would lie in another.
+Other programs cut a URL at `#` and `?`, decode `%20`, and resolve `..`: two runs could end up in one place.
 """
 
 from __future__ import annotations

@@ -315,7 +315,7 @@ def _taken(connection: socket.socket, length: int, until: float) -> bytes:
 
 
 def _shown(text: str) -> str:
-    """What an unknown other side has sent, as a part of one line."""
+    """Text from an unknown sender, escaped as a part of one line."""
     return escaped(text[:_SHOWN_CHARS_MAX]) + "..." * (len(text) > _SHOWN_CHARS_MAX)
 
 

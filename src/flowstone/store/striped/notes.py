@@ -99,8 +99,8 @@ def note(first: Store, path: StripedPath, identity: str) -> None:
 
 
 def check_there(first: Store, number: int, store: Store, missing: str) -> None:
-    """Raise StorageError, which names it, unless a further path that was noted is there: what is not found on it was
-    lost then, and else the path is not mounted.
+    """Raise StorageError, which names the path, if a further path that was noted is not mounted. If it is mounted, a
+    file that is missing from it was lost.
     """
     found, identity = "nothing there", identity_of(first)
     if store.exists(records.PART_NAME):

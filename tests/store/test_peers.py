@@ -403,7 +403,7 @@ def test_what_ends_a_connection_on_this_side_is_told_and_that_the_other_has_gone
         server._open = 1
         server._strangers.admit(connection, "10.0.0.9")
         server._attend(connection, "10.0.0.9")
-    assert (server._open, server._strangers._since) == (0, {})
+    assert (server._open, server._strangers._admitted) == (0, {})
     assert ("10.0.0.9: " in capsys.readouterr().err) == is_told
 
 

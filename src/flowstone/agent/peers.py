@@ -93,7 +93,7 @@ class PeerServer:
                 is_full = self._open >= PEER_CONNECTIONS_MAX
                 self._open += not is_full
             if is_full:
-                self._strangers.refused(where[0], "refused: too many connections")
+                self._strangers.log_refusal(where[0], "refused: too many connections")
                 connection.close()
                 continue
             self._strangers.admit(connection, where[0])
@@ -103,8 +103,8 @@ class PeerServer:
             try:
                 attend.start()
             except RuntimeError as error:  # the system is out of threads: others that are served may end
-                self._strangers.refused(where[0], f"refused: {error}")
-                self._strangers.leave(connection)
+                self._strangers.log_refusal(where[0], f"refused: {error}")
+                self._strangers.release(connection)
                 connection.close()
                 with self._guard:
                     self._open -= 1
@@ -119,10 +119,10 @@ class PeerServer:
             try:
                 channel = welcome(connection, self.run, self._secret, self.node)
             except PeerError as error:
-                self._strangers.refused(where, error.message)
+                self._strangers.log_refusal(where, error.message)
                 return
             finally:
-                self._strangers.leave(connection)
+                self._strangers.release(connection)
             Attendance(self, channel).serve()
         except (EOFError, ConnectionError, TimeoutError):
             pass  # it has gone

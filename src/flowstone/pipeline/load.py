@@ -186,7 +186,7 @@ class Loads:
                     raise
                 log.warning("cannot load step %d, trying an older one: %s", candidate, error)
                 self._emit(FellBack(candidate, str(error)))
-                passed.append(passed_over(candidate, error))
+                passed.append(skipped_step_note(candidate, error))
             else:
                 report = dataclasses.replace(report, notes=(*report.notes, *passed, *lost))
                 if candidate != candidates[0]:
@@ -338,7 +338,7 @@ class Loads:
             raise
 
 
-def passed_over(step: int, error: FlowstoneError) -> str:
+def skipped_step_note(step: int, error: FlowstoneError) -> str:
     """The note in a report on a damaged newer step, when a load falls back to an older one."""
     return f"step {step} is damaged and was skipped: {error.message}"
 

@@ -23,7 +23,7 @@ from flowstone.errors import (
 )
 from flowstone.events import FellBack
 from flowstone.log import log
-from flowstone.pipeline.load import Loads, passed_over
+from flowstone.pipeline.load import Loads, skipped_step_note
 from flowstone.pipeline.load_outcome import LoadReport
 from flowstone.pipeline.meeting import Meets
 from flowstone.pipeline.shared import Shared
@@ -117,7 +117,7 @@ class TieredLoads(Loads):
                 if following is None or not _is_of_tier(error, same_step=following.step == one.step):
                     raise
                 if following.step != one.step:
-                    passed.append(passed_over(one.step, error))
+                    passed.append(skipped_step_note(one.step, error))
                 tried = self._pass_over(one, following, error, tried)
             else:
                 if one.tier:

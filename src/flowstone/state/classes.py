@@ -65,7 +65,7 @@ class Form:
         return True
 
 
-class _Declared(Form):
+class _Dataclass(Form):
     """Dataclasses and classes of attrs: the fields that the class declares."""
 
     def fields(self, value: Any) -> Fields:
@@ -127,7 +127,7 @@ class _Ordered(Form):
         return isinstance(fields.get("items"), dict) and type(fields.get("attributes")) is dict
 
 
-class _Defaults(Form):
+class _DefaultDict(Form):
     """A defaultdict, whose factory is a class of Python's, or registered by name."""
 
     inline = "items"
@@ -152,7 +152,7 @@ class _Defaults(Form):
         return known and isinstance(fields.get("items"), dict)
 
 
-class _Stream(Form):
+class _BytesStream(Form):
     def fields(self, value: Any) -> Fields:
         return {"data": value.getvalue(), "position": value.tell()}
 
@@ -209,7 +209,7 @@ def _array_dtype(text: object) -> np.dtype[Any]:
     return np.dtype(text)
 
 
-class _Config(Form):
+class _OmegaConf(Form):
     """OmegaConf's containers of plain values; interpolations are stored unresolved."""
 
     inline = "content"
@@ -232,7 +232,7 @@ class _Config(Form):
         return type(fields.get("content")) in (dict, list) and type(fields.get("flags")) is dict
 
 
-class _Given(Form):
+class _RegisteredForm(Form):
     """Objects of a class that was registered with two functions."""
 
     def __init__(self, fields: Callable[[Any], Fields], create: Callable[[Fields], object]) -> None:
@@ -248,10 +248,10 @@ class _Given(Form):
         return False
 
 
-_ATTRIBUTES, _DECLARED, _TUPLE = Form(), _Declared(), _NamedTuple()
+_ATTRIBUTES, _DECLARED, _TUPLE = Form(), _Dataclass(), _NamedTuple()
 _BUILT_IN: Mapping[type, Form] = {
     argparse.Namespace: _ATTRIBUTES, types.SimpleNamespace: _ATTRIBUTES, collections.OrderedDict: _Ordered(),
-    collections.defaultdict: _Defaults(), io.BytesIO: _Stream(), np.ndarray: _ObjectArray(),
+    collections.defaultdict: _DefaultDict(), io.BytesIO: _BytesStream(), np.ndarray: _ObjectArray(),
 }
 _FACTORIES = (
     bool, bytearray, bytes, complex, dict, float, frozenset, int, list, set, str, tuple, type(None),
@@ -289,7 +289,7 @@ def form_of(own: type) -> Form | None:
     if dataclasses.is_dataclass(own) or hasattr(own, "__attrs_attrs__"):
         return _DECLARED
     attribute = _OMEGACONF.get(f"{own.__module__}.{own.__qualname__}")
-    return _Config() if attribute is not None and own is imported("omegaconf", attribute) else None
+    return _OmegaConf() if attribute is not None and own is imported("omegaconf", attribute) else None
 
 
 class Classes:
@@ -418,7 +418,7 @@ def register_class(
                 next="write register_class(YourClass), or give it both functions",
             )
         if fields is not None and create is not None:
-            form: Form | None = _Given(fields, create)
+            form: Form | None = _RegisteredForm(fields, create)
         elif issubclass(own, enum.Enum) or form_of(own) is not None:
             form = None
         else:

@@ -92,7 +92,7 @@ def restore(
         if dtype is not None and live.has(value):
             loading.into_copy(cast("torch.Tensor", value), dtype, own, inner)
         elif live.has(value):
-            grown = _grown(value, own, inner, loading) if own_loads.concern(name) else None
+            grown = _resized_target(value, own, inner, loading) if own_loads.concern(name) else None
             if grown is not None:
                 given[key] = grown
                 continue
@@ -151,7 +151,7 @@ def _unread(
     return found
 
 
-def _grown(value: object, own: object, place: Place, loading: Loading) -> Callable[[], object] | None:
+def _resized_target(value: object, own: object, place: Place, loading: Loading) -> Callable[[], object] | None:
     """New memory for a stored tensor of another shape, which the module's own load takes over; None: same shape."""
     stored = loading.stored.tensors.get(loading.named(own, place).name)
     if stored is None or not isinstance(value, torch.Tensor) or type(value) not in tensors.DENSE_TYPES:

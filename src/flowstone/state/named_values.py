@@ -26,8 +26,8 @@ _TEXT: Mapping[type, Callable[[Any], str]] = {
     datetime.date: datetime.date.isoformat,
     datetime.timedelta: lambda value: f"{value.days} {value.seconds} {value.microseconds}",
     datetime.timezone: lambda value: f"{value.utcoffset(None) // datetime.timedelta(microseconds=1)}",
-    datetime.datetime: lambda value: _moment(value),
-    datetime.time: lambda value: _moment(value),
+    datetime.datetime: lambda value: _datetime_text(value),
+    datetime.time: lambda value: _datetime_text(value),
     zoneinfo.ZoneInfo: lambda value: value.key or "",
     pathlib.PurePosixPath: str,
     pathlib.PureWindowsPath: str,
@@ -90,25 +90,25 @@ def _value_of(kind: str, text: str) -> object:
     if own is datetime.timezone:
         return datetime.timezone(datetime.timedelta(microseconds=int(text)))
     if own in (datetime.datetime, datetime.time):
-        return _read_moment(own, text)
+        return _parse_datetime(own, text)
     if own is datetime.date:
         return datetime.date.fromisoformat(text)
     if own is fractions.Fraction and not re.fullmatch(r"-?\d{1,4000}(/\d{1,4000})?", text):
-        raise ValueError("no fraction")
+        raise ValueError("not a fraction")
     return own(text)
 
 
-def _moment(value: datetime.datetime | datetime.time) -> str:
+def _datetime_text(value: datetime.datetime | datetime.time) -> str:
     """ISO 8601 without a zone, the zone in brackets, the fold: `2026-03-01T00:00:00 [zoneinfo.ZoneInfo UTC] 1`."""
     zone = None if value.tzinfo is None else named(value.tzinfo)
     where = "" if zone is None else f" [{zone.kind} {zone.text}]"
     return f"{value.replace(tzinfo=None, fold=0).isoformat()}{where}{' 1' * value.fold}"
 
 
-def _read_moment(own: Any, text: str) -> object:
+def _parse_datetime(own: Any, text: str) -> object:
     found = re.fullmatch(r"(\S+)(?: \[(\S+) ([^\]]+)\])?( 1)?", text)
     if found is None or (found[2] and found[2] not in ("zoneinfo.ZoneInfo", "datetime.timezone")):
-        raise ValueError("no moment")
+        raise ValueError("not a date or time")
     zone: Any = _value_of(found[2], found[3]) if found[2] else None
     return own.fromisoformat(found[1]).replace(tzinfo=zone, fold=1 if found[4] else 0)
 

@@ -314,7 +314,7 @@ class Rebuild:
             self.loading.differ("kind", place.name, f"as in '{first}', of the same flat parameter", "another value")
         return first == place.name
 
-    def lack_slots(self) -> None:
+    def note_missing_slots(self) -> None:
         """Slots of a state dict that the checkpoint does not have; call it once the stored ones are requested."""
         if not isinstance(self.optimizer, HeldOptimizer):
             return

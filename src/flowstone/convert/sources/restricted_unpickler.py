@@ -169,7 +169,7 @@ def _check_expanded(value: object, count_max: int, path: str) -> None:
             above.add(id(node))
             inner = [part for part in parts if isinstance(part, _CONTAINERS)]
             if len(above) > _DEPTH_MAX or any(id(part) in above for part in inner):
-                raise _without_end(path)
+                raise _unbounded_error(path)
             waiting.append((node, True))
             waiting += [(part, False) for part in inner]
             continue
@@ -178,14 +178,14 @@ def _check_expanded(value: object, count_max: int, path: str) -> None:
         count = len(parts) + sum(inner for inner, _ in found)
         depth = 1 + max((inner for _, inner in found), default=0)
         if count > count_max or depth > _DEPTH_MAX:
-            raise _without_end(path)
+            raise _unbounded_error(path)
         done[id(node)] = count, depth
 
 
 _CONTAINERS = (dict, tuple, list, set, frozenset, Record)
 
 
-def _without_end(path: str) -> UnsupportedFormatError:
+def _unbounded_error(path: str) -> UnsupportedFormatError:
     return UnsupportedFormatError(
         f"the values in {path} nest too deeply, contain themselves, or repeat too often",
         expected=f"at most {_DEPTH_MAX} levels",

@@ -118,11 +118,11 @@ def _from_type(function: object, kind: object, arguments: object, *_: object) ->
     return Opaque(kind.name if isinstance(kind, Global) else "a tensor subclass")
 
 
-def _ordered(items: object = ()) -> OrderedDict[object, object]:
+def _ordered_dict(items: object = ()) -> OrderedDict[object, object]:
     return OrderedDict(pairs_of(items))
 
 
-def _counted(items: object = ()) -> Counter[Any]:
+def _counter(items: object = ()) -> Counter[Any]:
     return Counter(dict(pairs_of(items)))
 
 
@@ -130,13 +130,13 @@ def _dict(items: object = ()) -> dict[object, object]:
     return dict(pairs_of(items))
 
 
-def _made(kind: type) -> Callable[..., object]:
+def _container_maker(kind: type) -> Callable[..., object]:
     """A container of a builtin type, of nothing or of values."""
     is_hashed = kind in (set, frozenset)
     return lambda values=(): kind(hashables(items_of(values)) if is_hashed else items_of(values))
 
 
-def _encoded(text: object = "", encoding: object = "latin-1") -> bytes:
+def _text_bytes(text: object = "", encoding: object = "latin-1") -> bytes:
     """How protocol 2 has bytes: as text, and latin-1."""
     if not isinstance(text, str) or encoding not in ("latin1", "latin-1"):
         raise ValueError("bytes in an unknown encoding")
@@ -145,7 +145,7 @@ def _encoded(text: object = "", encoding: object = "latin-1") -> bytes:
 
 def _bytearray(content: object = b"", *encoding: object) -> bytearray:
     """From bytes, or text in latin-1; not from a number, which would allocate that many bytes."""
-    return bytearray(content if isinstance(content, bytes) else _encoded(content, *encoding))
+    return bytearray(content if isinstance(content, bytes) else _text_bytes(content, *encoding))
 
 
 def _slice(*parts: object) -> slice:
@@ -176,10 +176,10 @@ KNOWN: Known = {
     "torch.Size": lambda sides=(): Named("torch.Size", ",".join(map(str, lengths(sides)))),
     "torch.device": _device,
     "torch.serialization._get_layout": _layout,
-    "collections.OrderedDict": _ordered,
-    "collections.Counter": _counted,
-    "_codecs.encode": _encoded,
-    **{f"{module}.{kind.__name__}": _made(kind) for module in ("builtins", "__builtin__")
+    "collections.OrderedDict": _ordered_dict,
+    "collections.Counter": _counter,
+    "_codecs.encode": _text_bytes,
+    **{f"{module}.{kind.__name__}": _container_maker(kind) for module in ("builtins", "__builtin__")
        for kind in (set, frozenset, list, tuple)},
     **{f"{module}.{name}": call for module in ("builtins", "__builtin__") for name, call in (
         ("bytearray", _bytearray), ("bytes", lambda: b""), ("complex", complex), ("dict", _dict), ("range", range),

@@ -71,7 +71,7 @@ class Tree:
             what = value.kind if isinstance(value, Record) else getattr(value, "name", "a storage without a tensor")
             self.unmapped.append(Unmapped(name, str(what)))
             return _DROPPED
-        if isinstance(value, set | frozenset) and (strange := _strange(value)) is not None:
+        if isinstance(value, set | frozenset) and (strange := _unstorable_name(value)) is not None:
             self.unmapped.append(Unmapped(name, f"a set with {strange}"))
             return _DROPPED
         return value
@@ -80,7 +80,7 @@ class Tree:
         kept: dict[object, object] = {}
         paths = set[str]()
         for key, inner in value.items():
-            strange = None if _is_dtype(key) else _strange(key)
+            strange = None if _is_dtype(key) else _unstorable_name(key)
             where = f"{name}.{_text(key) if strange is None else strange}"
             if strange is not None:
                 self.unmapped.append(Unmapped(where, f"a key with {strange}"))
@@ -159,10 +159,10 @@ def _plain_key(key: object) -> object:
     return Named("torch.dtype", key.name.removeprefix("torch.")) if isinstance(key, Global) else key
 
 
-def _strange(value: object) -> str | None:
+def _unstorable_name(value: object) -> str | None:
     """The name of something in a key or a set that our checkpoints cannot hold; None if there is nothing."""
     if isinstance(value, tuple | set | frozenset):
-        return next((found for inner in value if (found := _strange(inner)) is not None), None)
+        return next((found for inner in value if (found := _unstorable_name(inner)) is not None), None)
     if isinstance(value, Global | Opaque):
         return value.name
     return type(value).__name__ if isinstance(value, Record | StorageRef | TensorView) else None

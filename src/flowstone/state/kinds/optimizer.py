@@ -215,7 +215,7 @@ def _restore(optimizer: Core, node: object, place: Place, loading: Loading) -> N
         rebuild.want_same_slots(same)
     else:
         rebuild.want_slots(stored.listed, named)
-        rebuild.lack_slots()
+        rebuild.note_missing_slots()
     rebuild.want_rest(stored.shared, stored.extra)
     loading.later(Phase.OPTIMIZERS, rebuild.apply)
 

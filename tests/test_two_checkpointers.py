@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -138,3 +140,22 @@ def test_a_forked_child_does_not_wait_for_its_parents_saves(run: Path, held: thr
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     held.set()
     first.close()
+
+
+def test_another_thread_may_make_checkpointers_while_one_looks_for_saves_in_flight(run: Path, tmp_path: Path) -> None:
+    made = [fs.Checkpointer(run), fs.Checkpointer(tmp_path / "other")]
+
+    def look(frame: FrameType, _: str, __: object) -> Any:
+        if "weakref" in frame.f_code.co_filename:  # between any two lines of what goes through them
+            sys.settrace(None)
+            made.append(fs.Checkpointer(tmp_path / str(len(made))))
+            sys.settrace(look)
+        return look
+
+    before = sys.gettrace()
+    sys.settrace(look)
+    try:
+        assert newest(made[0]) == 0
+    finally:
+        sys.settrace(before)
+    assert len(made) > 2

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Protocol, TypeVar
-from weakref import WeakSet
+from weakref import WeakValueDictionary
 
 from flowstone.errors import LockedError
 
@@ -30,8 +30,9 @@ class Owner(Protocol):
 
 
 @cache
-def _owners() -> WeakSet[Owner]:
-    return WeakSet()
+def _owners() -> WeakValueDictionary[int, Owner]:
+    """By identity: another thread may add one while these are looked at, which a WeakSet does not survive."""
+    return WeakValueDictionary()
 
 
 class _Place(Protocol):
@@ -41,7 +42,7 @@ class _Place(Protocol):
 
 def register(owner: Owner, stores: Sequence[_Place]) -> tuple[str, ...]:
     """Register a Checkpointer for the others of this process, while it lives. Returns the locations of its stores."""
-    _owners().add(owner)
+    _owners()[id(owner)] = owner
     return tuple({store.location for store in stores})
 
 
@@ -49,9 +50,11 @@ def finish_saves_of_others(owner: Owner, locations: Sequence[str]) -> None:
     """Wait until no other Checkpointer of this process has a save in flight into one of these stores: a notebook's cell
     that is run again after an interrupt makes a new Checkpointer while the old one still saves.
     """
-    for other in list(_owners()):
-        for location in locations if other is not owner else ():
+    for reference in _owners().valuerefs():  # a list of all, made at once
+        other = reference()
+        for location in locations if other is not None and other is not owner else ():
             other.finish_saves(location)
+        del other  # drop our own reference to it
 
 
 def is_same_place(one: str, other: str) -> bool:

@@ -6,6 +6,7 @@ import errno
 import mmap
 import os
 import random
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
@@ -183,6 +184,24 @@ def test_a_save_ends_the_pass_under_way_and_the_next_one_goes_on(tmp_path: Path)
     assert first.collapsed_bytes == 2 * MIB
     assert "were not reached" in first.reason
     assert second.huge_bytes > 0.9 * second.bytes
+
+
+def test_no_pass_begins_while_a_later_save_captures_and_one_does_after_it(tmp_path: Path) -> None:
+    """What a save watches would be refused, and refusals make tries rare."""
+    state, told = training(24), list[Event]()
+    with opened(tmp_path, told) as checkpointer:
+        first = checkpointer.save(0, state)
+        with mock.patch.object(Captures, "pace", return_value=Pace(blocks=1, bytes_per_s=1)):
+            second = checkpointer.save(1, state)
+        committed = threading.Event()  # `result` would end the pace
+        first.committed.add_done_callback(lambda _: committed.set())
+        assert committed.wait(60)
+        second.committed.result()
+        await_pass(checkpointer)
+    passes = [event for event in told if isinstance(event, Collapsed)]
+    assert not any("were refused" in event.reason for event in passes)
+    assert passes[-1].step == 1
+    assert passes[-1].huge_bytes > 0.9 * passes[-1].bytes
 
 
 def test_a_script_that_ends_without_close_does_not_wait_for_a_pass(tmp_path: Path) -> None:

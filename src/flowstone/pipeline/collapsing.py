@@ -15,6 +15,7 @@ from flowstone import _native
 from flowstone.collapse_events import Collapsed
 from flowstone.config import COLLAPSE_BYTES_MIN, COLLAPSE_SHARE, COLLAPSE_SKIPS_MAX, EngineOptions
 from flowstone.events import Event
+from flowstone.pipeline.futures import Save
 from flowstone.state import Described
 from flowstone.table.pieces import Places
 
@@ -41,7 +42,8 @@ class HostMemory(msgspec.Struct, frozen=True, eq=False):
 class Collapsing:
     """The collapse passes of one Checkpointer, one at a time, each on a native thread (native/collapse.h).
 
-    A pass runs until the next save begins. A later pass checks memory that is in huge pages already in microseconds.
+    A pass runs until the next save begins. None begins while a save is captured: memory that is watched is refused. A
+    later pass checks memory that is in huge pages already in microseconds.
     """
 
     def __init__(self, options: EngineOptions, emit: Callable[[Event], None]) -> None:
@@ -49,6 +51,7 @@ class Collapsing:
         self._lock = Lock()  # `prepare` and the writer's thread begin passes
         self._pass: _native.Collapse | None = None
         self._step: int | None = None  # after which it began
+        self._newest: Save | None = None  # that has begun
         self._seen = np.zeros(0, np.uint64)  # addresses at the save before
         self._skips = self._skips_next = 0  # saves after which no pass begins, as the last one made nothing
 
@@ -69,11 +72,16 @@ class Collapsing:
                 self._is_on = False
                 self._emit(Collapsed(step, int(wanted.length.sum()), 0, 0, 0.0, refusal))
                 return
+            newest = self._newest
+            if newest is not None and not newest.captured.done():
+                return  # a pass begins after that one
             if self._skips > 0:
                 self._skips -= 1
                 return
             with suppress(OSError):  # the system refuses a thread now; the next save asks again
                 self._pass, self._step = _native.Collapse(wanted.address, wanted.length, share=COLLAPSE_SHARE), step
+            if self._newest is not newest:  # it has begun meanwhile, perhaps before there was a pass to stop
+                self._report()
 
     def prepare(self, described: Described) -> None:
         """Begin a pass over the memory that saves of this state will capture late, if optimizers wait for them."""
@@ -81,8 +89,10 @@ class Collapsing:
             lazy = np.array(described.layout.lazy, np.bool_)
             self.begin(None, HostMemory.of(described.places, described.layout.pieces.lengths(), lazy), stays=True)
 
-    def pause(self) -> None:
+    def pause(self, save: Save | None = None) -> None:
         """Stop the pass, as a save begins. Returns at once. Any thread."""
+        if save is not None:
+            self._newest = save
         current = self._pass
         if current is not None:
             current.stop()

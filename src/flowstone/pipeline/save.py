@@ -205,6 +205,7 @@ class Saves:
     def _begin(self, run: SaveRun, state: Mapping[str, object], fence: FenceMode, waited: Span) -> None:
         """THE ORDER, first half: describe, agree, plan, capture. `waited`: the wait for earlier saves."""
         step, spans, run.loads = run.save.step, run.spans, self._outcome.loads
+        self.collapsing.pause(run.save)
         queued = self.captures.wait_for_plan()  # this rank's part may change until earlier saves have a plan
         known = None if self._plan is None or queued else self._plan
         described = self._describe(state, known)
@@ -258,7 +259,6 @@ class Saves:
         """
         devices = described.places.devices
         streams = as_on_this_thread(devices)
-        self.collapsing.pause()
         run.watched = None if devices else watch(cached, described, self._options.watch, run.save.step)
 
         def begin() -> None:  # called uninterrupted

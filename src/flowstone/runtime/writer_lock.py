@@ -50,11 +50,10 @@ def finish_saves_of_others(owner: Owner, locations: Sequence[str]) -> None:
     """Wait until no other Checkpointer of this process has a save in flight into one of these stores: a notebook's cell
     that is run again after an interrupt makes a new Checkpointer while the old one still saves.
     """
-    for reference in _owners().valuerefs():  # a list of all, made at once
-        other = reference()
-        for location in locations if other is not None and other is not owner else ():
+    found = [reference() for reference in _owners().valuerefs()]
+    for other in [one for one in found if one is not None and one is not owner]:
+        for location in locations:
             other.finish_saves(location)
-        del other  # drop our own reference to it
 
 
 def is_same_place(one: str, other: str) -> bool:

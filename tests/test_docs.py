@@ -1,7 +1,8 @@
-"""Samples in the documents run, in the order in which they stand."""
+"""Pages run as a reader goes through them: python and shell blocks in their order, in one directory."""
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -14,19 +15,56 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-def _samples(document: Path) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", document.read_text(), flags=re.DOTALL | re.MULTILINE)
+BLOCK = re.compile(r"^```([^\n]*)\n(.*?)^```", flags=re.DOTALL | re.MULTILINE)
+BIN = Path(sys.executable).parent
+COMMAND = re.compile(r"^(\w+=\S+ )*(flowstone|python|pip|make|tools/\S+) \S", flags=re.MULTILINE)
+NEEDS = {  # what the fence of a block says that is not run here; other words there name samples of tests/integrations
+    "needs-checkout": "a clone of Flowstone's repository",
+    "needs-files": "files of the reader's: the lines are variants of one command",
+    "needs-minutes": "minutes, in which it measures a disk",
+    "needs-network": "a package index",
+    **{f"needs-{name}": "the framework, or a checkpoint that it has saved" for name in (
+        "deepspeed", "lightning", "orbax", "ray", "torchsnapshot", "transformers",
+    )},
+}
 
 
-@pytest.mark.parametrize("document", [d for d in DOCUMENTS if _samples(d)], ids=lambda d: d.name)
-def test_samples_run(document: Path, tmp_path: Path) -> None:
-    for number, sample in enumerate(_samples(document)):
-        command = [sys.executable, "-c", sample]
-        # What a sample imports it has to show; an optimizer imports half of torch by itself, where it is made.
-        shows = not re.search("optim", sample) or bool(re.search(r"torch\.(distributed|onnx)", sample))
-        with warm_start("-c", torch_alone=shows):
-            done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, f"sample {number} of {document.name}: {done.stderr}"
+def _blocks(document: Path) -> list[tuple[str, str]]:
+    """What the fences of the page's blocks say, and the blocks."""
+    return BLOCK.findall(document.read_text())
+
+
+def _session(document: Path) -> list[tuple[str, str]]:
+    """The blocks that a reader runs from top to bottom."""
+    return [(fence, text) for fence, text in _blocks(document) if fence in ("python", "sh")]
+
+
+def _run_block(language: str, text: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    if language == "sh":
+        environment = os.environ | {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
+        command = ["sh", "-e", "-c", text]
+        return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    # What a sample imports it has to show; an optimizer imports half of torch by itself, where it is made.
+    shows = not re.search("optim", text) or bool(re.search(r"torch\.(distributed|onnx)", text))
+    with warm_start("-c", torch_alone=shows):
+        return subprocess.run([sys.executable, "-c", text], cwd=folder, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("document", [d for d in DOCUMENTS if _session(d)], ids=lambda d: d.name)
+def test_a_page_runs_from_top_to_bottom_in_one_directory(document: Path, tmp_path: Path) -> None:
+    for number, (language, text) in enumerate(_session(document)):
+        done = _run_block(language, text, tmp_path)
+        assert done.returncode == 0, f"block {number} of {document.name}:\n{text}\n{done.stdout}{done.stderr}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: d.name)
+def test_a_block_that_does_not_run_says_what_it_needs(document: Path) -> None:
+    integrations = "".join(path.read_text() for path in (ROOT / "tests" / "integrations").glob("test_*.py"))
+    for fence, text in _blocks(document):
+        language, _, name = fence.partition(" ")
+        assert language in ("", "python", "sh", "toml"), f"{document.name}: ```{fence}"
+        assert language or not COMMAND.search(text), f"{document.name}: these commands are not marked as sh:\n{text}"
+        assert not name or name in NEEDS or re.search(rf"\b{name}\b", integrations), f"{document.name}: ```{fence}"
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: d.name)
@@ -36,7 +74,7 @@ def test_links_lead_somewhere(document: Path) -> None:
 
 
 def test_readme_example_is_short() -> None:
-    example = _samples(ROOT / "README.md")[0]
+    example = next(text for fence, text in _blocks(ROOT / "README.md") if fence == "python")
     lines = [line for line in example.splitlines() if line.strip()]
     assert len(lines) <= 18, "the example has grown"
     commands = re.findall(r"^make ([\w-]+)", (ROOT / "README.md").read_text(), flags=re.MULTILINE)

@@ -324,6 +324,12 @@ void bind_rows(nb::module_& module) {
             }
             rows.watch.held = std::move(watch);
         }, "how"_a)
+        .def("changed_rows", [](const PyWriteExtents& rows) {
+            const std::shared_ptr<MutationDetector> watch = rows.watch.held;
+            if (watch == nullptr) throw std::invalid_argument("changed_rows: these rows are not watched");
+            const Unlocked unlocked;
+            return watch->changed_rows();
+        })
         .def("unwatch", [](PyWriteExtents& rows) {
             const std::shared_ptr<MutationDetector> watch = std::move(rows.watch.held);
             const Unlocked unlocked;

@@ -76,20 +76,18 @@ ExtentPages::ExtentPages(const WriteExtents& rows, Watching watching) : rows_(ro
     ends_.resize(held_.size());
 }
 
-void ExtentPages::read_ends(LiveAccess& live, const std::function<void(std::size_t, const RowBytes&, int)>& gone) {
+void ExtentPages::digest_ends(LiveAccess& live, const OnEnd& on_end) const {
     struct Piece {
-        std::size_t row = 0;
+        std::size_t held = 0;
+        std::size_t end = 0;
         RowBytes bytes{0, 0};
-        std::uint64_t* digest = nullptr;
         const std::byte* copy = nullptr;
     };
     LiveBatch<Piece> batch(live);
     const auto flush = [&] {
         batch.flush([&](const Piece& piece, int error) {
-            if (error != 0)
-                gone(piece.row, piece.bytes, error);
-            else
-                *piece.digest = xxh3_64(piece.copy, piece.bytes.end - piece.bytes.begin);
+            const std::uint64_t digest = error != 0 ? 0 : xxh3_64(piece.copy, piece.bytes.end - piece.bytes.begin);
+            on_end(piece.held, piece.end, piece.bytes, digest, error);
         });
     };
     for (std::size_t n = 0; n < held_.size(); ++n) {
@@ -100,10 +98,30 @@ void ExtentPages::read_ends(LiveAccess& live, const std::function<void(std::size
             if (bytes == 0) continue;
             if (!batch.has_room() || batch.bytes() + bytes > LiveAccess::bounce_bytes) flush();
             std::byte* const copy = batch.empty() ? live.bounce() : batch.end();
-            batch.add(copy, row.source() + ends[i].begin, bytes, {held_[n], ends[i], &ends_[n][i], copy});
+            batch.add(copy, row.source() + ends[i].begin, bytes, {n, i, ends[i], copy});
         }
     }
     flush();
+}
+
+void ExtentPages::read_ends(LiveAccess& live, const std::function<void(std::size_t, const RowBytes&, int)>& gone) {
+    digest_ends(live, [&](std::size_t held, std::size_t end, const RowBytes& bytes, std::uint64_t digest, int error) {
+        if (error != 0)
+            gone(held_[held], bytes, error);
+        else
+            ends_[held][end] = digest;
+    });
+}
+
+std::vector<std::size_t> ExtentPages::changed_rows(LiveAccess& live) const {
+    std::vector<bool> changed(held_.size(), false);
+    digest_ends(live, [&](std::size_t held, std::size_t end, const RowBytes&, std::uint64_t digest, int error) {
+        if (error != 0 || digest != ends_[held][end]) changed[held] = true;
+    });
+    std::vector<std::size_t> rows;
+    for (std::size_t n = 0; n < held_.size(); ++n)
+        if (changed[n] || pages_->first_written(whole_pages(rows_.rows[held_[n]]))) rows.push_back(held_[n]);
+    return rows;
 }
 
 std::optional<RowBytes> ExtentPages::compare(std::size_t row, std::uint64_t begin, std::uint64_t end, const std::byte* bytes) const {

@@ -60,12 +60,18 @@ public:
     std::optional<RowBytes> compare(std::size_t row, std::uint64_t begin, std::uint64_t end, const std::byte* bytes) const;
     /// Bytes [begin, end) of the row will not be read again: returns pages written since the save. Call once per range.
     std::optional<RowBytes> settle(std::size_t row, std::uint64_t begin, std::uint64_t end);
+    /// The rows that were written since the save, or are gone; ascending. Reads the ends again, and releases nothing.
+    std::vector<std::size_t> changed_rows(LiveAccess& live) const;
     /// No row will be read again.
     void let_go() { pages_ ? pages_->let_go() : void(); }
 
 private:
     static constexpr std::uint32_t none = ~std::uint32_t{0};
     using Ends = std::array<std::uint64_t, 3>;  // digests
+    /// An end of a row, by its position in held_ and in Ends, has this digest, or cannot be read.
+    using OnEnd = std::function<void(std::size_t held, std::size_t end, const RowBytes& bytes, std::uint64_t digest, int error)>;
+
+    void digest_ends(LiveAccess& live, const OnEnd& on_end) const;
 
     const WriteExtents& rows_;
     std::unique_ptr<PageWatch> pages_;

@@ -133,6 +133,11 @@ void MutationDetector::settle(std::size_t row, std::uint64_t begin, std::uint64_
     if (const std::optional<RowBytes> changed = pages_.settle(row, begin, end)) report(row, changed->begin, changed->end);
 }
 
+std::vector<std::size_t> MutationDetector::changed_rows() const {
+    const LentAccess lent;
+    return pages_.changed_rows(*lent);
+}
+
 void MutationDetector::note_split(std::size_t row, std::uint64_t begin, std::uint64_t digest) noexcept {
     const std::uint64_t end = std::min(rows_.rows[row].length, round_down(begin, chunk_bytes) + chunk_bytes);
     bool differs = false;

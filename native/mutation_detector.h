@@ -47,6 +47,8 @@ public:
 
     /// Row bytes [begin, end) were captured, and will not be read from the source again.
     void settle(std::size_t row, std::uint64_t begin, std::uint64_t end);
+    /// The rows that are watched exactly and were written since the save began, or are gone; ascending.
+    std::vector<std::size_t> changed_rows() const;
     /// No row will be read again.
     void let_go() { pages_.let_go(); }
 

@@ -39,7 +39,7 @@ def values(described: Described) -> dict[str, bytes]:
 def taken(state: dict[str, torch.Tensor]) -> Described:
     described = describe(state)
     _, samples = look(1, described, None, digests=False).sampled
-    one = unplanned(1, described, samples, fence="auto", room_bytes=1 << 30)
+    one = unplanned(1, described, samples, fence="auto", watch="auto", room_bytes=1 << 30)
     assert one.early_bytes == sum(tensor.nbytes for tensor in state.values())
     for tensor in state.values():
         tensor.data.zero_()
@@ -60,7 +60,7 @@ def test_small_tensors_are_gathered_at_once_and_not_copied_one_by_one(far: Far) 
     samples.digests()
     launches, copies = far.native.launches, far.native.copies
     with mock.patch.object(early_snapshot, "host_copy", side_effect=AssertionError("copied by torch")):
-        one = unplanned(1, described, samples, fence="auto", room_bytes=1 << 30)
+        one = unplanned(1, described, samples, fence="auto", watch="auto", room_bytes=1 << 30)
     assert far.native.launches == launches + 2, "one for runs of memory, and one for what is strided"
     assert far.native.copies == copies
     for tensor in state.values():
@@ -91,7 +91,7 @@ def test_a_device_that_fails_is_named_and_its_memory_is_not_said_to_have_gone_aw
     state = {"small": far.tensor(numbers(300)), "long": far.tensor(numbers(100_000))}
     described = describe(state)
     _, samples = look(1, described, None, digests=False).sampled
-    one = unplanned(1, described, samples, fence="auto", room_bytes=2000)
+    one = unplanned(1, described, samples, fence="auto", watch="auto", room_bytes=2000)
     with fs.Checkpointer(tmp_path / "run", budget_bytes=32 * MIB, on_error="continue") as checkpointer:
         far.native.fail_after(0)
         assert checkpointer.save(1, {"x": far.tensor(numbers(MIB))}).committed.exception(60) is not None

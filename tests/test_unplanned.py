@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import threading
+from collections.abc import Callable
 from unittest import mock
 
 import numpy as np
@@ -12,7 +13,8 @@ import pytest
 import torch
 from apart import apart
 
-from flowstone.config import MIB
+from flowstone import _native
+from flowstone.config import MIB, Watch
 from flowstone.errors import StateChangedError
 from flowstone.pipeline import unplanned
 from flowstone.pipeline.replica_samples import look
@@ -23,6 +25,7 @@ from flowstone.stage.early_snapshot import snapshot_one, within_room
 from flowstone.state import Described, describe
 
 ROOM = 1 << 30
+watched = pytest.mark.skipif(bool(_native.written_pages_refusal()), reason=_native.written_pages_refusal() or "-")
 
 
 def weights() -> dict[str, torch.Tensor]:
@@ -32,10 +35,10 @@ def weights() -> dict[str, torch.Tensor]:
     }
 
 
-def begun(state: dict[str, torch.Tensor]) -> Unplanned:
+def begun(state: dict[str, torch.Tensor], watch: Watch = "auto") -> Unplanned:
     described = describe(state)
     _, samples = look(1, described, None, digests=False).sampled
-    return made_of(1, described, samples, fence="manual", room_bytes=ROOM)
+    return made_of(1, described, samples, fence="manual", watch=watch, room_bytes=ROOM)
 
 
 def values(described: Described) -> dict[str, np.ndarray]:
@@ -111,6 +114,75 @@ def test_a_change_while_a_step_copies_fails_that_save_by_name() -> None:
         one.take()
 
 
+def planned(one: Unplanned) -> None:
+    """The plan comes, and its own watch has begun."""
+    one.take()
+    one.check_unwritten()
+
+
+def row_through_data(tensor: torch.Tensor) -> None:
+    tensor.data[123] += 1
+
+
+def element_by_numpy(tensor: torch.Tensor) -> None:
+    tensor.numpy()[299, 199] = 7  # the last one, on a page that it shares with other memory
+
+
+def byte_by_address(tensor: torch.Tensor) -> None:
+    ctypes.memset(tensor.data_ptr(), 1, 1)
+
+
+@watched
+@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize("change", [row_through_data, element_by_numpy, byte_by_address])
+def test_a_change_of_few_bytes_before_the_plan_fails_that_save_by_name(
+    change: Callable[[torch.Tensor], None], copied: bool
+) -> None:
+    """Whether the plan comes first, or a step that copies the state."""
+    state = weights()
+    one = begun(state)
+    change(state["plain"])
+    if copied:
+        assert one.snapshot(ROOM), "what is lost need not wait"
+    with pytest.raises(StateChangedError, match="plain changed before it was captured") as told:
+        planned(one)
+    assert told.value.names == ("plain",)
+
+
+@watched
+def test_writes_beside_a_tensor_or_into_what_was_copied_fail_no_save() -> None:
+    buffer = torch.randn(3 * 60_000 + 10)
+    state = {"plain": buffer[5:60_005].view(300, 200), "short": torch.randn(10)}
+    for copied in (False, True):
+        one = begun(state)
+        buffer.data[:5] = buffer.data[60_005:60_010] = 3
+        state["short"].data[:] = 3
+        assert not copied or one.snapshot(ROOM)
+        if copied:
+            state["plain"].data[0] = 3
+        planned(one)
+        one.let_go()
+
+
+@watched
+def test_a_plan_that_was_begun_and_a_save_that_has_ended_watch_no_more() -> None:
+    state = weights()
+    for ends in (Unplanned.check_unwritten, Unplanned.let_go):
+        one = begun(state)
+        one.take()
+        assert one._watch.changed() == []
+        ends(one)
+        state["plain"].data[0] += 1
+        assert one._watch.changed() == []
+
+
+def test_where_samples_are_chosen_no_page_is_watched() -> None:
+    state = weights()
+    one = begun(state, "samples")
+    state["plain"].numpy()[:] = state["plain"].clone().numpy()  # the same bytes: only a watch of pages notices
+    planned(one)
+
+
 @pytest.mark.parametrize("before", [True, False])
 def test_memory_that_is_freed_before_it_is_copied_fails_that_save_by_name(before: bool) -> None:
     """Also where it is still mapped, and looks as it did."""
@@ -138,7 +210,7 @@ def _copied_at_once(strided: bool) -> tuple[tuple[str, ...], bool]:
     libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
     libc.munmap(address, length)  # by another thread, while `save` runs
     try:
-        made_of(1, described, samples, fence="auto", room_bytes=ROOM)
+        made_of(1, described, samples, fence="auto", watch="auto", room_bytes=ROOM)
     except StateChangedError as error:
         return error.names, error.gone
     return (), False
@@ -166,7 +238,7 @@ def test_copies_that_save_makes_count_and_what_does_not_fit_is_left_for_save_to_
     kept, described = kept_of(state), describe(state)
     _, samples = look(1, described, None, digests=False).sampled
     for room_bytes, copied in ((ROOM, 40 + 3 * 240_000), (300_000, 40 + 240_000), (1000, 40), (0, 0)):
-        one = made_of(1, described, samples, fence="auto", room_bytes=room_bytes)
+        one = made_of(1, described, samples, fence="auto", watch="auto", room_bytes=room_bytes)
         assert (one.early_bytes, one.holds_caller) == (copied, copied < 40 + 3 * 240_000)
         assert one.is_copied == (not one.holds_caller)
         assert same(one.take(), kept)
@@ -186,7 +258,7 @@ def test_a_tensor_without_elements_is_not_taken_for_moved_where_nothing_fits() -
     state = {"none": torch.empty(0, 4), "cut": torch.randn(30)[30:], "short": torch.randn(10)}
     described = describe(state)
     _, samples = look(1, described, None, digests=False).sampled
-    one = made_of(1, described, samples, fence="auto", room_bytes=0)
+    one = made_of(1, described, samples, fence="auto", watch="auto", room_bytes=0)
     assert (one.early_bytes, one.holds_caller) == (0, True)
     assert same(one.take(), kept_of(state))
 
@@ -195,7 +267,7 @@ def test_who_waits_is_let_go_on_once_all_is_copied_or_lost() -> None:
     for end in (lambda one: one.snapshot(ROOM), Unplanned.let_go):
         described = describe({"long": torch.randn(300, 200), "short": torch.randn(10)})
         _, samples = look(1, described, None, digests=False).sampled
-        one = made_of(1, described, samples, fence="auto", room_bytes=1000)
+        one = made_of(1, described, samples, fence="auto", watch="auto", room_bytes=1000)
         assert (one.holds_caller, one.released.is_open) == (True, False)
         assert not one.snapshot(1000)
         assert not one.released.is_open

@@ -430,6 +430,10 @@ class WriteExtents:
         captured them, or the rows are let go. Blocks while a few lines of every chunk are read that is not watched
         exactly.
         """
+    def changed_rows(self) -> list[int]:
+        """Of the rows that are watched exactly, those that were written since `watch`, or are gone; ascending. They
+        stay watched. Any thread. ValueError if no row is watched, or a job has begun that watches them.
+        """
     def unwatch(self) -> None:
         """Watch them no more, unless a job has begun that does."""
     def sample_digests(self) -> NDArray[np.uint64]:

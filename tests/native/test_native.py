@@ -456,6 +456,26 @@ def test_rows_are_watched_from_before_their_job_on(engine, arena, tmp_path, how)
     os.close(fd)
 
 
+@pytest.mark.skipif(bool(native.written_pages_refusal()), reason=native.written_pages_refusal() or "-")
+def test_rows_that_were_written_since_their_watch_began_are_known_without_a_job():
+    sources = [np.arange(100_000, dtype=np.uint64) for _ in range(4)]
+    places = np.cumsum([0, *(1 << 20 for _ in sources[1:])]) + [source.ctypes.data % 4096 for source in sources]
+    rows = write_rows(places, sources, lazy=np.ones(4, np.bool_))
+    with pytest.raises(ValueError, match="not watched"):
+        rows.changed_rows()
+    rows.watch("auto")
+    assert rows.changed_rows() == []
+    other = write_rows(places, sources, lazy=np.ones(4, np.bool_))
+    sources[1][50_000] = 7
+    other.watch("auto")  # a second watch hides nothing
+    sources[3][-1] = 7  # on a page that it shares with other memory
+    assert rows.changed_rows() == [1, 3]
+    assert other.changed_rows() == [3]
+    rows.unwatch()
+    with pytest.raises(ValueError, match="not watched"):
+        rows.changed_rows()
+
+
 def test_identity_stores_every_chunk_as_it_was_planned(engine, arena, tmp_path):
     source = np.arange(300_000, dtype=np.uint64)
     fd, file = open_file(tmp_path / "file", 4 * MIB, direct=False)

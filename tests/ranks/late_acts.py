@@ -253,13 +253,19 @@ def layouts_that_wait(rank: int, path: str) -> list[object]:
     return [right, len(told.said)]
 
 
-def changed_before_the_plan(rank: int, path: str, how: str) -> str:
-    """Rank 0 changes a weight after `save`, before rank 1 has come to it, and steps. What becomes of that save."""
+def changed_before_the_plan(rank: int, path: str, how: str, steps: bool) -> str:
+    """Rank 0 changes a tensor after `save`, before rank 1 has come to it. What becomes of that save.
+
+    steps  a step of rank 0 copies the state before rank 1 comes
+    """
     torch.manual_seed(0)
     state = state_of("whole")
     model = state["model"]
     assert isinstance(model, torch.nn.Module)
-    weight = next(model.parameters()).detach()  # which counts with the parameter
+    optimizer = state["optimizer"]
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    parameter = next(model.parameters())
+    weight = parameter.detach()  # which counts with the parameter
     kept = weight.clone()
     with opened(path, budget_bytes=512 << 20, deadline_s=DEADLINE_S, on_error="continue") as saver:
         if rank == 1:
@@ -270,9 +276,15 @@ def changed_before_the_plan(rank: int, path: str, how: str) -> str:
                 weight.numpy()[:] += 1
             elif how == "freed":
                 weight.untyped_storage().resize_(0)
+            elif how == "one row through data":
+                weight.data[5] += 1
+            elif how == "one row by numpy":
+                weight.numpy()[-1] = 7
+            elif how == "one row of a moment":
+                optimizer.state[parameter]["exp_avg"].data[5] += 1
             else:
                 weight[5, 5] += 1
-            if how == "no step":
+            if not steps:
                 _store().set("changed", "1")
                 error = save.committed.exception(60)
             saver.fence()

@@ -11,6 +11,9 @@ from late_acts import DEADLINE_S
 from processes import Ranks, run
 
 import flowstone as fs
+from flowstone import _native
+
+watched = pytest.mark.skipif(bool(_native.written_pages_refusal()), reason=_native.written_pages_refusal() or "-")
 
 
 @pytest.mark.parametrize("saves", [1, 2])
@@ -96,12 +99,18 @@ def test_saves_of_several_layouts_wait_one_after_the_other(tmp_path: Path) -> No
     ("how", "words"),
     [("by numpy", "model.body.0.weight changed before it was captured"),
      ("in place", "model.body.0.weight changed before it was captured"),
-     ("no step", "model.body.0.weight changed before it was captured"),
-     ("freed", "the memory of model.body.0.weight went away before it was captured")],
+     ("freed", "the memory of model.body.0.weight went away before it was captured"),
+     *[
+         pytest.param(f"one row {how}", f"{name} changed before it was captured", marks=watched) for how, name in (
+             ("through data", "model.body.0.weight"), ("by numpy", "model.body.0.weight"),
+             ("of a moment", "optimizer.state.model.body.0.weight.exp_avg"),
+         )
+     ]],
 )
+@pytest.mark.parametrize("steps", [True, False])
 def test_what_changes_before_the_ranks_have_agreed_fails_that_save_by_name(
-    tmp_path: Path, how: str, words: str
+    tmp_path: Path, how: str, words: str, steps: bool
 ) -> None:
-    own, other = run(2, "late_acts", "changed_before_the_plan", str(tmp_path / "run"), how)
+    own, other = run(2, "late_acts", "changed_before_the_plan", str(tmp_path / "run"), how, steps)
     assert str(own).startswith(f"StateChangedError: {words}"), own
     assert str(other).startswith(f"RankError: rank 0 failed: {words}"), other

@@ -312,8 +312,8 @@ class Saves:
         streams = as_on_this_thread(described.places.devices)
         assert run.looked is not None, "what has no plan is looked at whole"
         with run.spans.phase("copied"):
-            room, seen = self.captures.room_for_copies, run.looked.sampled[1]
-            waiting = unplanned(run.save.step, described, seen, fence=fence, room_bytes=room)
+            room, seen, how = self.captures.room_for_copies, run.looked.sampled[1], self._options.watch
+            waiting = unplanned(run.save.step, described, seen, fence=fence, watch=how, room_bytes=room)
         if not waiting.holds_caller:
             run.blocked_s = run.spans.whole("blocked").seconds
         run.save.captured.expedite, run.save.committed.expedite = self.captures.snapshot, self.in_flight.expedite
@@ -325,6 +325,7 @@ class Saves:
                 held = waiting.take()
                 self._begin_capture(run, cached, held)
                 try:
+                    waiting.check_unwritten()
                     run.encode(held)
                     self._handover.let_go_on(run)
                 except BaseException:
@@ -419,9 +420,8 @@ class Saves:
         step = run.save.step
         self._absence.has_come_to(run.save)
         try:
-            is_far = bool(described.places.devices)
             self.sole_writer.await_swept(int(described.pieces.lengths().sum()) * self._group.size)  # of all ranks
-            assignment = self._coordinator.assign(step, described.layout, is_far=is_far)
+            assignment = self._coordinator.assign(step, described.layout, is_far=bool(described.places.devices))
             run.is_agreed = True
             try:
                 self._plan = cached = plan_save(

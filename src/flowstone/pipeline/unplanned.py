@@ -3,7 +3,7 @@
 Until then its state stays in the caller's memory, except for what must be captured early, which is copied; what the
 budget has no room for, `save` waits for. A step that comes before the plan does not wait for it: it copies the rest of
 the state, if there is memory for all of it, and the save continues from the copies. Changes of the state meanwhile are
-detected and reported here.
+detected and reported here: every write into memory that the system can watch, others by counters and samples.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from flowstone.config import PACKED_BELOW_BYTES
+from flowstone.config import PACKED_BELOW_BYTES, Watch
 from flowstone.errors import StateChangedError
 from flowstone.log import log
 from flowstone.pipeline.changed import state_changed
 from flowstone.pipeline.plan_cache import FenceMode, lazy_pieces, waiter_of
 from flowstone.runtime.uninterrupted import Latch
 from flowstone.stage.early_snapshot import snapshot, snapshot_one, within_room
+from flowstone.stage.early_watch import EarlyWatch
 from flowstone.stage.moved import moved
 from flowstone.stage.samples import Samples, take_samples
 from flowstone.state import CounterCheck, Counters, Described
@@ -38,18 +39,19 @@ class Unplanned:
     """
 
     def __init__(
-        self, step: int, described: Described, late: NDArray[np.bool_], seen: Samples, guarded: Sequence[bool], *,
-        holds_caller: bool,
+        self, step: int, described: Described, late: NDArray[np.bool_], watch: EarlyWatch, seen: Samples,
+        guarded: Sequence[bool], *, holds_caller: bool,
     ) -> None:
         """`described` refers to copies of every piece that is not `late`.
 
+        watch    of those that are, from when `save` was called
         seen     samples of every piece, from when `save` was called
         guarded  pieces that must not change before they are captured
         """
         self._step = step
         self._described: Described | None = described
         self._copies: dict[int, tuple[int, object]] = {}  # of pieces that were late: address and owner
-        self._late, self._seen, self._guarded = late, seen, guarded
+        self._late, self._watch, self._seen, self._guarded = late, watch, seen, guarded
         self._left = np.flatnonzero(late).tolist()
         self._lengths = described.pieces.lengths()
         self.early_bytes, self.snapshot_bytes = int(self._lengths[~late].sum()), 0
@@ -117,8 +119,15 @@ class Unplanned:
         """All is copied: later changes do not matter to this save. Call it with the lock held."""
         self._check_memory(described)
         names = CounterCheck(described.counters, described.layout, self._late, self._guarded).changed()
+        self._check_written(described, names)
         self._described = replace(described, counters=Counters.none())
         self.released.open()
+
+    def _check_written(self, described: Described, counted: tuple[str, ...] = ()) -> None:
+        """Watch no more. `counted`: pieces that have changed according to their counters."""
+        written = self._watch.changed()
+        self._watch.release()
+        names = counted or tuple(described.pieces.names[at] for at in written)
         if names:
             self._fail(names)
 
@@ -170,16 +179,35 @@ class Unplanned:
             raise state_changed(tuple(names[at] for at in changed.tolist()), path="")
         return described
 
+    def check_unwritten(self) -> None:
+        """Call it after `take`, once the plan's own watch has begun, so that no write escapes both.
+
+        raises  StateChangedError  what was not copied was written since `save` was called
+        """
+        with self._lock:
+            described = self._described
+            assert described is not None, "it is checked before it is let go"
+            if self._left:
+                self._check_memory(described)
+            self._check_written(described)
+            failure = self._failure
+        if failure is not None:
+            raise failure
+
     def let_go(self) -> None:
         """The save was captured, or has failed: release the copies."""
         with self._lock:
+            self._watch.release()
             self._described, self._copies, self.early_bytes, self.snapshot_bytes = None, {}, 0, 0
         self.released.open()
 
 
-def unplanned(step: int, described: Described, seen: Samples, *, fence: FenceMode, room_bytes: int) -> Unplanned:
+def unplanned(
+    step: int, described: Described, seen: Samples, *, fence: FenceMode, watch: Watch, room_bytes: int
+) -> Unplanned:
     """The state of a save that waits for its plan, with copies of what to capture before `save` returns.
 
+    watch       how changes of the rest are detected: see EngineOptions
     room_bytes  for these copies. What does not fit stays where it is: then `save` waits until it is captured
     """
     lazy = lazy_pieces(described.layout, waiter_of(described, fence))
@@ -188,6 +216,7 @@ def unplanned(step: int, described: Described, seen: Samples, *, fence: FenceMod
     early = ~((lengths >= PACKED_BELOW_BYTES) & np.array(lazy or False, np.bool_))
     copied = within_room(lengths, early, room_bytes)
     described.counters.begin(~copied)
+    watched = EarlyWatch(described.places, np.flatnonzero(~copied), lengths, watch)
     _ = described.objects, described.per_rank
     places, gone = snapshot(pieces, described.places, np.flatnonzero(copied).tolist())
     if gone:
@@ -199,6 +228,6 @@ def unplanned(step: int, described: Described, seen: Samples, *, fence: FenceMod
             "budget, %d bytes; raise budget_bytes", step, int(lengths[early].sum()), max(0, room_bytes),
         )
     return Unplanned(
-        step, replace(described, places=places), ~copied, seen, lazy or (False,) * len(pieces),
+        step, replace(described, places=places), ~copied, watched, seen, lazy or (False,) * len(pieces),
         holds_caller=holds_caller,
     )

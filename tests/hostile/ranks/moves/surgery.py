@@ -20,8 +20,6 @@ WAYS = (
     "add_in_place", "add_through_data", "add_through_numpy", "fill_by_address", "restore_by_copy", "touch_a_row",
     "index_copy", "touch_a_view", "touch_a_row_through_data", "touch_a_byte", "touch_through_numpy",
 )
-COUNTED = ("add_in_place", "touch_a_row", "index_copy", "touch_a_view")
-"""Of these, those that move a version counter."""
 
 
 @dataclass
@@ -38,17 +36,18 @@ class OneRank:
         return self.tensors
 
 
-def _known(loop: Loop, chance: Random) -> bool:
-    """Whether the layout has been shared out: what is not, is looked at by version counters alone until it is."""
+def _often_known(loop: Loop, chance: Random) -> None:
+    """Most changes meet a layout that has been shared out, some one that is shared out while they are made."""
     if chance.random() < 0.7:
         loop.make_known()
-    return loop.known
 
 
 @TABLE.move(weight=4)
 def change_on_one_rank(loop: Loop, chance: Random) -> None:
     """One rank changes tensors while they are captured, in one of the ways of one rank, and changes them back after."""
-    victim, way = some_rank(loop, chance), chance.choice(WAYS if _known(loop, chance) else COUNTED)
+    victim = some_rank(loop, chance)
+    _often_known(loop, chance)
+    way = chance.choice(WAYS)
     loop.save()
     if loop.rank == victim:
         tensors = loop.job.lazy()
@@ -66,21 +65,23 @@ def change_on_one_rank(loop: Loop, chance: Random) -> None:
 @TABLE.move(weight=2)
 def change_on_all(loop: Loop, chance: Random) -> None:
     """All change what they hold alike, without a word, while it is captured."""
-    known = _known(loop, chance)
+    _often_known(loop, chance)
     loop.save()
     with torch.no_grad():
         tensors = loop.job.lazy()
         if tensors:
             loop.escapes("change-on-all")
         for tensor in tensors:
-            (tensor.data if known else tensor).add_(1)
+            tensor.data.add_(1)
     loop.known = False
 
 
 @TABLE.move()
 def change_parts(loop: Loop, chance: Random) -> None:
     """One rank changes what it alone holds, while it is captured: from there on the state is another one."""
-    victim, way = some_rank(loop, chance), chance.choice(WAYS if _known(loop, chance) else COUNTED)
+    victim = some_rank(loop, chance)
+    _often_known(loop, chance)
+    way = chance.choice(WAYS)
     loop.save()
     tensors = loop.job.lazy(replicas=False)
     if loop.rank == victim and tensors:

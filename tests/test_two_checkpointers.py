@@ -15,6 +15,7 @@ import torch
 
 import flowstone as fs
 from flowstone.commit import publish
+from flowstone.pipeline.save import Saves
 
 STEPS = {"as it was": lambda path: path, "relative": lambda path: Path(os.path.relpath(path)),
          "with a link": lambda path: path.parent / "link" / path.name,
@@ -129,6 +130,30 @@ def test_in_a_callback_of_the_first_the_second_one_waits_for_nothing(run: Path) 
     with fs.Checkpointer(run, on_event=on_event) as first:
         first.save(1, state(1)).committed.result()
     assert seen == [1]
+
+
+def test_a_callback_of_the_first_may_ask_the_second_one_while_that_waits_for_the_first(run: Path) -> None:
+    seen: list[int] = []
+    second, asks = fs.Checkpointer(run), threading.Event()
+
+    def on_event(event: object) -> None:
+        if isinstance(event, fs.Written) and not seen:
+            assert asks.wait(60)
+            seen.append(newest(second))
+
+    def look(where: Any, *what: Any) -> Any:
+        asks.set()  # the second one waits for this save from here on
+        return await_ends(where, *what)
+
+    await_ends = Saves.await_ends
+    with pytest.MonkeyPatch.context() as patch, fs.Checkpointer(run, on_event=on_event) as first:
+        patch.setattr(Saves, "await_ends", look)
+        first.save(1, state(1))
+        asking = threading.Thread(target=lambda: seen.append(newest(second)), daemon=True)
+        asking.start()
+        asking.join(30)
+        assert not asking.is_alive(), "both wait for each other"
+    assert seen == [0, 1]
 
 
 def test_a_forked_child_does_not_wait_for_its_parents_saves(run: Path, held: threading.Event) -> None:

@@ -26,7 +26,7 @@ from flowstone.runtime.telling import Teller
 from flowstone.runtime.turns import Turn, one_at_a_time
 from flowstone.runtime.writer_lock import caller, register
 from flowstone.state import Frozen
-from flowstone.state_dict_verbs import TierVerbs
+from flowstone.state_dict_verbs import TierVerbs, after_saves_of_others
 from flowstone.store.base import Store
 from flowstone.trace import Spans
 
@@ -109,6 +109,7 @@ class Checkpointer(TierVerbs):
             self._saves = EveryStep(shared, self._saves, options, recovery_s, every_step)
         self._locations, self._closed = register(self, (self._store, *stores)), False
 
+    @after_saves_of_others
     @one_at_a_time
     def latest(self) -> Checkpoint | None:
         """The newest committed checkpoint; None where there is none yet. Raises DamagedError if it is damaged.
@@ -116,9 +117,10 @@ class Checkpointer(TierVerbs):
         Waits for this process's saves in flight into this store, as `load` does: the answer does not depend on timing.
         """
         self._check_open()
-        self._await_saves()
+        self._saves.await_all()
         return self._loads.newest()
 
+    @after_saves_of_others
     @one_at_a_time
     def load(
         self,
@@ -146,7 +148,7 @@ class Checkpointer(TierVerbs):
         """
         self._check_open()
         state, step, rules = calls.to_load(state, step, rules, {"verify_first": verify_first, "fallback": fallback})
-        self._await_saves()
+        self._saves.await_all()
         load = partial(self._loads.load_newest, step, state, rules, verify_first=verify_first, fallback=fallback)
         return self._saves.around_load(state, load)
 

@@ -5,8 +5,9 @@ for what comes before training.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar, cast
 
 from flowstone import arguments as calls
 from flowstone.checkpoint import Checkpoint
@@ -28,6 +29,10 @@ if TYPE_CHECKING:
     from flowstone.pipeline.save import Saves
     from flowstone.ranks import RankGroup
     from flowstone.store.base import Store
+
+_P = ParamSpec("_P")
+_Result = TypeVar("_Result")
+_Verbs = TypeVar("_Verbs", bound="TierVerbs")
 
 
 class StateDictVerbs:
@@ -153,10 +158,18 @@ class TierVerbs(StateDictVerbs):
         self._saves.sole_writer.await_retention()
         return self._store_writer.drain(timeout_s)
 
-    def _await_saves(self) -> None:
-        """Wait for saves in flight, and for those of other Checkpointers of this process into the same stores."""
-        self._saves.await_all()
-        finish_saves_of_others(self, self._locations)
+    def _finish_saves_of_others(self, verb: str) -> None:
+        """Wait for saves in flight of this process's other Checkpointers into the same stores, before `verb` begins."""
+        if self._closed or os.getpid() != self._pid:
+            return  # the verb refuses both
+        self._turn.check(verb)
+        try:
+            finish_saves_of_others(self, self._locations)
+        except Exception:
+            raise
+        except BaseException as error:  # from a signal handler: other ranks may wait in the same call
+            self._turn.on_interrupt(error)
+            raise
 
     def finish_saves(self, location: str) -> None:
         """Wait until saves into the store at `location` have ended, with their follow-up work, if it is this store."""
@@ -165,3 +178,19 @@ class TierVerbs(StateDictVerbs):
         if any(is_same_place(location, one) for one in self._locations):
             self._saves.await_ends()
             self._saves.sole_writer.await_retention()
+
+
+def after_saves_of_others(
+    method: Callable[Concatenate[_Verbs, _P], _Result],
+) -> Callable[Concatenate[_Verbs, _P], _Result]:
+    """Make a verb wait for saves of other Checkpointers of this process into the same stores. It waits before its turn:
+    a callback of one of those saves may call a verb of this Checkpointer, which then waits for that turn.
+    """
+    verb = method.__name__
+
+    @wraps(method)
+    def afterwards(self: _Verbs, *args: _P.args, **named: _P.kwargs) -> _Result:
+        self._finish_saves_of_others(verb)
+        return method(self, *args, **named)
+
+    return cast("Callable[Concatenate[_Verbs, _P], _Result]", afterwards)

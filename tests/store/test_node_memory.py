@@ -23,6 +23,7 @@ import flowstone as fs
 from flowstone.commit import catalog
 from flowstone.config import AGENT_CONNECTIONS_MAX, MIB
 from flowstone.errors import ArgumentError, BudgetError, FullError, MemoryAgentError, StorageError
+from flowstone.format.manifest import MARKER_NAME
 from flowstone.store import agent_client, agent_wire
 from flowstone.store.agent_wire import PROTOCOL, SOCKET_NAME, Answer, Request, decode_answer, encode
 from flowstone.store.mount import available_bytes
@@ -438,3 +439,16 @@ def test_more_connections_than_may_be_are_refused_and_the_others_go_on(agent: Pa
         connection.close()
     assert _weights(run) == {1.0}
     store.close()
+
+
+def test_a_lock_that_is_refused_for_the_disk_it_flushes_to_is_not_held(run: str, tmp_path: Path) -> None:
+    (tmp_path / MARKER_NAME).mkdir()  # it is there, and cannot be read
+    first, other = NodeMemory(run, flush_to=tmp_path), NodeMemory(run)
+    first.make_directory()
+    with pytest.raises(StorageError):
+        first.lock("first")
+    other.lock("other")
+    other.check_lock()
+    other.unlock()
+    first.close()
+    other.close()

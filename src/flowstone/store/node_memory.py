@@ -84,6 +84,13 @@ class NodeMemory(StoreInMemory):
         """
         self._agent.keep(self._keep)
         super().lock(holder)
+        try:
+            self._take_identity()
+        except BaseException:
+            self.unlock()
+            raise
+
+    def _take_identity(self) -> None:
         if self.flush_to is None or self.exists(MARKER_NAME):
             return
         disk = LocalStore(self.flush_to)

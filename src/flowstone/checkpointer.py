@@ -110,7 +110,6 @@ class Checkpointer(TierVerbs):
         self._locations, self._closed = register(self, (self._store, *stores)), False
 
     @after_saves_of_others
-    @one_at_a_time
     def latest(self) -> Checkpoint | None:
         """The newest committed checkpoint; None where there is none yet. Raises DamagedError if it is damaged.
 
@@ -121,7 +120,6 @@ class Checkpointer(TierVerbs):
         return self._loads.newest()
 
     @after_saves_of_others
-    @one_at_a_time
     def load(
         self,
         state: Mapping[str, object],

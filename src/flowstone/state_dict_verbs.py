@@ -183,14 +183,14 @@ class TierVerbs(StateDictVerbs):
 def after_saves_of_others(
     method: Callable[Concatenate[_Verbs, _P], _Result],
 ) -> Callable[Concatenate[_Verbs, _P], _Result]:
-    """Make a verb wait for saves of other Checkpointers of this process into the same stores. It waits before its turn:
+    """`one_at_a_time`, after saves of other Checkpointers of this process into a store of it. It waits before the turn:
     a callback of one of those saves may call a verb of this Checkpointer, which then waits for that turn.
     """
-    verb = method.__name__
+    verb, in_turn = method.__name__, one_at_a_time(method)
 
     @wraps(method)
     def afterwards(self: _Verbs, *args: _P.args, **named: _P.kwargs) -> _Result:
         self._finish_saves_of_others(verb)
-        return method(self, *args, **named)
+        return in_turn(self, *args, **named)
 
     return cast("Callable[Concatenate[_Verbs, _P], _Result]", afterwards)

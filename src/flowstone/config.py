@@ -40,6 +40,7 @@ UNSTACKED_MAX = 1 << 20
 
 # How Python waits for the engine: long enough to cost nothing, short enough for Ctrl-C.
 POLL_S = 0.1
+LOCK_GRACE_S = 10.0  # for a lock whose holder is not known to be alive: a killed process first gives its memory back
 INTERRUPTS_MAX = 100  # of the wait until a load that is given up has stopped writing into memory
 
 ARENA_SHARE_OF_AVAILABLE = 4  # the default budget is a quarter of the memory that is available

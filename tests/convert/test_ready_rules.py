@@ -328,5 +328,5 @@ def test_a_file_that_is_not_there_is_an_error_of_the_verb(tmp_path: Path) -> Non
     done = CliRunner().invoke(
         app, ["import", str(tmp_path / "a.safetensors"), str(tmp_path / "run"), "--rules", "nowhere.toml"]
     )
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert "no ready rules 'nowhere.toml'" in done.output

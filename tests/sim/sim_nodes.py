@@ -415,7 +415,6 @@ def simulated(world: World) -> Iterator[None]:
         stack.enter_context(mock.patch.object(Link, "_connect", lambda link: world.connect(link)))
         stack.enter_context(mock.patch.object(copies, "ThreadPoolExecutor", _Inline))
         stack.enter_context(mock.patch.object(copies, "PEER_PART_BYTES", PART_BYTES))
-        stack.enter_context(mock.patch.object(peers, "is_silent", return_value=False))
         # Memory that is made beforehand is not what is played here: its requests come at any time.
         stack.enter_context(mock.patch.object(memory.StoreInMemory, "allocate_spare"))
         stack.enter_context(mock.patch.object(rank_group, "this_job", world.job_here))

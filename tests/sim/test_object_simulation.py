@@ -62,7 +62,7 @@ def _dead_processes() -> Iterator[None]:
     """Each job that comes later finds that the one before is gone; nobody renews a lease while requests are counted."""
     gone = f"{2**22 - 1} 1"
     with (
-        mock.patch("flowstone.store.objects.lease.here", return_value=("this machine", gone)),
+        mock.patch("flowstone.store.holders.here", return_value=("this machine", gone)),
         mock.patch("flowstone.store.objects.lease.LEASE_S", 600.0),
     ):
         yield

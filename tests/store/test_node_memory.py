@@ -179,7 +179,7 @@ def test_what_a_listing_tells_of_it(run: str) -> None:
     assert found["memory"]["held_bytes"] > 2 * 4 * ELEMENTS
     told = CliRunner().invoke(app, ["agent", "--status"])
     assert run in told.stdout
-    assert CliRunner().invoke(app, ["ls", "memory://nothing"]).exit_code == 1
+    assert CliRunner().invoke(app, ["ls", "memory://nothing"]).exit_code == 2
     assert "nothing" not in [status.name for status in held_runs()], "what is only looked for is not made"
 
 

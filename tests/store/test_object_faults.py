@@ -16,6 +16,7 @@ from obstore.store import MemoryStore
 import flowstone as fs
 from flowstone import _native
 from flowstone.errors import LockedError, StorageError
+from flowstone.store import holders
 from flowstone.store.base import FilePlan, Pace
 from flowstone.store.objects import lease
 from flowstone.store.objects.client import Client, Patience
@@ -249,7 +250,7 @@ class Waits:
 
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on this process seems to run on another machine."""
-    monkeypatch.setattr("flowstone.store.objects.lease.here", lambda: ("another machine", "1 1"))
+    monkeypatch.setattr("flowstone.store.holders.here", lambda: ("another machine", "1 1"))
 
 
 def test_a_lease_that_is_renewed_elsewhere_is_not_taken(
@@ -315,8 +316,8 @@ def test_the_lease_of_a_process_of_this_machine_that_is_gone_is_taken_at_once(
     leases: tuple[ObjectLease, ObjectLease], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = leases
-    here = lease.here()
-    monkeypatch.setattr("flowstone.store.objects.lease.here", lambda: (here[0], f"{2**22 - 1} 1"))
+    here = holders.here()
+    monkeypatch.setattr("flowstone.store.holders.here", lambda: (here[0], f"{2**22 - 1} 1"))
     first.take("the first")
     first._ended.set()
     waits = Waits(monkeypatch, lambda: None)

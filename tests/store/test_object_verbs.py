@@ -21,9 +21,9 @@ import flowstone as fs
 from flowstone.cli.app import app
 from flowstone.convert.copy import BUDGET_BYTES_MIN
 from flowstone.errors import LockedError, StepExistsError, StorageError
+from flowstone.store.holders import here
 from flowstone.store.memory import MemoryStore
 from flowstone.store.objects.client import Patience
-from flowstone.store.objects.lease import here
 from flowstone.store.objects.store import ObjectStore
 
 BRIEF = Patience(budget_s=0.3, request_s=5, first_delay_s=0.01, delay_s_max=0.05)

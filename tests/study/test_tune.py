@@ -329,7 +329,7 @@ def test_wrong_places_are_told(tmp_path: Path, checkpoint: Path, as_json: bool) 
              tmp_path / "letters": "neither a store nor"}
     for path, words in wrong.items():
         done = run(path, "--store", "--bytes", FEW, *["--json"] * as_json)
-        assert done.exit_code == 1
+        assert done.exit_code == 2
         assert words in (done.stdout if as_json else done.stderr)
         assert "Traceback" not in done.output
     assert run(tmp_path, "--store", "--user").exit_code == 2
@@ -346,7 +346,7 @@ def test_nothing_is_measured_beside_a_job_that_saves(store: Path) -> None:
     with fs.Checkpointer(store) as checkpointer:
         checkpointer.save(1, {"x": torch.ones(9)})
         done = run(store, "--bytes", FEW)
-        assert done.exit_code == 1
+        assert done.exit_code == 2
         assert done.stderr.startswith("LockedError: cannot measure in")
         assert f"process {os.getpid()}" in done.stderr
     assert left_in(store) == []

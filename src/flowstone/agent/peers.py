@@ -32,12 +32,12 @@ from flowstone.store.agent_wire import Request
 from flowstone.store.contents import MemoryFile
 from flowstone.store.node_memory import SCHEME, AgentTree
 from flowstone.store.peers.memory import view_of
-from flowstone.store.peers.wire import Ask, Channel, Held, HeldStep, Told, is_silent, welcome
+from flowstone.store.peers.wire import Ask, Channel, Held, HeldStep, Told, welcome
 
 _BACKLOG = 128
 _ENDED = {errno.EBADF, errno.EINVAL}  # of a listener that is closed, of one that is shut down
 _FORWARDED = {"exists", "names", "look", "make_directory", "remove", "rename", "agree", "free"}
-_HOLDER_CHARS_MAX = 500
+_HOLDER_CHARS_MAX = 2000
 _OPEN_MAX = 64  # files that one connection keeps open to read
 _REFUSED_S = 0.1  # before it is tried again to accept a connection
 
@@ -144,8 +144,7 @@ class PeerServer:
     def lock(self, channel: Channel, holder: str) -> Told:
         with self._guard:
             if self._writer not in (None, channel):
-                assert self._writer is not None, "it is another one"
-                return Told(text=self._holder, number=int(is_silent(self._writer.connection)))
+                return Told(text=self._holder)
             self._writer, self._holder = channel, holder[:_HOLDER_CHARS_MAX]
             return Told(yes=True)
 

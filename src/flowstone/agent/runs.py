@@ -174,7 +174,8 @@ class Run:
     def status(self, jobs: int, *, is_flushing: bool) -> RunStatus:
         return RunStatus(
             self.name, self.steps()[-20:], self.held_bytes, sum(file.size_bytes for file in self.pool), jobs,
-            self.contents.holder, self.flush_to, self.flushed_step, is_flushing, self.flush_error, self.flushed_id,
+            self.contents.holder.partition("\n")[0],
+            self.flush_to, self.flushed_step, is_flushing, self.flush_error, self.flushed_id,
         )
 
 

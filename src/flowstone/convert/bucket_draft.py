@@ -19,7 +19,7 @@ from flowstone.convert.layout import Layout
 from flowstone.convert.store_writes import StoreDraft
 from flowstone.errors import DamagedError, FlowstoneError, LockedError, StorageError
 from flowstone.store.base import Store
-from flowstone.store.objects.lease import has_ended, here
+from flowstone.store.holders import has_ended, here
 from flowstone.store.objects.urls import ObjectUrl
 
 _NOTE_BYTES_MAX = 64 << 20

@@ -11,12 +11,14 @@ from pathlib import Path
 
 from flowstone.errors import LockedError
 from flowstone.store.directories import directory
+from flowstone.store.holders import found_of, name_in, noted, take_in_time
 from flowstone.store.os_errors import translated
 from flowstone.store.system import System
 
 LOCK_NAME = "flowstone.lock"
 _ANEW = f"remove {LOCK_NAME}: it must be a plain file, and the next save creates it"
 _NO_FILE = {errno.ELOOP: _ANEW, errno.EISDIR: _ANEW, errno.ENXIO: _ANEW}
+_NOTE_BYTES_MAX = 8000
 _TRIES = 16  # to lock a file that other processes replace meanwhile
 
 
@@ -24,7 +26,7 @@ class WriterLock:
     """The lock of the store at `root`. flock is released with the last copy of the descriptor: forked children close
     theirs (store/forks.py), so that they do not keep it.
 
-    The file names the holder, and has a token by which the holder recognises its own file.
+    The file names the holder and its process (store/holders.py), and has a token by which the holder knows its file.
     """
 
     def __init__(self, root: Path, system: System) -> None:
@@ -33,12 +35,24 @@ class WriterLock:
         self._said = b""
 
     def take(self, holder: str) -> None:
-        """Take the lock. Raises LockedError, which names the holder. Does nothing if it is held already."""
+        """Take the lock, if it is not held; wait for a holder that may have ended. Raises LockedError."""
         if self._fd is not None:
             return
+        other = take_in_time(lambda: self._try(holder), str(self._root))
+        if other is not None:
+            raise LockedError(
+                f"cannot save into {self._root}: another job writes there", holder=name_in(other),
+                found=found_of(other),
+                next="stop that job and its children, or save into another directory",
+            )
+
+    def _try(self, holder: str) -> str | None:
+        """None once it is taken; else the note of its holder."""
         with translated(self._root, "lock", LOCK_NAME), directory(self._root) as at:
             for _ in range(_TRIES):
                 fd = self._locked(at)
+                if isinstance(fd, str):
+                    return fd
                 if fd is not None:
                     break
             else:
@@ -47,16 +61,17 @@ class WriterLock:
                     next="find the program that replaces it, and stop it",
                 )
             try:
-                self._said = f"{holder}\n{secrets.token_hex(8)}\n".encode()
+                self._said = f"{noted(holder)}\n{secrets.token_hex(8)}\n".encode()
                 os.ftruncate(fd, 0)
                 self._system.write(fd, self._said)
             except BaseException:
                 os.close(fd)  # an open descriptor would hold the lock against our own next try
                 raise
         self._fd = fd
+        return None
 
-    def _locked(self, at: int) -> int | None:
-        """A locked descriptor of the file; None if the file was replaced meanwhile."""
+    def _locked(self, at: int) -> int | str | None:
+        """A locked descriptor of the file; its holder's note; None if the file was replaced meanwhile."""
         with translated(self._root, "lock", LOCK_NAME, remedies=_NO_FILE):
             fd = self._system.create(self._root / LOCK_NAME, os.O_RDWR | os.O_NONBLOCK, at)
             try:
@@ -64,11 +79,10 @@ class WriterLock:
                     raise OSError(errno.ENXIO, "not a plain file")
                 try:
                     fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError as error:
-                    raise LockedError(
-                        f"cannot save into {self._root}: another job writes there", holder=_holder(fd),
-                        next="stop that job, or save into another directory",
-                    ) from error
+                except BlockingIOError:
+                    note = _note(fd)
+                    os.close(fd)
+                    return note
                 if not _is_at(fd, at):
                     os.close(fd)
                     return None
@@ -106,11 +120,12 @@ class WriterLock:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # changes nothing, unless the lock was lost
                 lost = None if _is_at(fd, at) else f"{LOCK_NAME} was removed or replaced"
                 if lost is None and os.pread(fd, len(self._said) + 1, 0) != self._said:
-                    lost = f"{_holder(fd)} has taken it since"
+                    lost = f"{name_in(_note(fd))} has taken it since"
             except OSError as error:
                 if error.errno not in (errno.EWOULDBLOCK, errno.ESTALE):
                     raise
-                lost = f"{_holder(fd)} has it" if error.errno == errno.EWOULDBLOCK else f"{LOCK_NAME} was removed"
+                is_held = error.errno == errno.EWOULDBLOCK
+                lost = f"{name_in(_note(fd))} has it" if is_held else f"{LOCK_NAME} was removed"
         if lost is not None:
             raise LockedError(
                 f"this job has lost the lock of {self._root}", found=lost,
@@ -132,9 +147,9 @@ def _is_at(fd: int, at: int) -> bool:
     return os.path.samestat(found, os.fstat(fd))
 
 
-def _holder(fd: int) -> str:
-    """The holder's name in the file."""
+def _note(fd: int) -> str:
+    """What the file says of its holder."""
     try:
-        return os.pread(fd, 1000, 0).decode(errors="replace").partition("\n")[0].strip() or "unknown"
+        return os.pread(fd, _NOTE_BYTES_MAX, 0).decode(errors="replace")
     except OSError:
-        return "unknown"  # safe: the message only lacks one fact
+        return ""  # safe: the message only lacks one fact

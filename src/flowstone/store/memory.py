@@ -25,6 +25,7 @@ from flowstone.errors import DamagedError, FlowstoneError, LockedError, StorageE
 from flowstone.store import contents as names_in_memory
 from flowstone.store.base import UNPACED, Capabilities, FilePlan, Pace, Receipt
 from flowstone.store.contents import MemoryFile, new_memory
+from flowstone.store.holders import found_of, name_in, noted, take_in_time
 from flowstone.store.jobs import GAP_BYTES, JobReading, JobWriting
 from flowstone.store.os_errors import translated
 from flowstone.store.settings import Settings, resolve
@@ -62,10 +63,10 @@ class MemoryTree(Protocol):
     def rename(self, source: str, target: str, *, directories: bool) -> None: ...
     def link(self, source: str, target: str) -> None: ...
     def lock(self, holder: str) -> str | None:
-        """Take the lock. Returns the name of the one that has it, if it is another."""
+        """Take the lock. Returns the note (store/holders.py) of the one that has it, if it is another."""
 
     def lost_lock(self) -> str | None:
-        """None while the lock is held by this one; else who has it, or what became of it."""
+        """None while the lock is held by this one; else the note of who has it, or what became of it."""
 
     def unlock(self) -> None: ...
     def free_bytes(self) -> int: ...
@@ -154,10 +155,10 @@ class StoreInMemory:
     # Lock
 
     def lock(self, holder: str) -> None:
-        other = self._tree.lock(holder)
+        other = take_in_time(lambda: self._tree.lock(noted(holder)), self.location)
         if other is not None:
             raise LockedError(
-                f"cannot save into {self.location}: it is locked", holder=other,
+                f"cannot save into {self.location}: it is locked", holder=name_in(other), found=found_of(other),
                 next="close the other Checkpointer first, or save into another store",
             )
 
@@ -165,7 +166,7 @@ class StoreInMemory:
         found = self._tree.lost_lock()
         if found is not None:
             raise LockedError(
-                f"this job has lost the lock of {self.location}", found=found,
+                f"this job has lost the lock of {self.location}", found=name_in(found),
                 next="stop the other job that writes there; the next save takes the lock again",
             )
 

@@ -8,16 +8,15 @@ process is gone. A writer that stands still for longer may lose it, and learns t
 from __future__ import annotations
 
 import errno
-import os
 import secrets
 import threading
 import time
-from pathlib import Path
 
 import msgspec
 
 from flowstone.errors import FlowstoneError, LockedError, StorageError
 from flowstone.log import log
+from flowstone.store import holders
 from flowstone.store.lock import LOCK_NAME
 from flowstone.store.objects.client import Client, same_tag
 from flowstone.store.os_errors import MORE_THREADS
@@ -34,7 +33,7 @@ class _Lease(msgspec.Struct, frozen=True):
     token   of one holding
     turn    counts renewals: a store that tags objects by their bytes gives each another tag
     seconds until it counts as given up, if it is not renewed
-    machine, process  where the holder runs: see `here`
+    machine, process  where the holder runs: see `store.holders.here`
     """
 
     holder: str
@@ -43,36 +42,6 @@ class _Lease(msgspec.Struct, frozen=True):
     seconds: float
     machine: str
     process: str
-
-
-def _read_text(path: str) -> str:
-    try:
-        return Path(path).read_text().strip()
-    except OSError:
-        return ""  # safe: a lease is then waited for
-
-
-def here() -> tuple[str, str]:
-    """This machine since it was started, in this namespace of processes; and this process on it."""
-    try:
-        namespace = os.readlink("/proc/self/ns/pid")
-    except OSError:
-        namespace = ""  # safe: nor is it told when a process began, and none is taken for one that has ended
-    return f"{_read_text('/proc/sys/kernel/random/boot_id')} {namespace}", f"{os.getpid()} {_started(os.getpid())}"
-
-
-def has_ended(machine: str, process: str) -> bool:
-    """Whether a process, as `here` has told it, is certainly gone: only its own machine can tell."""
-    if here()[0] != machine:
-        return False
-    pid, _, began = process.partition(" ")
-    return not pid.isdecimal() or _started(int(pid)) != began
-
-
-def _started(pid: int) -> str:
-    """When a process began, in ticks since boot: a later one of the same number began later. "" if there is none."""
-    after_name = _read_text(f"/proc/{pid}/stat").rpartition(")")[2].split()
-    return after_name[19] if len(after_name) > 19 and after_name[0] not in "ZX" else ""
 
 
 class ObjectLease:
@@ -99,7 +68,7 @@ class ObjectLease:
         """
         if self._held is not None:
             return False
-        machine, process = here()
+        machine, process = holders.here()
         mine = _Lease(holder, secrets.token_hex(8), 0, self._lease_s, machine, process)
         for _ in range(_TRIES):
             found, tag = self._find()
@@ -147,8 +116,8 @@ class ObjectLease:
             return _Lease("", "", 0, 0, "", ""), tag
 
     def _is_given_up(self, found: _Lease, tag: str | None) -> bool:
-        if here()[0] == found.machine:
-            return has_ended(found.machine, found.process)
+        if holders.here()[0] == found.machine:
+            return holders.has_ended(found.machine, found.process)
         log.warning(
             "%s: %s holds the lock; waiting up to %.0f s to see whether it is alive", self._client.location,
             found.holder, found.seconds,

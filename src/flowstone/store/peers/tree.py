@@ -21,8 +21,6 @@ from flowstone.config import (
     MARKER_BYTES_MAX,
     PEER_DESCRIPTION_BYTES_MAX,
     PEER_REBUILD_BYTES,
-    PEER_SILENCE_S,
-    POLL_S,
     READ_REQUEST_BYTES,
 )
 from flowstone.errors import FormatError, MemoryAgentError, PeerError
@@ -357,16 +355,11 @@ class PeersTree(AgentTree):
         return None
 
     def _lock_at(self, node: Node, holder: str) -> str | None:
-        """As `lock`. Waits until a holder whose machine does not answer is found to be gone."""
-        deadline = time.monotonic() + 2 * PEER_SILENCE_S
-        while True:
-            with self._guard:
-                told = node.link.ask(Ask("lock", text=holder))
-            if told.yes:
-                return None
-            if not told.number or time.monotonic() > deadline:
-                return f"{told.text}, which has {node.place.shown} too"
-            time.sleep(POLL_S)
+        """As `lock`."""
+        with self._guard:
+            told = node.link.ask(Ask("lock", text=holder))
+        name, _, process = told.text.partition("\n")
+        return None if told.yes else f"{name}, which has {node.place.shown} too\n{process}"
 
     def _set_aside(self, found: View) -> None:
         """What is whole on no nodes together is no checkpoint, and goes with what dead writers have left."""

@@ -31,7 +31,6 @@ _SHOWN_CHARS_MAX = 200
 _LENGTH = struct.Struct(">I")
 _TIME = struct.Struct("ll")
 _CODE_BYTES = 16
-_UNANSWERED = 3  # of struct tcp_info (linux/tcp.h): probes of the connection that the other side has not answered
 
 PeerVerb = Literal[
     "exists", "names", "look", "make_directory", "remove", "rename", "agree", "free", "held", "read", "put", "create",
@@ -209,11 +208,6 @@ def prepare(connection: socket.socket, timeout_s: float, *, idle: bool = False) 
     ):
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-
-
-def is_silent(connection: socket.socket) -> bool:
-    """Whether the other side's machine has left a probe unanswered."""
-    return bool(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 8)[_UNANSWERED])
 
 
 # The greeting: messages without a code, as short as they have to be.

@@ -127,7 +127,7 @@ def test_the_verb_says_what_it_did(run: Path, tmp_path: Path) -> None:
     assert told["bytes"] > 12 * MIB
     assert sorted(told["files"]) == sorted(path.name for path in (tmp_path / "a").iterdir())
     done = CliRunner().invoke(app, ["pack", str(run), str(tmp_path / "a")])
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert done.stderr.startswith("StorageError: cannot ")
     done = CliRunner().invoke(app, ["pack", str(run), str(tmp_path / "b")])
     assert f"{tmp_path / 'b'}: step 5, " in done.stdout

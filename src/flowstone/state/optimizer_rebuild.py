@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import chain
@@ -361,17 +362,24 @@ class Rebuild:
 
     def _convert(self, state_owner: Core) -> None:
         """Let the class convert what earlier releases have saved, such as a `step` that is an int: torch's own
-        load_state_dict() ends with this call.
+        load_state_dict() ends with this call. Slots that are the user's alone, without a tensor, are not shown to it.
         """
         for part in parts_of(state_owner):
+            state = part.state
             try:
-                part.__setstate__({"state": part.state, "param_groups": part.param_groups})
+                tensorless = {key for key, slots in state.items() if isinstance(slots, dict) and not any(
+                    isinstance(slot, torch.Tensor) for slot in slots.values())}
+                filled = defaultdict(dict, {key: state[key] for key in state if key not in tensorless})
+                part.__setstate__({"state": filled, "param_groups": part.param_groups})
+                state.update(filled)
             except Exception as error:
                 raise StateError(
                     f"cannot restore '{self.place.name}'",
                     found=f"__setstate__() of {type(part).__qualname__} raised {type(error).__name__}: {error}",
                     next="load a checkpoint of this kind of optimizer; its tensors are already restored",
                 ) from error
+            finally:
+                part.state = state
 
     def _is_as_it_was(self, state: Mapping[object, object]) -> bool:
         """Whether the optimizer has all slots already: its state_dict() contains the very dictionaries of its state."""

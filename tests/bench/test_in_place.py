@@ -57,7 +57,6 @@ def test_a_small_run_from_end_to_end(tmp_path: Path) -> None:
     ["bench.device_tensors", "--simulate", "--parameters", "3", "--rounds", "4"],
     ["bench.tracing", "--bytes", "16e6", "--tensors", "4", "--rounds", "1"],
     ["bench.watching", "--bytes", "16e6", "--tensors", "4", "--saves", "2", "--pages", "small"],
-    ["bench.collapsed_training", "--rounds", "1", "--layers", "2", "--seconds", "0.1"],
 ])
 def test_what_was_in_the_directory_stays(command: list[str], tmp_path: Path) -> None:
     (tmp_path / "ours").write_text("kept")

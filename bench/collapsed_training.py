@@ -14,6 +14,7 @@ import argparse
 import multiprocessing
 import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -70,8 +71,9 @@ def act(options: argparse.Namespace, directory: Path, collapse: bool) -> tuple[P
 def pair(options: argparse.Namespace, number: int) -> dict[bool, tuple[Phase, Phase]]:
     found = {}
     for collapse in (True, False) if number % 2 else (False, True):
-        with folder_in(options.directory) as directory, multiprocessing.get_context("spawn").Pool(1) as pool:
-            found[collapse] = pool.apply_async(act, (options, directory, collapse)).get(60 * MINUTES_MAX)
+        spawn = multiprocessing.get_context("spawn")
+        with folder_in(options.directory) as directory, ProcessPoolExecutor(1, mp_context=spawn) as pool:
+            found[collapse] = pool.submit(act, options, directory, collapse).result(60 * MINUTES_MAX)
     return found
 
 

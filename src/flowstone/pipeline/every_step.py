@@ -245,7 +245,7 @@ class EveryStep:
         """A whole save that nothing leads to. `why`: what could not be replayed, "" if nothing came before."""
         if why := why or self._lost:
             self._emit(NotJournaled(step, why))
-        # So many steps may not be durable once this returns, this one among them; ranks wait alike.
+        # At most `lag_steps` steps, this one included, are not durable when this returns. All ranks wait alike.
         self.in_flight.settle(0 if self._ranks is not None else self._lag_steps - 1)
         self._journaling.leave_broken()
         self._lineage = self._known = None

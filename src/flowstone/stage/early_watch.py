@@ -16,7 +16,7 @@ from flowstone.table.pieces import Places
 
 
 class EarlyWatch:
-    """Watches some pieces from now on, until `release`, or until it is freed."""
+    """Records writes into the host memory of some pieces, from its construction until `release`."""
 
     def __init__(self, places: Places, pieces: NDArray[np.int64], lengths: NDArray[np.uint64], watch: Watch) -> None:
         """`lengths`: of all pieces of `places`, in bytes. `watch`: see EngineOptions; of "samples", none is watched."""

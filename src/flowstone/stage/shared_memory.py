@@ -104,7 +104,7 @@ def _marked(members: Sequence[int], memory: Mapping[int, Memory]) -> Iterator[tu
 
 
 def _spacing(memory: Memory, begin: int) -> list[int]:
-    """All distances in bytes between its elements, and between `begin` and them."""
+    """The distances, in bytes, from which all positions follow: of `begin` to the memory, its items and strides."""
     return [memory.address - begin, memory.item_bytes, *(abs(s) for s in memory.strides_bytes)]
 
 

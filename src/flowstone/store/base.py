@@ -397,10 +397,10 @@ class Store(Names, BulkBytes, Commit, Lock, Protocol):
 
 @runtime_checkable
 class FlushesRewinds(Protocol):
-    """A store that another process flushes elsewhere."""
+    """A store in memory whose checkpoints an agent copies to a directory (`flush_to`)."""
 
     def flush_rewind(self) -> None:
-        """Have the steps that were set aside here set aside there, too. A refusal is logged, and tried again."""
+        """Set aside in the flush target what was set aside here. A failure is logged; the next flush tries again."""
 
 
 PROTOCOLS: tuple[type, ...] = (Names, BulkBytes, Commit, Lock, Store)

@@ -123,7 +123,7 @@ def test_a_second_job_is_refused_on_every_rank_and_nothing_is_mixed(tmp_path: Pa
     assert isinstance(other, list)
     for said in first:
         assert said.startswith(f"LockedError : cannot save into {path}: another job writes there"), said
-        assert "stop that job, or save into another directory" in said
+        assert "stop that job and its children, or save into another directory" in said
     for said in other:
         assert said.startswith("RankError LockedError: rank 0 failed: cannot save into"), said
     Path(f"{path}.over").touch()

@@ -76,7 +76,7 @@ MUTANTS = {
         StoreWriter, "begin", (("catalog.sweep(store, self._on_removed, self._stays, later=later)", "pass"),), "sweep"
     ),
     "failed_lock_keeps_its_descriptor": Mutant(
-        WriterLock, "take", (("os.close(fd)  # an open", "pass  # an open"),), "second_save", "error"
+        WriterLock, "_try", (("os.close(fd)  # an open", "pass  # an open"),), "second_save", "error"
     ),
     "failed_segment_is_published": Mutant(
         LocalWriting, "receipt", (("self._error() or ", ""),), "second_save",

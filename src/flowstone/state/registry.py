@@ -44,7 +44,12 @@ class Kinds:
     def of(self, value: object) -> Kind:
         """The kind of a value."""
         kind = self._by_type.get(type(value))
-        return kind or next(one for one in self._kinds if one.recognises(value))
+        if kind is not None:
+            return kind
+        for kind in self._kinds:
+            if kind.recognises(value):
+                return kind
+        raise AssertionError("the last kind recognises every value")
 
 
 KINDS = Kinds(

@@ -31,6 +31,8 @@ from flowstone.store.base import Pace
 REFUSAL = _native.collapse_refusal()
 pytestmark = pytest.mark.skipif(bool(REFUSAL), reason=f"nothing is collapsed here: {REFUSAL}")
 
+MODE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+HUGE_PAGES_FOR_ALL = MODE.exists() and "[always]" in MODE.read_text("ascii")
 TENSOR_BYTES = 2_800_000  # of a mean tensor: less than two huge pages
 
 
@@ -42,12 +44,18 @@ def whole_speed() -> Iterator[None]:
 
 
 def small_pages(count: int, numbers: int) -> list[torch.Tensor]:
-    """So many tensors, one behind the other with 16 bytes in between, as an allocator has them, in new memory."""
+    """So many tensors, one behind the other with 16 bytes in between, as an allocator has them, in new memory.
+
+    The system's own thread may collapse some of it at any time where huge pages are chosen for all memory, and where
+    they are asked for; so they are asked for only where nothing else allows them again.
+    """
     stride = 4 * numbers + 16
     memory = mmap.mmap(-1, count * stride, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_NOHUGEPAGE)  # huge pages may be chosen for all memory
+    if HUGE_PAGES_FOR_ALL:
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
     whole = torch.frombuffer(memory, dtype=torch.uint8).fill_(1)
-    memory.madvise(mmap.MADV_HUGEPAGE)
+    if HUGE_PAGES_FOR_ALL:
+        memory.madvise(mmap.MADV_HUGEPAGE)
     return [whole[at * stride :][: 4 * numbers].view(torch.float32).uniform_() for at in range(count)]
 
 
@@ -92,7 +100,8 @@ def test_after_the_first_save_what_is_watched_is_in_huge_pages_and_still_exact(t
     state, told = training(), list[Event]()
     size = 3 * 12 * TENSOR_BYTES
     with opened(tmp_path, told) as checkpointer:
-        assert checkpointer.save(0, state).committed.result().manifest.io.huge_bytes == 0
+        io = checkpointer.save(0, state).committed.result().manifest.io
+        assert (io.huge_bytes or 0) < 0.2 * size
         await_pass(checkpointer)
         io = checkpointer.save(1, state).committed.result().manifest.io
         assert (io.exact_bytes, io.sampled_bytes) == (size, 0)
@@ -117,11 +126,11 @@ def test_after_the_first_save_what_is_watched_is_in_huge_pages_and_still_exact(t
     first, *_, last = (event for event in told if isinstance(event, Collapsed))
     assert (first.step, first.bytes) == (0, size)
     assert first.huge_bytes >= (io.huge_bytes or 0)
-    assert first.collapsed_bytes >= first.huge_bytes
+    assert first.collapsed_bytes > 0.8 * first.huge_bytes
     assert first.processor_s > 0
     assert "share 2 MiB with other memory" in first.reason
     assert last.huge_bytes > 0.9 * size
-    assert [event.huge_bytes > 0 for event in told if isinstance(event, Captured)][:2] == [False, True]
+    assert [event.huge_bytes > 0.9 * size for event in told if isinstance(event, Captured)][:2] == [False, True]
 
 
 def test_what_prepare_has_collapsed_is_in_huge_pages_at_the_first_save(tmp_path: Path) -> None:
@@ -142,7 +151,6 @@ def test_memory_is_left_as_it_is_where_that_is_chosen(tmp_path: Path, options: d
         for step in range(3):
             io = checkpointer.save(step, state).committed.result().manifest.io
             assert pass_of(checkpointer) is None
-        assert io.huge_bytes == 0
         assert (io.exact_bytes == 0) == ("watch" in options)
     assert not any(isinstance(event, Collapsed) for event in told)
 
@@ -230,7 +238,7 @@ def _refused(path: Path, code: int) -> tuple[object, ...]:
             if (current := pass_of(checkpointer)) is not None:
                 current.wait(60)
     passes = [event for event in told if isinstance(event, Collapsed)]
-    exact = {(io.exact_bytes, io.sampled_bytes, io.huge_bytes) for io in ios}
+    exact = {(io.exact_bytes, io.sampled_bytes) for io in ios}
     return exact, [event.step for event in passes], [event.collapsed_bytes for event in passes], passes[0].reason
 
 
@@ -241,7 +249,7 @@ def test_where_the_system_refuses_the_watch_is_exact_in_small_pages_and_tries_be
 ) -> None:
     """EINVAL: before Linux 6.1; ENOMEM: no huge page is to be had, or the control group's limit is reached."""
     exact, steps, collapsed, reason = apart(_refused, tmp_path, code)
-    assert exact == {(3 * 12 * TENSOR_BYTES, 0, 0)}
+    assert exact == {(3 * 12 * TENSOR_BYTES, 0)}
     assert steps == [0, 2]  # the next one would be after step 6
     assert collapsed == [0, 0]
     assert f"were refused huge pages ({os.strerror(code)})" in str(reason)
@@ -253,7 +261,7 @@ def test_where_huge_pages_are_switched_off_nothing_is_tried_and_that_is_told_onc
     with off, opened(tmp_path, told) as checkpointer:
         for step in range(3):
             io = checkpointer.save(step, state).committed.result().manifest.io
-            assert (io.sampled_bytes, io.huge_bytes) == (0, 0)
+            assert io.sampled_bytes == 0
     passes = [event for event in told if isinstance(event, Collapsed)]
     assert [(event.step, event.collapsed_bytes, event.reason) for event in passes] == [
         (0, 0, "huge pages are switched off here")

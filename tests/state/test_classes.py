@@ -279,7 +279,7 @@ class Old:
 
 
 def test_registered_classes_are_made_where_nothing_shows_them() -> None:
-    @fs.register_class(kind="tests.Later")
+    @fs.register_class(name="tests.Later")
     @dataclasses.dataclass
     class Later:
         x: int
@@ -299,7 +299,7 @@ def test_what_has_no_fields_cannot_be_registered(own: Any) -> None:
         fs.register_class(own)
     fs.register_class(Color)
     with pytest.raises(ProviderError, match="second class"):
-        fs.register_class(Mode, kind=f"{__name__}.Color")
+        fs.register_class(Mode, name=f"{__name__}.Color")
 
 
 class Text(str):

@@ -210,3 +210,15 @@ def test_a_value_that_was_none_replaces_an_object() -> None:
     load(save({"h": Holder(inner=None, other=None)}), {"h": target})
     assert target.inner is None
     assert target.other is None
+
+
+def test_one_list_at_two_places_is_two_equal_lists_for_an_object_and_stays_one_in_a_live_state() -> None:
+    line: list[int] = [1, 2]
+    holder, target = Holder(a=line, b=line), Holder(a=[], b=[])
+    fresh: list[int] = []
+    held = {"h": target, "d": {"a": fresh, "b": fresh}}
+    load(save({"h": holder, "d": {"a": line, "b": line}}), held)
+    assert target.a == target.b == line
+    assert target.a is not target.b, "as LIMITS says"
+    assert held["d"]["a"] is held["d"]["b"] is fresh  # type: ignore[index]
+    assert fresh == line

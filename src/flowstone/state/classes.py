@@ -306,29 +306,29 @@ class Classes:
         }
         self._live: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 
-    def add(self, own: type, kind: str, form: Form | None) -> None:
-        known = self._by_name.get(kind)
+    def add(self, own: type, name: str, form: Form | None) -> None:
+        known = self._by_name.get(name)
         if known not in (None, own):
             raise ProviderError(
-                f"cannot register a second class as '{kind}'", found=name_of(known), next="give it another kind"
+                f"cannot register a second class as '{name}'", found=name_of(known), next="give it another name"
             )
-        self._by_name[kind] = own
-        self.names[own] = kind
+        self._by_name[name] = own
+        self.names[own] = name
         if form is not None:
             self.forms[own] = form
 
-    def of(self, kind: str) -> object:
+    def of(self, name: str) -> object:
         """The class of that name; None if neither the process nor the state that is being loaded has one."""
-        if kind in _OMEGACONF:
-            return imported("omegaconf", _OMEGACONF[kind])
-        found = self._by_name.get(kind) or self._live.get(kind)
+        if name in _OMEGACONF:
+            return imported("omegaconf", _OMEGACONF[name])
+        found = self._by_name.get(name) or self._live.get(name)
         state = LIVE_VALUES.get()
         if found is None and state:
             values = list(state)
             state.clear()
             for value in values:
                 self._note(value, set())
-            found = self._live.get(kind)
+            found = self._live.get(name)
         return found
 
     def _note(self, value: Any, seen: set[int]) -> None:
@@ -395,13 +395,13 @@ def make(node: Provided, build: Callable[[object], object]) -> object:
 
 
 def register_class(
-    own: C | None = None, *, kind: str | None = None, fields: Callable[[Any], dict[str, object]] | None = None,
+    own: C | None = None, *, name: str | None = None, fields: Callable[[Any], dict[str, object]] | None = None,
     create: Callable[[dict[str, object]], object] | None = None,
 ) -> Any:
     """Allow loads to create objects of a class: a dataclass, a NamedTuple, a class of attrs, an enumeration; or of any
     other class, with two functions. Also a decorator.
 
-    kind    its name in checkpoints; None: its qualified name. Give one if the class may be renamed or moved
+    name    in checkpoints; None: its qualified name. Give one if the class may be renamed or moved
     fields  takes an object apart into values by name, each of a kind that a state may have
     create  makes an object from these values
 
@@ -426,7 +426,7 @@ def register_class(
                 f"{_plain(own)} is not a dataclass, NamedTuple, enumeration, or class of attrs",
                 next="give `fields`, which takes its objects apart, and `create`, which makes them",
             )
-        CLASSES.add(own, kind or _plain(own), form)
+        CLASSES.add(own, name or _plain(own), form)
         return own
 
     return register if own is None else register(own)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +11,10 @@ import pytest
 from memory_agent import own_agent
 
 import flowstone as fs
-from flowstone.errors import StorageError
+from flowstone.errors import LockedError, StorageError
+from flowstone.store import holders
+from flowstone.store.local import LocalStore
+from flowstone.tiers import writer
 
 SECRET, ANOTHER = "32 characters from /dev/urandom!", "32 others of these, for a test.."
 
@@ -79,3 +83,45 @@ def test_without_another_durable_tier_the_refusal_is_raised(tmp_path: Path) -> N
         checkpointer.save(1, _state(1)).committed.result()
     with pytest.raises(StorageError, match="another secret"):
         fs.Checkpointer(_memory(ANOTHER))
+
+
+def test_a_farther_tier_whose_holder_cannot_be_seen_is_refused_by_its_lock_and_not_for_its_silence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The grace of a lock takes up all the time that a tier has to answer."""
+    monkeypatch.setattr(holders, "LOCK_GRACE_S", 1.0)
+    monkeypatch.setattr(writer, "TIER_ANSWER_S", 1.0)
+    tiers = [tmp_path / "near", tmp_path / "far"]
+    _saved(list(tiers), 1)
+    other = LocalStore(tmp_path / "far")
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(holders, "here", lambda: ("another machine", "1 1"))
+        other.lock("another job")
+    with fs.Checkpointer(tiers) as checkpointer:
+        with pytest.raises(LockedError, match=str(tmp_path / "far")) as caught:
+            checkpointer.save(2, _state(2))
+        assert caught.value.facts["holder"] == "another job"
+        assert "cannot be seen from here" in str(caught.value)
+        other.close()
+        checkpointer.save(2, _state(2)).committed.result()
+    assert fs.open(tmp_path / "far").step == 2
+
+
+def test_a_tier_that_does_not_answer_is_waited_for_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(writer, "TIER_ANSWER_S", 1.0)
+    may_answer, exists = threading.Event(), LocalStore.exists
+
+    def hung(store: LocalStore, path: str) -> bool:
+        if store.root == tmp_path / "far" and threading.current_thread().name == "flowstone-flush":
+            assert may_answer.wait(60)
+        return exists(store, path)
+
+    monkeypatch.setattr(LocalStore, "exists", hung)
+    with fs.Checkpointer([tmp_path / "near", tmp_path / "far"]) as checkpointer:
+        checkpointer.save(1, _state(1)).committed.result()
+        assert caplog.text.count("has not answered within 1 s") == 1
+        may_answer.set()
+        checkpointer.drain()
+    assert fs.open(tmp_path / "far").step == 1

@@ -14,7 +14,14 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from flowstone import _native
-from flowstone.config import AGENT_LINGER_S, GENERATIONS, TIER_ANSWER_S, EngineOptions, whole_number
+from flowstone.config import (
+    AGENT_LINGER_S,
+    GENERATIONS,
+    LOCK_GRACE_S,
+    TIER_ANSWER_S,
+    EngineOptions,
+    whole_number,
+)
 from flowstone.errors import ArgumentError, BudgetError, MemoryAgentError
 from flowstone.format.manifest import MARKER_NAME
 from flowstone.log import log
@@ -112,16 +119,18 @@ class NodeMemory(StoreInMemory):
 
     def flush_rewind(self) -> None:
         """After a rewind: wait until its steps are set aside in `flush_to`, too, so that they cannot come back from
-        there. If the directory refuses, or takes longer than TIER_ANSWER_S, that is done later, and the log says so.
+        there. If the directory refuses, or has not answered after TIER_ANSWER_S and a lock's grace, that is done later,
+        and the log says so.
         """
-        deadline = time.monotonic() + TIER_ANSWER_S
+        limit_s = TIER_ANSWER_S + LOCK_GRACE_S  # a lock that is refused says so within that
+        deadline = time.monotonic() + limit_s
         if not self.flush():
             return
         while (status := self.status()) is not None and (status.is_flushing or status.flush_error):
             if status.flush_error or time.monotonic() > deadline:
                 log.warning(
                     "%s is not rewound yet, as %s is; the agent tries again: %s", status.flush_to, self.location,
-                    status.flush_error or f"it takes longer than {TIER_ANSWER_S:g} s",
+                    status.flush_error or f"it takes longer than {limit_s:g} s",
                 )
                 return
             time.sleep(_POLL_S)

@@ -15,7 +15,7 @@ from flowstone.commit import catalog
 from flowstone.commit.entries import new_rewound_note, step_directory
 from flowstone.commit.manifests import read_manifest, read_marker
 from flowstone.commit.writer import StoreWriter
-from flowstone.config import STEP_MAX, TIER_ANSWER_S, TIER_DRAIN_S, Keep, KeepRule
+from flowstone.config import LOCK_GRACE_S, STEP_MAX, TIER_ANSWER_S, TIER_DRAIN_S, Keep, KeepRule
 from flowstone.errors import FlowstoneError, LockedError, NoCheckpointError, NotAStoreError, StorageError
 from flowstone.format.manifest import MARKER_NAME, Manifest
 from flowstone.log import log
@@ -51,6 +51,7 @@ class TieredWriter(StoreWriter):
         self.on_dropped: Callable[[Flusher, int, str], None] = _nothing
         self.flushers = [self._flusher(placed, number, on_removed, on_left, first) for number in range(1, len(placed))]
         self._are_started = False
+        self._unanswered: dict[Flusher, Callable[[], bool]] = {}  # whether it has by now answered what it last did not
         self._rewinds: set[str] = set()  # notes that a load has seen
         holder = f"process {os.getpid()} on {socket.gethostname()}, which copies what it has loaded"
         self.prefetch = Prefetch(placed, emit, holder, first)
@@ -154,24 +155,34 @@ class TieredWriter(StoreWriter):
 
     def _join_all(self) -> None:
         """On every farther tier's own thread, at once. Raises what is no failure of the tier."""
-        for flusher, found in self._ask_all(_joined):
+        for flusher, found in self._ask_all(_joined, LOCK_GRACE_S):
             if isinstance(found, NotAStoreError | LockedError):
                 raise found
             if isinstance(found, FlowstoneError):
                 flusher.worker.ask(partial(flusher.fail, found))
 
-    def _ask_all(self, act: Callable[[Flusher], T]) -> list[tuple[Flusher, T | FlowstoneError | None]]:
-        """What each answers within TIER_ANSWER_S, all asked at once; its failure; None: nothing."""
+    def _ask_all(
+        self, act: Callable[[Flusher], T], grace_s: float = 0.0
+    ) -> list[tuple[Flusher, T | FlowstoneError | None]]:
+        """What each answers within TIER_ANSWER_S and `grace_s`, all asked at once; its failure; None: nothing.
+
+        One that still owes the answer before is asked, and not waited for once more.
+        """
         asked: list[tuple[Flusher, Future[T]]] = [(one, one.worker.ask(partial(act, one))) for one in self.flushers]
-        deadline = monotonic() + TIER_ANSWER_S
+        limit_s = TIER_ANSWER_S + grace_s
+        deadline = monotonic() + limit_s
         found: list[tuple[Flusher, T | FlowstoneError | None]] = []
         for flusher, future in asked:
+            before = self._unanswered.pop(flusher, None)
+            is_silent = before is not None and not before()
             try:
-                found.append((flusher, future.result(max(0.0, deadline - monotonic()))))
+                found.append((flusher, future.result(0.0 if is_silent else max(0.0, deadline - monotonic()))))
             except FlowstoneError as error:
                 found.append((flusher, error))
             except FutureTimeoutError:
-                log.warning("%s has not answered within %g s", flusher.store.location, TIER_ANSWER_S)
+                if not is_silent:
+                    log.warning("%s has not answered within %g s", flusher.store.location, limit_s)
+                self._unanswered[flusher] = future.done
                 found.append((flusher, None))
         return found
 

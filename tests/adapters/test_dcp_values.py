@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from apart import warnings_heard
 from torch.distributed.checkpoint.api import CheckpointException
 
 import flowstone as fs
@@ -69,7 +70,9 @@ def test_a_class_that_is_not_registered_is_refused_by_name(tmp_path: Path) -> No
     class Unknown:
         x: int
 
-    dcp.save({"c": Unknown(1)}, storage_writer=FlowstoneWriter(tmp_path / "step-00000001"))
+    with warnings_heard() as heard:
+        dcp.save({"c": Unknown(1)}, storage_writer=FlowstoneWriter(tmp_path / "step-00000001"))
+    assert ["Unknown, is not registered" in line for line in heard] == [True], "the save says it already"
     with pytest.raises(CheckpointException, match=r"DCP cannot load '.*', an object of .*Unknown") as caught:
         dcp.load({"c": Unknown(0)}, storage_reader=FlowstoneReader(tmp_path / "step-00000001"))
     assert "fs.register_class()" in str(caught.value)

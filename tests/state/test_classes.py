@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from apart import apart, warnings_heard
 from reference import load, save, stored
 
 import flowstone as fs
@@ -291,6 +292,80 @@ def test_registered_classes_are_made_where_nothing_shows_them() -> None:
     load(checkpoint, held)
     assert held["s"]["a"] == Later(1)
     assert held["s"]["b"].x == 2
+
+
+def factory() -> int:
+    return 0
+
+
+RISKY: dict[str, tuple[object, Any]] = {
+    "dataclass": (Frozen(PurePosixPath("x"), (1.5,)), Frozen), "enum": (Color.RED, Color), "flag": (Mode.READ, Mode),
+    "NamedTuple": (Point(1, 2), Point), "key": ({Color.RED: 1}, Color), "member of a set": ({Color.RED}, Color),
+    "in a state_dict": (Loader({"v": [Color.RED]}), Color), "factory": (collections.defaultdict(factory), factory),
+    "factory that is a class": (collections.defaultdict(Old), Old),
+}
+
+
+def _save_a_risky_value(path: Path, name: str, registered: Any) -> list[str]:
+    value = RISKY[name][0]
+    if registered is not None:
+        _register(registered)
+    with warnings_heard() as heard, fs.Checkpointer(path) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, {"s": {"v": value}, "w": torch.ones(1)}).committed.result()
+    return heard
+
+
+def _load_where_nothing_shows_the_class(path: Path, name: str, registered: Any) -> str:
+    value = RISKY[name][0]
+    if registered is not None:
+        _register(registered)
+    empty = Loader({"v": []}) if isinstance(value, Loader) else {} if type(value) is dict else None
+    state: dict[str, Any] = {"s": {"v": empty}, "w": torch.zeros(1)}
+    with fs.Checkpointer(path) as ckpt:
+        try:
+            ckpt.load(state)
+        except (MismatchError, UnsupportedFormatError) as error:
+            return str(error)
+    found = state["s"]["v"]
+    assert repr(found.state if isinstance(found, Loader) else found) == repr(getattr(value, "state", value))
+    return ""
+
+
+def _register(own: type) -> None:
+    if own is Old:
+        fs.register_class(Old, fields=vars, create=lambda fields: Old(**fields))  # type: ignore[arg-type]
+    else:
+        fs.register_class(own)
+
+
+@pytest.mark.parametrize("name", RISKY)
+def test_a_save_warns_of_a_class_without_which_another_process_could_not_load(tmp_path: Path, name: str) -> None:
+    own = RISKY[name][1]
+    (heard,) = apart(_save_a_risky_value, tmp_path, name, None)
+    assert "'s.v" in heard
+    assert f"{__name__}.{own.__name__}, is not registered" in heard
+    assert "register" in heard.rpartition(". ")[2]
+    refused = apart(_load_where_nothing_shows_the_class, tmp_path, name, None)
+    assert "fs.register_class()" in refused
+
+
+@pytest.mark.parametrize("name", [name for name in RISKY if name != "factory"])
+def test_a_registered_class_is_saved_without_a_warning_and_loads_anywhere(tmp_path: Path, name: str) -> None:
+    assert apart(_save_a_risky_value, tmp_path, name, RISKY[name][1]) == []
+    assert apart(_load_where_nothing_shows_the_class, tmp_path, name, RISKY[name][1]) == ""
+
+
+def _save_after_a_load_that_shows_the_class(path: Path) -> list[str]:
+    with warnings_heard() as heard, fs.Checkpointer(path) as ckpt:
+        ckpt.load({"s": {"v": Color.BLUE}, "w": torch.zeros(1)})
+        ckpt.save(3, {"s": {"v": Color.BLUE}, "w": torch.ones(1)}).committed.result()
+    return heard
+
+
+def test_a_save_does_not_warn_where_the_live_state_of_a_load_had_the_class(tmp_path: Path) -> None:
+    apart(_save_a_risky_value, tmp_path, "enum", Color)
+    assert apart(_save_after_a_load_that_shows_the_class, tmp_path) == []
 
 
 @pytest.mark.parametrize("own", [object, 3, Loader, "text"])

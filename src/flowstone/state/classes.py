@@ -22,7 +22,9 @@ import numpy as np
 
 from flowstone.errors import ProviderError
 from flowstone.format.objects import Provided
+from flowstone.log import log
 from flowstone.state.imported import LIVE_VALUES, imported
+from flowstone.state.names import Place
 
 C = TypeVar("C", bound=type)
 Fields = dict[str, object]
@@ -305,6 +307,7 @@ class Classes:
             self.names.get(own) or _plain(own): own for own in (*_BUILT_IN, *_FACTORIES)
         }
         self._live: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+        self._warned: set[str] = set()
 
     def add(self, own: type, name: str, form: Form | None) -> None:
         known = self._by_name.get(name)
@@ -330,6 +333,19 @@ class Classes:
                 self._note(value, set())
             found = self._live.get(name)
         return found
+
+    def warn_unknown(self, own: Any, place: Place) -> None:
+        """Log one warning for a class, or a factory, of a saved value that another process may not know at its load."""
+        name = name_of(own)
+        if name in self._warned or self.of(name) is own:
+            return
+        self._warned.add(name)
+        is_class = isinstance(own, type)
+        log.warning(
+            "the %s of '%s', %s, is not registered: a load is refused if the live state has no value with it. %s",
+            "class" if is_class else "default_factory", place.name, name,
+            f"Call fs.register_class({own.__qualname__})" if is_class else "Use a class, and register it",
+        )
 
     def _note(self, value: Any, seen: set[int]) -> None:
         own = type(value)

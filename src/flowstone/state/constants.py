@@ -18,8 +18,8 @@ _PYTHONS = frozenset({"datetime", "decimal", "fractions", "pathlib", "uuid", "zo
 _TORCH = (torch.dtype, torch.layout, torch.memory_format)
 
 
-def named(value: object) -> Named | None:
-    """The name of a constant; None for anything else."""
+def named(value: object, place: Place | None = None) -> Named | None:
+    """The name of a constant; None for anything else. `place`: where it is saved."""
     if isinstance(value, _TORCH):
         return Named(f"torch.{type(value).__name__}", str(value).removeprefix("torch."))
     if isinstance(value, torch.device):
@@ -31,7 +31,7 @@ def named(value: object) -> Named | None:
     if isinstance(value, enum.Enum) or type(value).__module__.partition(".")[0] in _PYTHONS:
         from flowstone.state import named_values  # imported here: most states have none
 
-        return named_values.named(value)
+        return named_values.named(value, place)
     return None
 
 
@@ -78,7 +78,7 @@ def stored_key(key: object, place: Place) -> object:
         return key
     if type(key) is tuple:
         return tuple(stored_key(part, place) for part in key)
-    constant = named(key)
+    constant = named(key, place)
     if constant is not None:
         return constant
     if type(key) is frozenset:

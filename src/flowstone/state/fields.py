@@ -6,7 +6,7 @@ from functools import partial
 from typing import cast
 
 from flowstone.format.objects import Provided, unsupported
-from flowstone.state.classes import Fields, Form, form_of, name_of
+from flowstone.state.classes import CLASSES, Fields, Form, form_of, name_of
 from flowstone.state.kinds import plain
 from flowstone.state.loading import Loading, Replacement
 from flowstone.state.names import Place
@@ -37,6 +37,11 @@ def describe(value: object, place: Place, saving: Saving) -> Provided:
     fields = _taken_apart(value, form, place)
     if any(type(name) is not str for name in fields):
         raise unsupported(place.name, value, "has fields whose names are not text")
+    if id(value) not in saving.scan.live:  # of those that are, the live state has one
+        CLASSES.warn_unknown(type(value), place)
+        factory = getattr(value, "default_factory", None) if isinstance(value, dict) else None
+        if factory is not None:
+            CLASSES.warn_unknown(factory, place)
     made = {name: saving.walk(item, _place_of(name, form, place)) for name, item in fields.items()}
     return Provided(name_of(type(value)), {}, made)
 

@@ -16,6 +16,7 @@ from typing import Any
 from flowstone.errors import DamagedError, UnsupportedFormatError
 from flowstone.format.objects import Named
 from flowstone.state.classes import CLASSES, name_of
+from flowstone.state.names import Place
 
 ENUM = "enum"
 
@@ -38,12 +39,14 @@ _KINDS = {f"{own.__module__.partition('.')[0]}.{own.__qualname__}": own for own 
 _NAMES = {own: kind for kind, own in _KINDS.items()}
 
 
-def named(value: object) -> Named | None:
-    """The name of a value; None for one that has none."""
+def named(value: object, place: Place | None = None) -> Named | None:
+    """The name of a value; None for one that has none. `place`: where it is saved, for a warning."""
     own = type(value)
     if isinstance(value, enum.Enum):
         member = value.name if value.name in own.__members__ else f"({value.value})"  # type: ignore[attr-defined]
         is_plain = type(value.name) is str and (member == value.name or type(value.value) is int)
+        if is_plain and place is not None:
+            CLASSES.warn_unknown(own, place)
         return Named(ENUM, f"{name_of(own)}.{member}") if is_plain else None
     if own not in _TEXT or (own is zoneinfo.ZoneInfo and not getattr(value, "key", None)):
         return None

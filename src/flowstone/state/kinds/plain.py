@@ -52,7 +52,7 @@ class Plain(Kind):
             return _bytes(cast("bytes", value), place, saving)
         if kind in (set, frozenset):
             return kind([stored_key(item, place) for item in cast("set[object]", value)])
-        named = constants.named(value)
+        named = constants.named(value, place)
         if named is not None:
             return named
         objects.encode(value, place.name)  # scalars of numpy, slices; refuses all other values

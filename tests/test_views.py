@@ -59,9 +59,25 @@ def expanded() -> State:
     return {"rows": base[:3].expand(5, 3), "base": base, "windows": base.unfold(0, 4, 2), "one": one}
 
 
+def conjugate_rows() -> State:
+    """Conjugate and negative views of which several elements are one in memory."""
+    z, one = torch.randn(8, dtype=torch.complex64), torch.randn(1, dtype=torch.complex128)
+    rows = z[:4].expand(3, 4).conj()
+    return {"rows": rows, "z": z, "windows": z.unfold(0, 3, 2).conj(), "neg": rows.imag, "one": one.expand(5).conj()}
+
+
 def arrays() -> State:
     base = np.random.default_rng(torch.initial_seed()).random((4, 6))
     return {"base": base, "backwards": base[::-1], "t": base.T, "row": base[1], "torch": torch.from_numpy(base)[2:]}
+
+
+def read_only_views() -> State:
+    """Arrays that cannot be written, and share memory that can."""
+    base = np.random.default_rng(torch.initial_seed()).random((4, 6))
+    views = {"rows": np.broadcast_to(base[0], (3, 6)), "backwards": base[::-1], "tail": base[2:]}
+    for view in views.values():
+        view.setflags(write=False)
+    return {"base": base, **views}
 
 
 def buffer() -> State:
@@ -96,7 +112,9 @@ def train(state: State) -> None:
     optimizer.zero_grad()
 
 
-MAKES = [turned, flat, types, imaginary, expanded, arrays, buffer, sections, moments]
+MAKES = [
+    turned, flat, types, imaginary, expanded, conjugate_rows, arrays, read_only_views, buffer, sections, moments,
+]
 
 
 @pytest.mark.parametrize("verify_first", [False, True])
@@ -121,6 +139,7 @@ def test_a_state_with_views_is_loaded_as_it_was_saved(
 @pytest.mark.parametrize(("make", "first", "second"), [
     (turned, "base", "view"), (flat, "flat", "b"), (types, "floats", "bytes"), (imaginary, "z", "conj"),
     (imaginary, "z", "neg"), (expanded, "base", "rows"), (arrays, "base", "backwards"), (arrays, "base", "torch"),
+    (conjugate_rows, "z", "windows"), (read_only_views, "base", "backwards"),
 ])
 def test_views_for_which_other_values_are_stored_are_refused_before_anything_changes(
     store: Path, make: Callable[[], State], first: str, second: str
@@ -149,6 +168,9 @@ def test_elements_that_share_memory_and_are_stored_with_several_values_are_refus
         checkpointer.save(1, {"rows": torch.arange(6.0).view(2, 3)}).committed.result()
         with pytest.raises(fs.MismatchError, match="rows: its elements share memory, but their stored values differ"):
             checkpointer.load({"rows": torch.zeros(3).expand(2, 3)})
+        checkpointer.save(2, {"rows": torch.arange(6.0).view(2, 3).to(torch.complex64)}).committed.result()
+        with pytest.raises(fs.MismatchError, match="rows: its elements share memory, but their stored values differ"):
+            checkpointer.load({"rows": torch.zeros(3, dtype=torch.complex64).expand(2, 3).conj()})
 
 
 def test_views_that_are_stored_apart_are_compared_after_a_cast_and_after_rules(store: Path) -> None:

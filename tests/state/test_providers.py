@@ -437,6 +437,14 @@ def test_any_buffer_is_memory(dtype: str) -> None:
         assert describe({"s": Thing()}).pieces[0].shape == (0, 3)
 
 
+def test_a_read_only_array_of_a_provider_is_not_written() -> None:
+    held = np.frombuffer(bytes(3), np.uint8)
+    with fs.register_provider(Thing, Says([fs.Part.of("x", held)], lambda: [held])):
+        checkpoint = save({"s": Thing()})
+        with pytest.raises(ProviderError, match="read-only memory"):
+            prepare({"s": Thing()}, stored(checkpoint))
+
+
 def test_read_only_memory_is_fine_where_lengths_are_the_checkpoints() -> None:
     found: list[object] = []
     provider = Says(

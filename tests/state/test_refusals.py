@@ -156,11 +156,7 @@ def prepared(target: object, source: object) -> object:
 
 
 def test_targets_that_cannot_be_written_are_refused_by_name() -> None:
-    read_only = np.zeros(3)
-    read_only.flags.writeable = False
     cases = [
-        (torch.zeros(1, dtype=torch.complex64).conj().expand(3), torch.zeros(3, dtype=torch.complex64), "share memory"),
-        (read_only, np.ones(3), "read-only"),
         (torch.empty(2, device="meta"), torch.ones(2), "meta"),
         (torch.eye(2).to_sparse(), torch.eye(2), "layout"),
     ]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from reference import Checkpoint, fingerprint, load, save, stored
 from strategies import TORCH_DTYPES, assert_same, blank, raw_bytes, states, tensors
 
-from flowstone.state import describe, prepare
+from flowstone.state import PerRank, Shard, describe, prepare
 from flowstone.state.tensors import empty
 from flowstone.table.dtype import DTYPES
 
@@ -305,3 +305,34 @@ def test_the_fingerprint_sees_every_change() -> None:
         change()
         assert fingerprint(state) != before
         before = fingerprint(state)
+
+
+def test_read_only_arrays_are_replaced_by_read_only_arrays() -> None:
+    def made(first: float) -> dict[str, object]:
+        arrays = [np.full((2, 3), first + at) for at in range(4)]
+        for one in arrays:
+            one.setflags(write=False)
+        packed = np.frombuffer(np.full(3, first).tobytes())
+        return {
+            "top": arrays[0], "inside": {"list": [arrays[1], 1], "tuple": (arrays[2], "x")},
+            "shard": Shard(arrays[3], (4, 3), (2, 0)), "own": PerRank(packed), "backwards": {"v": packed[::-1]},
+        }
+
+    source, target = made(1), made(7)
+    shard, inside, before = target["shard"], target["inside"], target["top"]
+    load(save(source), target)
+    assert (target["shard"], target["inside"]) == (shard, inside)
+    assert target["top"] is not before
+    found, expected = ([
+        state["top"], state["inside"]["list"][0], state["inside"]["tuple"][0],  # type: ignore[index]
+        state["shard"].tensor, state["own"].value, state["backwards"]["v"],  # type: ignore[attr-defined, index]
+    ] for state in (target, source))
+    for one, other in zip(found, expected, strict=True):
+        assert np.array_equal(one, other)
+        assert not one.flags.writeable
+
+
+@pytest.mark.parametrize("target", [np.frombuffer(bytes(16)), np.frombuffer(bytes(24), np.float32)])
+def test_a_read_only_array_is_not_replaced_by_one_of_another_shape_or_type(target: np.ndarray) -> None:
+    (piece,) = prepare({"a": target}, stored(save({"a": np.ones(3)}))).pieces
+    assert (piece.shape, piece.dtype.name) == (target.shape, target.dtype.name), "so that the conductor refuses it"

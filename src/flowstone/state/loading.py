@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from flowstone.format import objects
-from flowstone.format.objects import TensorRef, unsupported
+from flowstone.format.objects import TensorRef
 from flowstone.state import tensors
 from flowstone.state.fitting import Fitting
 from flowstone.state.flat import Range
@@ -20,7 +20,7 @@ from flowstone.state.parameters import Parameters
 from flowstone.state.records import MISSING, Difference, DifferenceKind, IndirectTarget, Phase, Shard, Stored
 from flowstone.state.scan import Scan
 from flowstone.state.sink import Role, Sink
-from flowstone.table.pieces import Layout, Memory, Places
+from flowstone.table.pieces import Layout, Places
 
 Replacement = Callable[[], object]
 """Makes the value that replaces another one in its container, once all bytes are in place."""
@@ -144,7 +144,6 @@ class Loading:
             tensor = self.sink.tensors[position]
             memory = apart[position] = tensors.memory_of(tensor)
             if tensors.deferred(tensor):
-                _check_apart(memory, tensor, self.sink.names[position])
                 aside = tensors.empty(columns.dtypes[position], tensor.shape, device=tensor.device)
                 self.later(Phase.VALUES, partial(_copy_into, tensor, aside))
                 apart[position] = tensors.memory_of(aside)
@@ -152,27 +151,39 @@ class Loading:
         layout, places, of_entry = self.sink.close(columns, apart)
         return layout, places, {int(of_entry[position]): one for position, one in indirect.items()}
 
-    def into_array(self, array: np.ndarray, node: object, place: Place, *, within: Shard | None = None) -> None:
-        """Request an array's elements in its own memory."""
+    def into_array(
+        self, array: np.ndarray, node: object, place: Place, *, within: Shard | None = None
+    ) -> Replacement | None:
+        """Request an array's elements in its own memory; if that is read-only, in a new array that replaces it."""
         place = self.named(node, place)
         dtype = tensors.check_array(array, place.name)
-        if not array.flags.writeable:
-            raise unsupported(place.name, array, "cannot be loaded into: it is read-only", "pass a copy() of it")
-        aside = tensors.ascending(array)
-        if aside is not array:
-            self._indirect[len(self.sink.names)] = IndirectTarget(tensors.array_memory(array))
-            self.later(Phase.VALUES, partial(np.copyto, array, aside))
+        own = tensors.writable(array)
+        made = np.empty(array.shape, array.dtype) if own is None else own
+        aside = tensors.ascending(made)
+        if own is None:
+            self.new_bytes += made.nbytes
+        elif aside is not own:
+            self._indirect[len(self.sink.names)] = IndirectTarget(tensors.array_memory(own))
+            self.later(Phase.VALUES, partial(np.copyto, own, aside))
         self.sink.add(place, dtype, tensors.array_memory(aside), within=within)
+        return partial(_read_only, made) if own is None else None
 
 
-def _check_apart(memory: Memory, value: object, name: str) -> None:
-    """Refuse a conjugate or negative view whose elements share memory: torch does not copy into it."""
-    if tensors.overlaps_itself(memory):
-        raise unsupported(
-            name, value, "cannot be loaded into: its elements share memory", "pass a contiguous copy of it"
-        )
+def _read_only(array: np.ndarray) -> np.ndarray:
+    array.setflags(write=False)
+    return array
 
 
 def _copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy elements into a tensor; where some share memory, torch refuses copy_(), and the values are equal."""
     with torch.no_grad():
-        target.copy_(source)
+        for dim, stride in enumerate(target.stride()):
+            if stride == 0 and target.numel():  # expanded
+                target, source = target.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
+        if not target.numel() or not tensors.overlaps_itself(tensors.memory_of(target)):
+            target.copy_(source)
+            return
+        reach = sum((side - 1) * step for side, step in zip(target.shape, target.stride(), strict=True)) + 1
+        flat = target.as_strided((reach,), (1,), target.storage_offset())
+        at = torch.arange(reach, device=target.device).as_strided(target.shape, target.stride())
+        flat[at.reshape(-1)] = source.reshape(-1)

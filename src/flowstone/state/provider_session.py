@@ -221,7 +221,14 @@ def _as_described(session: ProviderSession, part: Part, chunk: object, writable:
     if found != expected:
         session.refuse(f"gives a chunk for '{part.name}' that differs from its description", expected, found,
                      "make describe() and chunks() agree")
+    if writable and isinstance(chunk, np.ndarray) and not chunk.flags.writeable:
+        _refuse_read_only(session, part, chunk)
     return chunk
+
+
+def _refuse_read_only(session: ProviderSession, part: Part, chunk: object) -> NoReturn:
+    session.refuse(f"gives read-only memory for '{part.name}'", "writable memory",
+                 f"a read-only {type_name(type(chunk))}", "give a writable buffer, or describe it as resizable")
 
 
 def _of_buffer(
@@ -240,8 +247,7 @@ def _of_buffer(
         session.refuse(f"gives a chunk for '{part.name}' that differs from its description", f"{bytes_described} bytes",
                      f"{view.nbytes} bytes", "make describe() and chunks() agree")
     if writable and view.readonly:
-        session.refuse(f"gives read-only memory for '{part.name}'", "writable memory",
-                     f"a read-only {type_name(type(chunk))}", "give a writable buffer, or describe it as resizable")
+        _refuse_read_only(session, part, chunk)
     raw = np.frombuffer(view, np.uint8) if view.nbytes else np.empty(0, np.uint8)
     if tensors.numpy_has(DTYPES[part.dtype]):
         return raw.view(part.dtype).reshape(shape)

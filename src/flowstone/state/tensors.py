@@ -343,6 +343,18 @@ def ascending(array: np.ndarray) -> np.ndarray:
     return array.copy(order="C") if any(stride < 0 for stride in array.strides) else array
 
 
+def writable(array: np.ndarray) -> np.ndarray | None:
+    """The array; for a read-only view of memory that may be written, a view that may be; None for read-only memory."""
+    if array.flags.writeable:
+        return array
+    view = array.view()
+    try:
+        view.flags.writeable = True
+    except ValueError:
+        return None
+    return view
+
+
 def overlaps_itself(memory: Memory) -> bool:
     """Whether two elements may share bytes, so that writing one changes the other.
 

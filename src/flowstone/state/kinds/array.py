@@ -8,7 +8,7 @@ import numpy as np
 
 from flowstone.format.objects import TensorRef
 from flowstone.state.kind import Kind
-from flowstone.state.loading import Loading
+from flowstone.state.loading import Loading, Replacement
 from flowstone.state.names import Place
 from flowstone.state.saving import Saving
 from flowstone.state.sink import Role
@@ -23,5 +23,5 @@ class Array(Kind):
         saving.sink.add_array(place, cast("np.ndarray", value), role=role)
         return TensorRef(place.name, "ndarray")
 
-    def restore(self, value: object, node: object, place: Place, loading: Loading) -> None:
-        loading.into_array(cast("np.ndarray", value), node, place)
+    def restore(self, value: object, node: object, place: Place, loading: Loading) -> Replacement | None:
+        return loading.into_array(cast("np.ndarray", value), node, place)

@@ -11,6 +11,7 @@ from flowstone.state import records
 from flowstone.state.kind import Kind
 from flowstone.state.loading import Loading
 from flowstone.state.names import Place, check_shared
+from flowstone.state.records import Phase
 from flowstone.state.saving import Saving
 from flowstone.state.scan import Scan, global_name
 from flowstone.state.sink import Role
@@ -41,5 +42,7 @@ class Shard(Kind):
         shard = cast("records.Shard", value)
         if isinstance(shard.tensor, torch.Tensor):
             loading.into_tensor(shard.tensor, node, place, within=shard)
-        else:
-            loading.into_array(shard.tensor, node, place, within=shard)
+            return
+        replacement = loading.into_array(shard.tensor, node, place, within=shard)
+        if replacement is not None:
+            loading.later(Phase.VALUES, lambda: setattr(shard, "tensor", replacement()))

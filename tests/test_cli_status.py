@@ -29,6 +29,13 @@ TABLE = [
     *((f"{verb} {path}", ERROR) for verb in ("ls", "show", "verify", "du") for path in ("nowhere", "file", "empty/a")),
     ("show run --step 55", ERROR), ("verify run --step 55", ERROR), ("du run --step 55", ERROR),
     ("diff run run --step-a 55", ERROR), ("export run new --step 55", ERROR), ("pack run new --step 55", ERROR),
+    *((f"ls {paths}", ERROR) for paths in (
+        "run nowhere", "nowhere run", "run file", "file run", "run full", "full run", "run empty/a", "empty nowhere",
+        "run memory://none", "run other", "run run/step-00000001", "run s3://b/../x",
+    )),
+    ("ls empty run", SOUND), ("ls run run", SOUND), ("ls run less", DAMAGE), ("ls run torn nowhere", DAMAGE),
+    *((f"{verb} nowhere run", ERROR) for verb in ("diff", "export", "pack", "import")), ("flush nowhere new", ERROR),
+    ("verify run nowhere", ERROR), ("du run nowhere", ERROR), ("show run nowhere", ERROR),
     ("diff run nowhere", ERROR), ("diff run run --section none", ERROR),
     ("export run full", ERROR), ("export run file", ERROR), ("export run file/new", ERROR), ("export run loop", ERROR),
     ("export run loop/new", ERROR), ("export nowhere new", ERROR), ("export run new --section none", ERROR),

@@ -48,8 +48,8 @@ def test_json_says_the_same(paths: list[Path]) -> None:
     ]
     assert told["checkpoints"][3]["bytes"] == json.loads(_ls("--json", paths[0]).stdout)["checkpoints"][3]["bytes"]
     assert told["tiers"] == [
-        {"path": str(paths[0]), "answers": True, "newest": 4, "missing": []},
-        {"path": str(paths[1]), "answers": True, "newest": 3, "missing": [4]},
+        {"path": str(paths[0]), "answers": True, "exists": True, "newest": 4, "missing": []},
+        {"path": str(paths[1]), "answers": True, "exists": True, "newest": 3, "missing": [4]},
     ]
 
 

@@ -10,6 +10,7 @@ import typer
 from flowstone.arguments import memory_of
 from flowstone.cli.output import DAMAGE, ERROR, errors_reported, local_time, print_json, print_rows, size_text, told
 from flowstone.commit.entries import step_directory
+from flowstone.commit.locations import check_store
 from flowstone.commit.manifests import inside, read_manifest
 from flowstone.config import EngineOptions
 from flowstone.errors import FlowstoneError
@@ -22,10 +23,16 @@ WHOLE, DAMAGED, ABSENT, ASIDE, ANOTHER, DOWN = "whole", "damaged", "-", "set asi
 
 
 def ls_tiers(paths: Sequence[Path], as_json: bool) -> None:
-    """Report which stores have which step. Exit status 1 if one is damaged, 2 if a store does not answer."""
+    """Report which stores have which step.
+
+    Exit status 1 if one is damaged, 2 if a store does not answer, or is not there.
+    """
     with errors_reported(as_json):
         stores = stores_of([str(path) for path in paths], EngineOptions())
         seen = look_at(stores)
+        for one, answer in zip(stores, seen.held, strict=True):
+            if answer is not None:
+                check_store(one)
         rows = [_row(step, stores, seen) for step in sorted(_steps(seen))]
         tiers = [_tier(number, store, seen, rows) for number, store in enumerate(stores)]
         held = [None if (store := memory_of(path)) is None else store.status() for path in paths]
@@ -38,7 +45,7 @@ def ls_tiers(paths: Sequence[Path], as_json: bool) -> None:
             typer.echo(f"{tier['path']}: {_told(tier)}" + ("" if status is None else f"; {told(status)}"))
     if any(DAMAGED in _where(row) for row in rows):
         raise typer.Exit(DAMAGE)
-    if not all(tier["answers"] for tier in tiers):
+    if not all(tier["answers"] and tier["exists"] for tier in tiers):
         raise typer.Exit(ERROR)
 
 
@@ -96,12 +103,18 @@ def _tier(number: int, store: Store, seen: Seen, rows: Sequence[dict[str, object
         row["step"] for row in rows
         if (newest is None or int(str(row["step"])) > int(str(newest))) and WHOLE in _where(row)[:number]
     ]
-    return {"path": store.location, "answers": seen.held[number] is not None, "newest": newest, "missing": missing}
+    answers = seen.held[number] is not None
+    return {
+        "path": store.location, "answers": answers, "exists": answers and store.exists(), "newest": newest,
+        "missing": missing,
+    }
 
 
 def _told(tier: dict[str, object]) -> str:
     if not tier["answers"]:
         return "does not answer"
+    if not tier["exists"]:
+        return "there is nothing; check the path"
     newest = "no step" if tier["newest"] is None else f"newest step {tier['newest']}"
     missing = tier["missing"]
     assert isinstance(missing, list)

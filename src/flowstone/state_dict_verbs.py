@@ -15,7 +15,8 @@ from flowstone.commit.entries import step_directory
 from flowstone.config import EngineOptions
 from flowstone.errors import ArgumentError, FlowstoneError
 from flowstone.runtime.turns import Turn, one_at_a_time
-from flowstone.runtime.writer_lock import finish_saves_of_others, is_same_place
+from flowstone.runtime.writer_lock import finish_saves_of_others
+from flowstone.store.base import place_of
 from flowstone.trace import Spans
 
 if TYPE_CHECKING:
@@ -175,7 +176,7 @@ class TierVerbs(StateDictVerbs):
         """Wait until saves into the store at `location` have ended, with their follow-up work, if it is this store."""
         if self._closed or os.getpid() != self._pid or self._turn.is_background():
             return
-        if any(is_same_place(location, one) for one in self._locations):
+        if place_of(location) in map(place_of, self._locations):
             self._saves.await_ends()
             self._saves.sole_writer.await_retention()
 

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 import flowstone as fs
 from flowstone.cli.app import app
 from flowstone.errors import ArgumentError
+from flowstone.store.base import place_of
 from flowstone.store.objects.client import Patience, open_bucket
 from flowstone.store.objects.store import ObjectStore
 from flowstone.store.objects.urls import object_url, without_secrets
@@ -141,3 +142,63 @@ def test_a_path_of_a_file_system_with_what_is_no_name_is_refused(path: str) -> N
     memory: Any = fsspec.filesystem("memory")
     with pytest.raises(ArgumentError, match="is not the URL of a store"):
         fs.Fsspec(memory, path)
+
+
+ONE_PLACE = {
+    "S3": ["s3://bucket/run", "s3a://bucket/run", "S3://bucket/run/", "fsspec+s3://bucket/run", "fsspec+s3a://bucket/run"],
+    "Google": ["gs://bucket/run", "fsspec+gs://bucket/run", "fsspec+gcs://bucket/run"],
+    "Azure": [
+        *(f"{scheme}://container/run" for scheme in ("az", "azure", "adl", "abfs", "abfss")), "fsspec+abfs://container/run",
+    ],
+    "Azure with its account": [
+        "abfss://c@account.dfs.core.windows.net/run", "abfs://c@account.blob.core.windows.net/run",
+        "az://c@Account.dfs.core.windows.net/run",
+    ],
+    "SSH": ["fsspec+sftp://host/run", "fsspec+ssh://host/run"],
+}
+
+
+@pytest.mark.parametrize("urls", ONE_PLACE.values(), ids=ONE_PLACE.keys())
+def test_a_place_is_one_store_however_its_scheme_is_called(urls: list[str]) -> None:
+    found = [object_url(url) for url in urls]
+    assert len({place_of(str(url)) for url in found}) == 1
+    assert len({url for url in found if url is not None and not url.startswith("fsspec+")}) <= 1
+    other = object_url(urls[0].replace("run", "ran"))
+    assert place_of(str(other)) != place_of(str(found[0]))
+
+
+def test_obstore_takes_the_name_that_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
+    for urls in (ONE_PLACE["S3"][:3], ONE_PLACE["Azure"][:-1], ONE_PLACE["Azure with its account"]):
+        stores = [open_bucket(str(object_url(url)), Patience())[0] for url in urls]
+        assert all(store == stores[0] for store in stores)
+        assert stores[0].prefix == "run"
+
+
+@pytest.mark.parametrize("flow", [
+    lambda one, other: fs.Checkpointer([one, other]), lambda one, other: fs.Striped(["first", one, other]),
+], ids=["tiers", "paths of a striped store"])
+def test_a_store_under_two_names_is_given_twice(
+    flow: Callable[[str, str], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: Server
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for one, other in (("s3://bkt/run", "s3a://bkt/run"), (str(tmp_path / "run"), f"fsspec+file://{tmp_path}/run")):
+        with pytest.raises(ArgumentError, match=r"one store|twice"):
+            flow(one, other)
+
+
+def test_a_second_object_under_another_name_waits_for_the_saves_in_flight_of_the_first(server: Server) -> None:
+    first = fs.Checkpointer(f"s3://{BUCKET}/cell")
+    first.save(1, STATE)
+    with fs.Checkpointer(f"s3a://{BUCKET}/cell") as second:
+        newest = second.latest()
+        assert newest is not None
+        assert newest.step == 1
+    first.close()
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/run", "s3:/bucket/run", "http://me:secret@host/run", "memory://run"])
+def test_memory_is_flushed_to_a_directory_and_not_to_one_that_is_called_as_a_url(url: str) -> None:
+    with pytest.raises(ArgumentError, match="is a URL") as caught:
+        fs.NodeMemory("run", flush_to=url)
+    assert "secret" not in str(caught.value)

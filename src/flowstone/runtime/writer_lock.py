@@ -56,11 +56,6 @@ def finish_saves_of_others(owner: Owner, locations: Sequence[str]) -> None:
             other.finish_saves(location)
 
 
-def is_same_place(one: str, other: str) -> bool:
-    """Whether two locations name the same store: links to directories are followed."""
-    return one == other or (one[:1] == other[:1] == "/" and os.path.realpath(one) == os.path.realpath(other))
-
-
 def caller() -> str:
     """File and line of the code that called into this package."""
     frame = sys._getframe(1)

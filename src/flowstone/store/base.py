@@ -14,6 +14,7 @@ directory, never one to a file.
 from __future__ import annotations
 
 import builtins
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol, cast, runtime_checkable
 
@@ -415,3 +416,9 @@ def lacks(candidate: object) -> Mapping[str, tuple[str, ...]]:
 def members(protocol: type) -> tuple[str, ...]:
     """The names of the methods that a protocol itself declares."""
     return tuple(name for name in vars(protocol) if not name.startswith("_"))
+
+
+def place_of(location: str) -> str:
+    """What the location of a store names: stores at one place are one. Links to directories are followed."""
+    place = location.removeprefix("fsspec+").removeprefix("file://") if location.startswith("fsspec+") else location
+    return os.path.realpath(place) if place.startswith("/") else place.rstrip("/")

@@ -67,7 +67,7 @@ class NodeMemory(StoreInMemory):
             )
         if not linger_s >= 0:
             raise ArgumentError(f"linger_s {linger_s!r:.60} is less than none", next="give a number of seconds")
-        self.flush_to = None if flush_to is None else Path(flush_to).expanduser().absolute()
+        self.flush_to = None if flush_to is None else _directory(flush_to)
         self._keep = Request(
             "keep", number=self.generations, target="" if self.flush_to is None else str(self.flush_to),
             seconds=float(linger_s),
@@ -144,6 +144,19 @@ class NodeMemory(StoreInMemory):
                 needed=f"{self.generations} x {state_bytes} bytes", available=f"{available} bytes",
                 next="save to a directory, or give each node less of the state",
             )
+
+
+def _directory(flush_to: str | os.PathLike[str]) -> Path:
+    """Raises ArgumentError for a URL."""
+    from flowstone.store.objects.urls import object_url, without_secrets  # imported here: most runs have none
+
+    text = os.fspath(flush_to)
+    if "://" in text or (":/" in text and object_url(text) is not None):
+        raise ArgumentError(
+            f"flush_to {without_secrets(text)!r} is a URL", expected="a directory",
+            next="give the Checkpointer both as a list of tiers: [memory, URL]",
+        )
+    return Path(text).expanduser().absolute()
 
 
 class AgentTree:

@@ -19,7 +19,7 @@ from flowstone.config import (
     whole_number,
 )
 from flowstone.errors import ArgumentError
-from flowstone.store.base import Store
+from flowstone.store.base import Store, place_of
 
 if TYPE_CHECKING:
     StorePlace = str | os.PathLike[str] | Store
@@ -157,7 +157,7 @@ def _check_first(tier: Tier, keep: Keep | KeepRule | None) -> None:
 
 def _check_apart(placed: Sequence[Placed]) -> None:
     """No store twice, and none inside of another."""
-    roots = [_root(one.store) for one in placed]
+    roots = [place_of(one.store.location) for one in placed]
     for at, root in enumerate(roots):
         for before, earlier in enumerate(roots[:at]):
             if placed[at].store is placed[before].store or root == earlier:
@@ -171,8 +171,3 @@ def _check_apart(placed: Sequence[Placed]) -> None:
                     f"tiers {before + 1} and {at + 1} lie one inside the other", found=f"{inner} in {outer}",
                     next="give each tier a place of its own",
                 )
-
-
-def _root(store: Store) -> str:
-    """What tells a store's place: of a directory, links are followed."""
-    return os.path.realpath(store.location) if store.location.startswith("/") else store.location.rstrip("/")

@@ -1,6 +1,7 @@
 """URLs of object stores, parsed strictly: the store is exactly where the URL says, and two URLs are two stores.
 
-Other programs cut a URL at `#` and `?`, decode `%20`, and resolve `..`: two runs could end up in one place.
+Other programs cut a URL at `#` and `?`, decode `%20`, and resolve `..`: two runs could end up in one place. A scheme
+that has several names is known by one of them (s3a is s3): else one place would be two stores.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from flowstone.errors import ArgumentError
 FSSPEC = "fsspec+"  # before any scheme that fsspec knows (store/objects/file_system.py)
 SCHEMES = frozenset({"s3", "s3a", "gs", "az", "azure", "adl", "abfs", "abfss"})
 _AZURE = frozenset({"az", "azure", "adl", "abfs", "abfss"})
+_FSSPEC_ALIASES = {"s3a": "s3", "gcs": "gs", "local": "file", "ssh": "sftp", "abfs": "az", "abfss": "az"}
 _WITH_USERS = frozenset({"ftp", "hdfs", "sftp", "ssh"})  # elsewhere a name before `@` may be a token
 _WITHOUT_HOST = frozenset({"file", "local", "memory"})
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(//|/(?=[^/]))")
@@ -27,7 +29,7 @@ _ESCAPE = re.compile(r"%[0-9A-Fa-f]{2}", re.ASCII)
 
 
 class ObjectUrl(str):
-    """The URL of an object store, checked, with its scheme in lower case and without a slash at its end."""
+    """The URL of an object store, checked, with one name for its scheme and without a slash at its end."""
 
     __slots__ = ()
 
@@ -65,6 +67,8 @@ def object_url(path: object) -> ObjectUrl | None:
         return None
     scheme, rest = found[1].lower(), text[found.end() :]
     if scheme.startswith(FSSPEC):
+        known = scheme.removeprefix(FSSPEC)
+        scheme = FSSPEC + _FSSPEC_ALIASES.get(known, known)
         if found[2] == "/" and scheme.removeprefix(FSSPEC) in _WITHOUT_HOST:
             rest = f"/{rest}"  # Path has joined three slashes
         return _of_fsspec(scheme, rest)
@@ -95,7 +99,10 @@ def parse(url: str) -> BucketUrl:
             "or choose another name",
         )
     check_parts(url, prefix.split("/") if prefix else ())
-    return BucketUrl(scheme, bucket, prefix)
+    if scheme in _AZURE:
+        account = account.lower().replace(".blob.core.windows.net", ".dfs.core.windows.net")
+        return BucketUrl("abfss" if at else "az", f"{container}{at}{account}", prefix)
+    return BucketUrl("s3" if scheme == "s3a" else scheme, bucket, prefix)
 
 
 def _joined(url: BucketUrl) -> str:

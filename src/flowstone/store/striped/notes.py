@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 
@@ -13,7 +12,7 @@ from flowstone.config import PATHS_MAX
 from flowstone.errors import ArgumentError, StorageError
 from flowstone.format.manifest import MARKER_NAME, decode_marker
 from flowstone.log import log
-from flowstone.store.base import Store
+from flowstone.store.base import Store, place_of
 from flowstone.store.striped import records
 from flowstone.store.striped.path import StripedPath
 
@@ -39,9 +38,8 @@ def check_paths(paths: Sequence[Store], given: Sequence[float | None]) -> None:
             f"the first path cannot be {paths[0].location}, which renames no directory",
             next="give a directory first: it has the checkpoints; a bucket can be any other path",
         )
-    places = [path.location for path in paths]
-    real = [os.path.realpath(place) if place.startswith("/") else place for place in places]  # links are followed
-    twice = sorted({place for place, one in zip(places, real, strict=True) if real.count(one) > 1})
+    places = [place_of(path.location) for path in paths]
+    twice = sorted({path.location for path, place in zip(paths, places, strict=True) if places.count(place) > 1})
     if twice:
         raise ArgumentError(f"{twice[0]} is given twice", next="give each path once")
 

@@ -296,13 +296,15 @@ class StoreContract:
 
     def test_two_segments_are_written_by_one_call(self, store: Store, arena: _native.Arena) -> None:
         sources = [random_bytes(100 * KIB, seed) for seed in range(2)]
-        files = [FilePlan(f"segment-{at}", 128 * KIB) for at in range(2)]
+        store.make_directory(self.draft)
+        names = [f"{self.draft}/segment-{at}" for at in range(2)]
+        files = [FilePlan(name, 128 * KIB) for name in names]
         writing = store.write(files, write_rows([0, 1], [4096, 8200], sources), arena)
         receipt = writing.receipt()
         assert receipt.error is None
         targets = [np.zeros_like(source) for source in sources]
         rows = read_rows([1, 0], [4096, 8200], targets, receipt.digests)
-        found = finish_reading(store.read_extents(["segment-1", "segment-0"], rows, arena, wanted_bytes=200 * KIB))
+        found = finish_reading(store.read_extents(names[::-1], rows, arena, wanted_bytes=200 * KIB))
         assert found.error is None
         assert found.bad.size == 0
         for source, target in zip(sources, targets, strict=True):
@@ -314,9 +316,11 @@ class StoreContract:
         sources = [random_bytes(100 * KIB), random_bytes(3 * MIB + 17, 1)]
         digests = [_native.xxh3_64(sources[1][at : at + MIB]) for at in range(0, sources[1].nbytes, MIB)]
         sources[1][MIB + 5] ^= 1
+        store.make_directory(self.draft)
+        moves, rests = f"{self.draft}/moves", f"{self.draft}/rests"
         files = [
-            FilePlan("moves", 128 * KIB),
-            FilePlan("rests", 4 * MIB, lambda size: f"{size} bytes".encode().ljust(ALIGNMENT)),
+            FilePlan(moves, 128 * KIB),
+            FilePlan(rests, 4 * MIB, lambda size: f"{size} bytes".encode().ljust(ALIGNMENT)),
         ]
         room = np.zeros(ALIGNMENT, np.uint8)
         encoder = _native.delta_encoder(np.array([0, *digests], np.uint64), np.array([False, True, True, True, True]))
@@ -333,11 +337,11 @@ class StoreContract:
         assert found is not None
         assert found.same.tolist() == [False, True, False, True, True]
         assert list(found.file_bytes) == [128 * KIB, ALIGNMENT + MIB]
-        assert (store.size("moves"), store.size("rests")) == (128 * KIB, ALIGNMENT + MIB)
-        assert store.read("rests", length=ALIGNMENT).rstrip() == f"{ALIGNMENT + MIB} bytes".encode()
+        assert (store.size(moves), store.size(rests)) == (128 * KIB, ALIGNMENT + MIB)
+        assert store.read(rests, length=ALIGNMENT).rstrip() == f"{ALIGNMENT + MIB} bytes".encode()
         at = int(found.offset[2])
-        assert store.read("rests", offset=at, length=MIB) == sources[1][MIB : 2 * MIB].tobytes()
-        assert store.read("moves", offset=4096, length=100 * KIB) == sources[0].tobytes()
+        assert store.read(rests, offset=at, length=MIB) == sources[1][MIB : 2 * MIB].tobytes()
+        assert store.read(moves, offset=4096, length=100 * KIB) == sources[0].tobytes()
 
     def test_source_may_change_once_it_is_captured(self, store: Store, arena: _native.Arena) -> None:
         source = random_bytes(6 * MIB)

@@ -47,12 +47,23 @@ class TestPeerMemory(StoreContract):
         for store in self.opened:
             store.close()
         for node in kept[0]._peers.nodes:
+            assert node.link.ask(Ask("lock", text="the end")).yes
             _empty(node)
+            node.link.ask(Ask("unlock"))
 
     @pytest.fixture(scope="class")
     def kept(self, nodes: Nodes) -> list[PeerMemory]:
         """Open for as long, so that the servers stay."""
         return nodes.stores(self.run, **self.how)
+
+    @pytest.fixture
+    def store(self, root: Path, request: pytest.FixtureRequest) -> PeerMemory:
+        """Locked: nothing is changed there without."""
+        store = self.open_store(root)
+        store.make_directory()
+        if "one_writer" not in request.node.name:
+            store.lock("the job")
+        return store
 
     def open_store(self, root: Path) -> PeerMemory:
         self.opened += (both := self.nodes.stores(self.run, **self.how))
@@ -141,8 +152,9 @@ def test_what_only_the_other_node_has_is_read_over_the_network_and_verified(pair
 def test_a_commit_that_one_node_refuses_is_undone_on_the_other(pair: list[PeerMemory]) -> None:
     store, _ = pair
     store.make_directory()
+    store.lock("the job")
     store.make_directory(".saving-00000001-a")
-    _link(store, 1).ask(Ask("make_directory", "step-00000001"))
+    store._peers.nodes[1].link.ask(Ask("make_directory", "step-00000001"))
     with pytest.raises(StorageError) as caught:
         store.rename(".saving-00000001-a", "step-00000001")
     assert caught.value.errno == errno.EEXIST
@@ -153,14 +165,15 @@ def test_an_agent_keeps_the_step_that_is_whole_together_though_it_has_a_newer_on
     store, _ = pair
     with fs.Checkpointer(store) as checkpointer:
         checkpointer.save(1, {"w": np.zeros(1000), "step": 1}).committed.result()
-        own = _link(store, 0)
-        own.ask(Ask("make_directory", "step-00000002"))  # as a rank 0 leaves it that dies in the midst of its commit
-        own.ask(Ask("put", "step-00000002/manifest.json", payload_bytes=2), b"{}")
-        for number in range(2):
-            own.ask(Ask("make_directory", f".saving-00000003-{number}"))
-        assert "step-00000001" in own.ask(Ask("names")).names
-        for number in range(2):
-            own.ask(Ask("remove", f".saving-00000003-{number}"))
+        own = store._peers.nodes[0].link  # which holds the lock
+        with store._peers._guard:
+            own.ask(Ask("make_directory", "step-00000002"))  # as a rank 0 that dies in its commit leaves it
+            own.ask(Ask("put", "step-00000002/manifest.json", payload_bytes=2), b"{}")
+            for number in range(2):
+                own.ask(Ask("make_directory", f".saving-00000003-{number}"))
+            assert "step-00000001" in own.ask(Ask("names")).names
+            for number in range(2):
+                own.ask(Ask("remove", f".saving-00000003-{number}"))
 
 
 def test_a_server_that_was_killed_is_started_again_by_the_next_save(pair: list[PeerMemory], nodes: Nodes) -> None:

@@ -284,7 +284,9 @@ def test_what_a_stranger_sends_is_escaped_in_the_log_and_told_a_bounded_number_o
 
 def test_a_name_that_is_too_long_is_refused_and_ends_no_server(nodes: Nodes) -> None:
     (store,) = nodes.stores("long")
-    links = [store._peers.link_of(0).link for _ in range(2)]
+    store.make_directory()
+    store.lock("the job")
+    links = [store._peers.nodes[0].link, store._peers.link_of(0).link]
     assert links[1].ask(Ask("free")).size_bytes
     for asked in (Ask("exists", "x" * 70_000), Ask("rename", "a", "x" * 70_000), Ask("create", "x" * 70_000),
                   Ask("put", "x" * 70_000, payload_bytes=0)):
@@ -297,21 +299,54 @@ def test_a_name_that_is_too_long_is_refused_and_ends_no_server(nodes: Nodes) -> 
     store.close()
 
 
-def test_only_the_holder_of_the_lock_takes_away_what_is_committed(nodes: Nodes) -> None:
+def _refused(link: Link, *all_asked: Ask) -> None:
+    for asked in all_asked:
+        with pytest.raises(PermissionError, match="only the holder of the run's lock"):
+            link.ask(asked, b"x" * asked.payload_bytes)
+
+
+def test_only_the_holder_of_the_lock_takes_away_what_is_committed_and_adds_to_it(nodes: Nodes) -> None:
     (store,) = nodes.stores("locked")
+    step, draft = "step-00000001", ".saving-00000009-a"
     with fs.Checkpointer(store) as checkpointer:
         checkpointer.save(1, {"x": [1, 2, 3]}).committed.result()
         link = store._peers.link_of(0).link
-        for asked in (
-            Ask("remove", "step-00000001/manifest.json"), Ask("remove", "flowstone.json"),
-            Ask("rename", "step-00000001", ".deleting-00000001-a"),
-        ):
-            with pytest.raises(PermissionError, match="only the holder of the run's lock"):
-                link.ask(asked)
+        _refused(
+            link, Ask("remove", f"{step}/manifest.json"), Ask("remove", "flowstone.json"),
+            Ask("rename", step, ".deleting-00000001-a"), Ask("put", f"{step}/more", payload_bytes=1),
+            Ask("create", f"{step}/more", size_bytes=1), Ask("put", ".rewound-00000000-a"),
+            Ask("make_directory", "step-00000007"), Ask("agree", step, number=9), Ask("put", f"{draft}/a"),
+            Ask("gather", f"{draft}/.parity-0-0-0-0-0", size_bytes=1, payload_bytes=1),
+        )
         checkpointer.save(2, {"x": [1, 2, 3]}).committed.result()
         checkpointer.rewind(1)  # who holds it may
         assert fs.open(store).step == 1
         link.close()
+    assert set(store.names(step)) == {"manifest.json", "index.safetensors", "objects.json", "rank-00000.safetensors"}
+
+
+def test_a_draft_takes_files_of_all_ranks_as_long_as_the_lock_is_held_under_which_it_was_made(nodes: Nodes) -> None:
+    (store,) = nodes.stores("drafts")
+    draft = ".saving-00000001-a"
+    store.make_directory()
+    assert store.lock("the job") is None
+    store.make_directory(draft)
+    of_rank, before = (store._peers.link_of(0).link for _ in range(2))
+    of_rank.ask(Ask("put", f"{draft}/one", payload_bytes=1), b"x")
+    of_rank.ask(Ask("create", f"{draft}/two", size_bytes=1))
+    before.ask(Ask("free"))
+    _refused(of_rank, Ask("rename", draft, "step-00000001"), Ask("remove", draft))
+    store.unlock()
+    _refused(before, Ask("make_directory", ".saving-00000002-a"))
+    assert store.lock("the next job") is None
+    _refused(before, Ask("put", f"{draft}/late", payload_bytes=1), Ask("rename", draft, "step-00000001"))
+    before.ask(Ask("make_directory", ".saving-00000002-a"))  # as the first rank that needs it
+    before.ask(Ask("put", ".saving-00000002-a/one", payload_bytes=1), b"x")
+    _refused(before, Ask("rename", ".saving-00000002-a", "step-00000002"))
+    assert set(store.names(draft)) == {"one", "two"}
+    for link in (of_rank, before):
+        link.close()
+    store.close()
 
 
 def test_a_node_is_served_at_the_address_that_was_given_and_at_no_other(nodes: Nodes) -> None:
@@ -411,10 +446,12 @@ def test_parity_of_a_new_draft_is_not_forgotten_for_an_old_one_of_its_name(
     server: PeerServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, found = ".saving-00000001-a/.parity-0-0-0-0-0", list[object]()
+    channel = Channel(None, KEY, is_client=False, node="")
+    server.lock(channel, "the job")
 
     def other_node() -> None:
         with suppress(OSError):  # it is there
-            Attendance(server, Channel(None, KEY, is_client=False, node=""))._answer(Ask("make_directory", _DRAFT))
+            Attendance(server, channel)._answer(Ask("make_directory", _DRAFT))
         found.append(server.parities.of(path))
 
     other = threading.Thread(target=other_node)
@@ -430,7 +467,7 @@ def test_parity_of_a_new_draft_is_not_forgotten_for_an_old_one_of_its_name(
 
     with monkeypatch.context() as patched:
         patched.setattr(server.tree, "acting", slow)
-        Attendance(server, Channel(None, KEY, is_client=False, node=""))._answer(Ask("make_directory", _DRAFT))
+        Attendance(server, channel)._answer(Ask("make_directory", _DRAFT))
         other.join()
     assert server.parities.of(path) is found[0]
 

@@ -17,7 +17,7 @@ import time
 
 from flowstone.agent.parities import Parities, Shares
 from flowstone.agent.strangers import Strangers
-from flowstone.commit.entries import SAVING, Kind, parse, step_of
+from flowstone.commit.entries import SAVING, step_of
 from flowstone.config import (
     MANIFEST_BYTES_MAX,
     PEER_CONNECTIONS_MAX,
@@ -27,7 +27,7 @@ from flowstone.config import (
 )
 from flowstone.errors import FlowstoneError, FullError, MemoryAgentError, PeerError, escaped
 from flowstone.format.digest import digest
-from flowstone.format.manifest import MANIFEST_NAME, MARKER_NAME
+from flowstone.format.manifest import MANIFEST_NAME
 from flowstone.store.agent_wire import Request
 from flowstone.store.contents import MemoryFile
 from flowstone.store.node_memory import SCHEME, AgentTree
@@ -37,6 +37,7 @@ from flowstone.store.peers.wire import Ask, Channel, Held, HeldStep, Told, welco
 _BACKLOG = 128
 _ENDED = {errno.EBADF, errno.EINVAL}  # of a listener that is closed, of one that is shut down
 _FORWARDED = {"exists", "names", "look", "make_directory", "remove", "rename", "agree", "free"}
+_CHANGING = {"make_directory", "remove", "rename", "agree", "create", "put", "gather"}
 _HOLDER_CHARS_MAX = 2000
 _OPEN_MAX = 64  # files that one connection keeps open to read
 _REFUSED_S = 0.1  # before it is tried again to accept a connection
@@ -75,6 +76,7 @@ class PeerServer:
         self._strangers = Strangers(self.tell)
         self._writer: Channel | None = None
         self._holder = ""
+        self._drafts: set[str] = set()  # what was made since the lock is held, to be written into
         self.parities = Parities(self.tree)
         self._manifests: dict[int, str] = {}  # digests, by the number of the file
 
@@ -152,20 +154,23 @@ class PeerServer:
         with self._guard:
             if self._writer is channel:
                 self._writer, self._holder = None, ""
+                self._drafts.clear()
 
-    def check_lock(self, channel: Channel, path: str) -> None:
-        """Raise OSError if only the holder of the run's lock may change the file, and the channel does not hold it."""
-        directory = path.partition("/")[0]
-        entry = parse(directory)
-        is_note = entry is not None and entry.kind is Kind.REWOUND
+    def check_lock(self, channel: Channel, asked: Ask) -> None:
+        """Raise OSError unless the channel holds the run's lock, or writes a draft while another one holds it: each
+        rank of the holder's job does, over a connection of its own. What was a draft before that is none of this job.
+        """
+        directory, _, name = asked.path.partition("/")
         with self._guard:
-            if self._writer is channel:
+            is_holder, makes = self._writer is channel, asked.verb == "make_directory" and not name
+            if makes and directory and (is_holder or (self._writer is not None and directory.startswith(SAVING))):
+                self._drafts.add(directory)
                 return
-        if is_note or path == MARKER_NAME or self.is_committed(directory):
-            raise OSError(errno.EPERM, f"only the holder of the run's lock may remove {escaped(path[:200])}")
-
-    def is_committed(self, directory: str) -> bool:
-        return step_of(directory) is not None and self.tree.exists(f"{directory}/{MANIFEST_NAME}")
+            if is_holder and asked.verb in ("remove", "rename") and not name:
+                self._drafts.discard(directory)
+            is_of_draft = bool(name) and asked.verb != "rename" and directory in self._drafts
+        if not is_holder and not is_of_draft and asked != Ask("make_directory"):  # the root is made before it is locked
+            raise OSError(errno.EPERM, f"only the holder of the run's lock may change {escaped(asked.path[:200])}")
 
     def lost_lock(self, channel: Channel) -> Told:
         with self._guard:
@@ -236,8 +241,8 @@ class Attendance:
         if asked.payload_bytes:
             raise PeerError("a peer sends bytes that nobody has asked for", next="use one release on all nodes")
         try:
-            if asked.verb in ("remove", "rename"):
-                self._server.check_lock(self._channel, asked.path)
+            if asked.verb in _CHANGING:
+                self._server.check_lock(self._channel, asked)
             if asked.verb in _FORWARDED:
                 return self._forwarded(asked)
             if asked.verb == "held":
@@ -293,6 +298,7 @@ class Attendance:
         content = bytearray(asked.payload_bytes)
         self._channel.receive_into(memoryview(content))
         try:
+            self._server.check_lock(self._channel, asked)
             self._tree.put(asked.path, bytes(content))
         except OSError as error:
             raise _RefusedError(error.errno, error.strerror) from error
@@ -323,6 +329,7 @@ class Attendance:
         self._channel.receive_into(memoryview(content))
         try:
             if is_first:
+                self._server.check_lock(self._channel, asked)
                 return Told(number=self._shares.gather(asked, bytes(content)))
             self._shares.add(asked, content)
         except OSError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Callable
 from contextlib import nullcontext
 from unittest import mock
 
@@ -14,6 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import flowstone as fs
+from flowstone.errors import is_damage
 from flowstone.store.system import System
 
 
@@ -113,6 +115,30 @@ def save_steps(rank: int, path: str, how: str, steps: int) -> None:
             fill(state, step)
             checkpointer.save(step, state)
             state["optimizer"].step()  # type: ignore[attr-defined]
+
+
+def load_and_save_on(rank: int, path: str, how: str) -> list[object]:
+    """What a load raises without `fallback`, and what it changes; what one with it loads; save the next step.
+    """
+    state = state_of(how)
+    fill(state, 0)
+    with opened(path) as checkpointer:
+        refused = [raised(checkpointer.latest), raised(lambda: checkpointer.load(state))]
+        untouched = all(bool((tensor == 0).all()) for tensor in tensors(state))
+        report = checkpointer.load(state, fallback=True)
+        held = {value for tensor in tensors(state) for value in local(tensor).unique().tolist()}
+        fill(state, report.step + 1)
+        checkpointer.save(report.step + 1, state).committed.result(60)
+        return [refused, untouched, report.step, sorted(held), list(report.notes)]
+
+
+def raised(act: Callable[[], object]) -> tuple[bool, str]:
+    """Whether an error tells damage, and what it says."""
+    try:
+        act()
+    except fs.FlowstoneError as error:
+        return is_damage(error), error.message
+    return False, ""
 
 
 def save_pattern(rank: int, path: str, how: str) -> None:

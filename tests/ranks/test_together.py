@@ -44,6 +44,25 @@ def test_what_any_ranks_save_any_ranks_load(tmp_path: Path, source: int, saved: 
     run(target, "acts", "load_pattern", path, loaded)
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_all_ranks_refuse_a_step_without_its_manifest_or_fall_back_to_the_same_one_and_go_on(
+    tmp_path: Path, ranks: int
+) -> None:
+    path = tmp_path / "run"
+    run(2, "acts", "save_steps", str(path), "rows", 3)
+    (path / "step-00000003/manifest.json").unlink()
+    left = sorted((path / "step-00000003").iterdir())
+    for refused, untouched, step, held, notes in run(ranks, "acts", "load_and_save_on", str(path), "rows"):  # type: ignore[misc]
+        assert [tells_damage for tells_damage, _ in refused] == [True, True]
+        assert all("step-00000003 has no manifest.json" in message for _, message in refused)
+        assert untouched
+        assert (step, held) == (2, [2.0])
+        assert "step 3 is damaged and was skipped" in notes[0]
+    assert values(path, 3) == {3.0}, "what was trained anew"
+    (aside,) = path.glob(".superseded-00000003-*")
+    assert sorted(one.name for one in aside.iterdir()) == [one.name for one in left]
+
+
 def test_that_there_is_nothing_to_load_is_the_same_error_on_every_rank(tmp_path: Path) -> None:
     told = run(2, "acts", "begin_afresh", str(tmp_path / "run"))
     for one in told:

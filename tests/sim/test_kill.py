@@ -16,7 +16,8 @@ import flowstone as fs
 from flowstone.commit.entries import DELETING, SAVING
 
 KEEP = fs.Keep(last=2)
-LONGEST_S = 0.15  # several saves of this size
+LONGEST_S = 0.15  # several saves of this size, where nothing else runs
+PATIENCE_S = 120.0
 
 
 def save_until_killed(path: str, number: int, out: Connection) -> None:
@@ -44,13 +45,29 @@ def _run(path: Path, kills: int, seed: int) -> None:
         process.start()
         out.close()
         assert told.recv()[0] == "began"
+        before = _drafts(path)
+        reported = max([reported, *(told.recv()[1] for _ in range(chance.randrange(3)))])
+        if chance.random() < 0.5:  # the machine may be so busy that no draft comes soon
+            _await_draft(path, before)
         time.sleep(chance.random() * LONGEST_S)  # the moment of the kill is what this test draws
         process.kill()
         process.join()
         reported = max([reported, *_steps(told)])
-        torn += any(name.startswith((SAVING, DELETING)) for name in os.listdir(path)) if path.exists() else 0
+        torn += bool(_drafts(path))
         _check(path, reported, f"SEED={seed}, kill {number}")
     assert torn, "no kill fell inside a save: the test proves nothing"
+
+
+def _drafts(path: Path) -> set[str]:
+    """What a save, or a removal, has not ended."""
+    return {name for name in os.listdir(path) if name.startswith((SAVING, DELETING))} if path.exists() else set()
+
+
+def _await_draft(path: Path, before: set[str]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not _drafts(path) - before:
+        assert time.monotonic() < deadline, "it saves without end"
+        time.sleep(0.0005)
 
 
 def _steps(told: Connection) -> list[int]:

@@ -3,6 +3,7 @@ other, so that none waits for one that has ended.
 
     join     store, gloo group, then the process of each rank, by its number
     watch    thread `flowstone-joined`: a rank that ends without a word is lost
+    leave    rank 0 last: its store has the words of the others
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class JoinedJob:
         self._store: Any = None
         self._processes: dict[int, int] = {}  # descriptors, by rank
         self._is_leaving = False
+        self._watcher = threading.Thread(target=self._watch, name="flowstone-joined", daemon=True)
 
     def join(self, port: int, listener: int, timeout_s: float) -> None:
         """Become a rank of the default group. Blocks until all ranks have come.
@@ -51,25 +53,31 @@ class JoinedJob:
                 with suppress(ProcessLookupError):  # it is lost: below
                     self._processes[rank] = os.pidfd_open(int(own.get(_process(rank))))
         self._store = own
-        threading.Thread(target=self._watch, name="flowstone-joined", daemon=True).start()
+        self._watcher.start()
         dist.init_process_group(
             "gloo", store=store, rank=self._rank, world_size=self._size, timeout=timedelta(seconds=DEADLINE_S)
         )
 
     def leave(self, reason: str = "") -> None:
-        """Tell the others that this process is about to end; `reason`: why, if they cannot go on without it."""
+        """Tell the others that this process is about to end; `reason`: why, if they cannot go on without it.
+
+        Without a reason rank 0 waits for the others to end: the store goes with it, and what it told there.
+        """
         has_left, self._is_leaving = self._is_leaving, True
-        if self._store is not None and not has_left:
-            with suppress(RuntimeError):  # rank 0's has ended
-                self._store.set(_last_words(self._rank), reason)
+        if self._store is None or has_left:
+            return
+        with suppress(RuntimeError):  # rank 0's has ended
+            self._store.set(_last_words(self._rank), reason)
+        if self._rank == 0 and not reason:
+            self._watcher.join(DEADLINE_S)
 
     def _watch(self) -> None:
         processes = dict(self._processes)
         lost = {*range(self._size)} - {*processes, self._rank}
-        while not lost and processes:
+        while processes and (self._is_leaving or not lost):
             ready, _, _ = select.select(list(processes.values()), [], [])
             ended = [rank for rank, descriptor in processes.items() if descriptor in ready]
-            lost = {rank for rank in ended if not self._has_left(rank)}
+            lost |= {rank for rank in ended if not self._has_left(rank)}
             for rank in ended:
                 os.close(processes.pop(rank))
         for rank in sorted(lost)[:1]:

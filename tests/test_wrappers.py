@@ -347,6 +347,20 @@ def test_the_state_of_an_optimizer_that_another_hides_is_saved_and_both_steps_wa
     assert "optimizer.base.state.model.0.weight.momentum_buffer" in fs.open(tmp_path).tensors
 
 
+def test_a_load_into_a_state_dict_that_hides_an_optimizer_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    model, optimizer = sharpened(0)
+    sharp_step(model, optimizer, 1)
+    with waiting(tmp_path) as checkpointer:
+        checkpointer.save(1, {"model": model, "optimizer": optimizer}).committed.result()
+        other, into = sharpened(1)
+        state = {"model": other.state_dict(), "optimizer": into.state_dict()}
+        weight = other[0].weight.detach().clone()
+        with pytest.raises(fs.MismatchError, match=r"optimizer\.base\.state\.model\.0\.weight") as caught:
+            checkpointer.load_state_dict(state)
+    assert "give load() the kind of object that was saved as state['optimizer']" in str(caught.value.facts["next"])
+    assert torch.equal(other[0].weight, weight)
+
+
 def test_names_do_not_tell_of_fabrics_modules(tmp_path: Path) -> None:
     class Wrapped(nn.Module):
         """As Fabric's: its state_dict() is that of the module, its parameters have longer names."""

@@ -68,9 +68,14 @@ class Optimizer(Stateful):
             return super().restore(value, node, place, loading)
         _restore(core, node, place, loading)
         base = base_at(value, core, place)
+        inner = node.get("base", MISSING) if isinstance(node, dict) else MISSING
         if base is not None and node is not MISSING:
-            inner = node.get("base", MISSING) if isinstance(node, dict) else MISSING
             _restore(base, inner, place.child("base"), loading)
+        elif inner is not MISSING:
+            loading.remedies.append(
+                f"give load() the kind of object that was saved as {place.path}: it has another optimizer inside, "
+                "which a state_dict() does not show"
+            )
         return None
 
     def takes_state(self, value: object) -> bool:

@@ -11,6 +11,7 @@ import sys
 import threading
 from argparse import Namespace
 from collections import OrderedDict, defaultdict, namedtuple
+from dataclasses import dataclass
 from datetime import UTC, date, datetime, timedelta
 from enum import Enum, IntEnum
 from pathlib import Path
@@ -27,18 +28,32 @@ from flowstone.adapters.dcp.target import target_of
 from flowstone.adapters.lightning.generators import Generators
 from flowstone.adapters.lightning.reading import await_writer, read
 from flowstone.adapters.lightning.saves import Saves
-from flowstone.adapters.lightning.values import plain, restored
+from flowstone.adapters.lightning.values import validated
+from flowstone.state.classes import CLASSES
 
 
+@fs.register_class
 class Colour(IntEnum):
     RED = 3
 
 
+@fs.register_class
 class Mode(Enum):
     FAST = "fast"
 
 
-Point = namedtuple("Point", "x y")
+@fs.register_class
+@dataclass
+class Schedule:
+    warmup: int
+    table: torch.Tensor
+
+
+Point = fs.register_class(namedtuple("Point", "x y"))
+
+
+class Unregistered(Enum):
+    ONE = 1
 
 
 @pytest.fixture
@@ -50,7 +65,7 @@ def saves() -> Any:
 
 def save(saves: Saves, path: Path, state: dict[str, object], **options: bool) -> None:
     chosen = {"keep_name": True, "in_background": True} | options
-    saves.save(target_of(path, None), plain(state), **chosen)
+    saves.save(target_of(path, None), validated(state), **chosen)
 
 
 def test_without_lightning_the_error_says_what_to_install() -> None:
@@ -71,6 +86,7 @@ def test_values_that_json_lacks_come_back_as_they_were(saves: Saves, tmp_path: P
             "colour": Colour.RED, "mode": [Mode.FAST], "at": (Point(torch.ones(2), Path("/a")), 1),
             "took": timedelta(3, 4, 5), "when": datetime(2026, 1, 2, tzinfo=UTC), "day": date(2026, 1, 2),
             "arguments": Namespace(lr=0.1, inner=Namespace(deep=timedelta(1))), "lists": defaultdict(list, {"a": [1]}),
+            "schedule": Schedule(3, torch.ones(3)),
             "keys": {1: 2, (3, "x"): torch.zeros(2)}, "device": torch.device("cpu"), "none": None,
         },
     }
@@ -84,6 +100,10 @@ def test_values_that_json_lacks_come_back_as_they_were(saves: Saves, tmp_path: P
     (point, one), (wanted, _) = hyper.pop("at"), expected.pop("at")
     assert (type(point), point.y, one) == (Point, Path("/a"), 1)
     assert torch.equal(point.x, wanted.x)
+    schedule, planned = hyper.pop("schedule"), expected.pop("schedule")
+    assert type(schedule) is Schedule
+    assert schedule.warmup == planned.warmup
+    assert torch.equal(schedule.table, planned.table)
     assert hyper == expected
     assert {key: type(item) for key, item in hyper.items()} == {key: type(item) for key, item in expected.items()}
     assert hyper["lists"].default_factory is list
@@ -92,10 +112,10 @@ def test_values_that_json_lacks_come_back_as_they_were(saves: Saves, tmp_path: P
 def test_what_has_no_plain_form_is_refused_all_of_it_by_name() -> None:
     state = {"hyper_parameters": {"net": torch.nn.Linear(1, 1), "width": 3}, "callbacks": {"Mine": {"f": [print]}}}
     with pytest.raises(fs.UnsupportedStateError) as caught:
-        plain(state)
+        validated(state)
     said = str(caught.value)
     with pytest.raises(fs.UnsupportedStateError, match=r"state_dict\.w: torch\.Tensor"):
-        plain({"state_dict": {"w": torch.empty(3, device="meta")}})
+        validated({"state_dict": {"w": torch.empty(3, device="meta")}})
     assert "hyper_parameters.net: torch.nn.modules.linear.Linear" in said
     assert "callbacks.Mine.f.0: builtins.builtin_function_or_method" in said
     assert "save_hyperparameters(ignore=['net'])" in said
@@ -106,24 +126,31 @@ def test_parts_of_a_tensor_are_refused_since_one_rank_writes() -> None:
     try:
         part = distribute_tensor(torch.zeros(4), init_device_mesh("cpu", (1,)), [Shard(0)])
         with pytest.raises(fs.UnsupportedStateError, match=r"state_dict\.w: .*DTensor") as caught:
-            plain({"state_dict": {"w": part}})
+            validated({"state_dict": {"w": part}})
         assert "by a Checkpointer, in a callback" in str(caught.value)
     finally:
         dist.destroy_process_group()
 
 
-def test_a_class_that_a_file_names_is_not_imported_nor_called() -> None:
-    for name, kind in (("antigravity:Fly", "enum"), ("subprocess:Popen", "enum"), ("os:stat_result", "enum")):
-        record = {"version": 1, "changes": [[["x"], kind, name]]}
-        with pytest.raises(fs.UnsupportedFormatError, match="a class that is not there"):
-            restored({"x": "FLY"}, record)
-    assert "antigravity" not in sys.modules
-    with pytest.raises(fs.UnsupportedFormatError, match="other fields"):
-        restored({"x": (1,)}, {"version": 1, "changes": [[["x"], "namedtuple", [f"{__name__}:Point", ["x"]]]]})
-    with pytest.raises(fs.UnsupportedFormatError, match="unknown kind"):
-        restored({"x": (1,)}, {"version": 1, "changes": [[["x"], "call", "os:system"]]})
-    with pytest.raises(fs.UnsupportedFormatError, match="another version"):
-        restored({}, {"version": 2})
+def test_a_value_that_no_load_could_make_is_refused_when_it_is_saved() -> None:
+    """Nothing shows its class where Lightning loads."""
+    one = Unregistered.ONE
+    for value in (one, [one], {one: 1}, defaultdict(Unregistered), torch.Generator()):
+        with pytest.raises(fs.UnsupportedStateError, match="hyper_parameters") as caught:
+            validated({"hyper_parameters": {"value": value}})
+        assert "fs.register_class()" in str(caught.value)
+
+
+def test_a_class_that_is_not_registered_where_it_is_read_is_refused_by_name(
+    saves: Saves, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(saves, tmp_path / "x.ckpt", {"hyper_parameters": {"a": Schedule(1, torch.ones(2)), "mode": Mode.FAST}})
+    saves.wait()
+    assert read(tmp_path / "x.ckpt")["hyper_parameters"]["mode"] is Mode.FAST
+    monkeypatch.setattr(CLASSES, "_by_name", {})
+    with pytest.raises(fs.UnsupportedFormatError, match="not registered") as caught:
+        read(tmp_path / "x.ckpt")
+    assert f"{__name__}.Schedule" in str(caught.value)
 
 
 def test_tied_weights_are_stored_once_and_tied_again(saves: Saves, tmp_path: Path) -> None:
@@ -261,12 +288,12 @@ def test_a_lost_save_ends_a_process_of_multiprocessing_with_status_1(tmp_path: P
         from flowstone import EngineOptions
         from flowstone.adapters.dcp.target import target_of
         from flowstone.adapters.lightning.saves import Saves
-        from flowstone.adapters.lightning.values import plain
+        from flowstone.adapters.lightning.values import validated
         def work():
             global saves
             resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
             saves = Saves(EngineOptions())
-            state = plain({"w": torch.zeros(10_000)})
+            state = validated({"w": torch.zeros(10_000)})
             saves.save(target_of(sys.argv[1] + "/x-1", None), state, keep_name=True, in_background=True)
         process = multiprocessing.get_context("fork").Process(target=work)
         process.start()

@@ -15,19 +15,20 @@ import io
 import re
 import types
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar, cast
 
 import numpy as np
 
 from flowstone.errors import ProviderError
-from flowstone.format.objects import Provided
+from flowstone.format.objects import Named, Provided
 from flowstone.log import log
 from flowstone.state.imported import LIVE_VALUES, imported
 from flowstone.state.names import Place
 
 C = TypeVar("C", bound=type)
 Fields = dict[str, object]
+ENUM = "enum"  # the kind of a Named that is a member of an enumeration
 
 _APART = (BaseException, bool, bytes, bytearray, dict, float, frozenset, int, list, set, str, np.ndarray, np.generic)
 """Classes derived from these have content beside their fields."""
@@ -320,11 +321,13 @@ class Classes:
         if form is not None:
             self.forms[own] = form
 
+    def registered(self, name: str) -> object:
+        """The class of that name, if every process that makes the same calls of `register_class` has one."""
+        return imported("omegaconf", _OMEGACONF[name]) if name in _OMEGACONF else self._by_name.get(name)
+
     def of(self, name: str) -> object:
         """The class of that name; None if neither the process nor the state that is being loaded has one."""
-        if name in _OMEGACONF:
-            return imported("omegaconf", _OMEGACONF[name])
-        found = self._by_name.get(name) or self._live.get(name)
+        found = self.registered(name) or self._live.get(name)
         state = LIVE_VALUES.get()
         if found is None and state:
             values = list(state)
@@ -401,6 +404,25 @@ def form_of_node(node: Provided) -> Form | None:
     own = CLASSES.of(node.kind)
     form = form_of(own) if isinstance(own, type) else None
     return form if form is not None and form.fits(own, node.objects) else None
+
+
+def unknown_classes(node: object) -> Iterator[str]:
+    """The classes that are named in a stored object, and of which no value can be made without a live one."""
+    if isinstance(node, Named):
+        own = node.text.rpartition(".")[0]
+        if node.kind == ENUM and CLASSES.registered(own) is None:
+            yield own
+    elif isinstance(node, Provided):
+        if node.parts or CLASSES.registered(node.kind) is None or form_of_node(node) is None:
+            yield node.kind
+        yield from unknown_classes(node.objects)
+    elif isinstance(node, dict):
+        for key, item in node.items():
+            yield from unknown_classes(key)
+            yield from unknown_classes(item)
+    elif isinstance(node, (list, tuple, set, frozenset, collections.deque)):
+        for item in node:
+            yield from unknown_classes(item)
 
 
 def make(node: Provided, build: Callable[[object], object]) -> object:

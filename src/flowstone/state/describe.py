@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from flowstone.errors import UnsupportedStateError
 from flowstone.format.inner_objects import inner_object
 from flowstone.format.objects import unsupported
 from flowstone.state.frozen import Frozen
@@ -11,6 +12,7 @@ from flowstone.state.kind import Kind
 from flowstone.state.names import Place, check_sections, section_place
 from flowstone.state.records import Described, PerRank
 from flowstone.state.saving import DescribeWalk, Saving
+from flowstone.state.scan import Scan
 from flowstone.state.sink import Role, Sink
 from flowstone.state.walk import Walk, scan
 from flowstone.table.pieces import Layout
@@ -18,7 +20,7 @@ from flowstone.table.pieces import Layout
 
 def describe(
     state: Mapping[str, object], *, rank: int = 0, known: Layout | None = None, whole: bool = False,
-    frozen: Frozen | None = None, copied_bytes_max: int | None = None,
+    frozen: Frozen | None = None, copied_bytes_max: int | None = None, anew: bool = False,
 ) -> Described:
     """Describe everything in `state`, as `rank` holds it.
 
@@ -27,6 +29,8 @@ def describe(
     frozen  what earlier saves have found about parameters that no optimizer owns; updated here
     copied_bytes_max  if the layout differs from `known`, pieces captured early are copied first; if that exceeds this
             number of bytes, parameters that may change at any time are captured late too
+    anew    a load makes all values anew, as none is there: objects that only an existing one could be restored into are
+            refused, and values of classes that are not registered
     raises  UnsupportedStateError, naming the path, for an object that cannot be stored;
             CollisionError if two paths make the same name
 
@@ -34,7 +38,9 @@ def describe(
     nothing. The result refers to the user's memory and keeps it alive.
     """
     check_sections(state)
-    saving = Saving(scan(state, rank), Sink(whole=whole))
+    saving = Saving(Scan() if anew else scan(state, rank), Sink(whole=whole))
+    if anew:
+        saving.inner = "refused"
     walk = describe_walk(saving)
     shared: dict[str, object] = {}
     per_rank: dict[str, object] = {}
@@ -43,11 +49,25 @@ def describe(
             per_rank[section] = walk(value.value, section_place(section, rank))
         else:
             shared[section] = walk(value, section_place(section))
+    if anew:
+        _check_classes(shared)
     layout, places, counters = saving.close(known, frozen, copied_bytes_max)
     found = saving.scan
     return Described(
         layout, places, shared, per_rank, found.optimizers, tuple(found.unguarded), counters, saving.late
     )
+
+
+def _check_classes(sections: Mapping[str, object]) -> None:
+    """Raise UnsupportedStateError for a value whose class a load knows only by a live value."""
+    from flowstone.state.classes import unknown_classes  # imported here: only what adapters save is made anew
+
+    for section, node in sections.items():
+        for name in unknown_classes(node):
+            raise UnsupportedStateError(
+                f"'{section}' has a value of a class that a load could not make", found=name,
+                next="register the class with fs.register_class() where it is defined, or give plain values",
+            )
 
 
 def describe_walk(saving: Saving) -> DescribeWalk:
@@ -59,7 +79,7 @@ def describe_walk(saving: Saving) -> DescribeWalk:
         if saving.inner == "refused":
             raise unsupported(
                 place.name, value, "is an object that a load could not restore: what contains it is created anew",
-                "give it a section of its own in the state",
+                "give it a section of its own in the state, or save what its state_dict() or get_state() returns",
             )
         return inner_object(kind.describe(value, place, saving, role))
 

@@ -15,10 +15,8 @@ from typing import Any
 
 from flowstone.errors import DamagedError, UnsupportedFormatError
 from flowstone.format.objects import Named
-from flowstone.state.classes import CLASSES, name_of
+from flowstone.state.classes import CLASSES, ENUM, name_of
 from flowstone.state.names import Place
-
-ENUM = "enum"
 
 _TEXT: Mapping[type, Callable[[Any], str]] = {
     decimal.Decimal: str,

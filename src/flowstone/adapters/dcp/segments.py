@@ -96,7 +96,7 @@ def held_of(plan: SavePlan, planner: SavePlanner, *, accept_pickled: bool) -> He
         if not is_nothing:
             pieces.append(piece)
             memory.append(place)
-    described = describe(values)
+    described = describe(values, anew=True)
     pieces += described.pieces
     memory += [described.places.memory(at, piece) for at, piece in enumerate(described.pieces)]
     _check_names(pieces)

@@ -49,7 +49,8 @@ class StagedCopies:
         kind = type(value)
         if kind in (dict, OrderedDict):
             items = [(k, self.plan(v, f"{path}.{k}")) for k, v in cast("dict[object, object]", value).items()]
-            return lambda: cast("type[dict[object, object]]", kind)((k, make()) for k, make in items)
+            attributes = copy.deepcopy(vars(value)) if kind is OrderedDict else {}
+            return partial(_dict_of, kind, items, attributes)
         if kind in (list, tuple):
             parts = [self.plan(v, f"{path}.{at}") for at, v in enumerate(cast("list[object]", value))]
             return lambda: cast("type[list[object]]", kind)(make() for make in parts)
@@ -191,6 +192,14 @@ def _remade(
     parts: Mapping[str, object],
 ) -> torch.Tensor:
     return cast("torch.Tensor", kind.__tensor_unflatten__({**others, **parts}, context, shape, strides))
+
+
+def _dict_of(kind: Any, items: Any, attributes: dict[str, object]) -> Any:
+    """A dict of the copies that `items` make; as a module's state_dict() has them, with attributes."""
+    made = kind((key, make()) for key, make in items)
+    if attributes:
+        vars(made).update(attributes)
+    return made
 
 
 def _itself(value: object) -> Any:

@@ -15,7 +15,7 @@ from flowstone.adapters.lightning.background import close_saves
 from flowstone.adapters.lightning.packages import checkpoint_io_classes, torch_checkpoint_io
 from flowstone.adapters.lightning.reading import await_writer, checked, read
 from flowstone.adapters.lightning.saves import Saves
-from flowstone.adapters.lightning.values import plain
+from flowstone.adapters.lightning.values import validated
 from flowstone.adapters.outer_exception import OuterException
 from flowstone.config import DEADLINE_S, STEP_MAX, EngineOptions
 from flowstone.errors import ArgumentError
@@ -78,7 +78,7 @@ class FlowstoneIO(CheckpointIO):
         target = target_for(checkpoint, path)
         at_once = not self._asynchronous or target.name.startswith(AT_ONCE)
         self._mine().save(
-            target, plain(checkpoint), keep_name=not is_last(checkpoint, target), in_background=not at_once
+            target, validated(checkpoint), keep_name=not is_last(checkpoint, target), in_background=not at_once
         )
 
     def load_checkpoint(

@@ -9,7 +9,7 @@ from typing import Any
 
 from flowstone.adapters.dcp.claim import claim_file, is_claimed
 from flowstone.adapters.dcp.target import is_draft_of, is_local
-from flowstone.adapters.lightning.values import RECORD, restored
+from flowstone.adapters.lightning.values import values_of
 from flowstone.checkpoint import open_checkpoint
 from flowstone.config import EngineOptions
 from flowstone.errors import ArgumentError, LockedError, NoCheckpointError, NotAStoreError
@@ -23,15 +23,14 @@ _POLL_S = 0.01
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     """What was saved at `path`.
 
-    raises  NoCheckpointError, NotAStoreError, DamagedError
+    raises  NoCheckpointError, NotAStoreError, DamagedError, UnsupportedFormatError
     """
     store = LocalStore(checked(path), EngineOptions())
     try:
-        sections = open_checkpoint(store).state_dict()
+        checkpoint = open_checkpoint(store)
+        return values_of(checkpoint, checkpoint.objects)
     finally:
         store.close()
-    record = sections.pop(RECORD, None)
-    return restored(sections, record)
 
 
 def checked(path: str | os.PathLike[str]) -> Path:

@@ -1,11 +1,10 @@
 """Saves that go on beside training, one after the other, with the removals that come between them.
 
-    checkpoint --plain--> tensors and plain values --stage--> a copy --commit, on a thread--> a checkpoint at its path
+    checkpoint --validated--> what can be stored --stage--> a copy --commit, on a thread--> a checkpoint at its path
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -20,7 +19,6 @@ from flowstone.adapters.dcp.stager import FlowstoneStager
 from flowstone.adapters.dcp.target import Target, check_target
 from flowstone.adapters.folder import Folder, Folders
 from flowstone.adapters.lightning.background import Background
-from flowstone.adapters.lightning.values import RECORD, Plain
 from flowstone.config import FIRST_ARENA_BYTES, EngineOptions
 from flowstone.log import log
 from flowstone.runtime.ending import Ending
@@ -35,7 +33,6 @@ class Job(msgspec.Struct, eq=False):
     target: Target
     claim: Claim
     state: dict[str, object]
-    record: dict[str, object] | None
 
 
 class Saves:
@@ -49,8 +46,8 @@ class Saves:
         self._end = Ending(self.close)
         self._end.before_threads_end()
 
-    def save(self, target: Target, made: Plain, *, keep_name: bool, in_background: bool) -> None:
-        """Save a checkpoint at the target. What it was made of may change when this returns.
+    def save(self, target: Target, state: dict[str, object], *, keep_name: bool, in_background: bool) -> None:
+        """Save a validated checkpoint at the target. What it was made of may change when this returns.
 
         raises  SaveFailedError, if an earlier save failed; what the system refuses
         """
@@ -62,10 +59,9 @@ class Saves:
         check_target(folder.store, target, overwrite=True)
         claim = folder.begin(target, keep_name=keep_name)
         try:
-            state = made.sections
             if in_background:
                 state = cast("dict[str, object]", self._stager.stage(state))
-            job = Job(folder, target, claim, state, made.record)
+            job = Job(folder, target, claim, state)
             del state
         except BaseException:
             folder.give_up(target, claim)
@@ -89,15 +85,12 @@ class Saves:
         log.info("saved %s", job.target.path)
 
     def _write(self, job: Job) -> None:
-        described = describe(job.state, whole=True)
+        described = describe(job.state, whole=True, anew=True)
         held = Held(described.layout.pieces, described.places, (), {}, (), (job.state, described))
         if self._arena is None:
             self._arena = open_write_arena(job.folder.store, FIRST_ARENA_BYTES)
         receipt = self._segments.write(job.folder.store, job.target, held, self._arena, rank=0)
-        sections: Mapping[str, object] = described.objects
-        if job.record is not None:
-            sections = {**sections, RECORD: job.record}
-        publication.commit(job.folder.store, job.target, [receipt], sections, described.layout.aliases)
+        publication.commit(job.folder.store, job.target, [receipt], described.objects, described.layout.aliases)
 
     def remove(self, path: Path) -> None:
         """Remove what is at `path`, once the saves before are committed; not if one of them failed."""

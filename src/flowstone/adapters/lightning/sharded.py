@@ -28,7 +28,7 @@ from flowstone.adapters.lightning.checkpoint_io import AT_ONCE, is_last, target_
 from flowstone.adapters.lightning.packages import sharded_strategies
 from flowstone.adapters.lightning.reading import checked
 from flowstone.adapters.lightning.sharded_saves import ShardedSaves, is_lightnings
-from flowstone.adapters.lightning.values import RECORD, plain, restored
+from flowstone.adapters.lightning.values import validated, values_of
 from flowstone.adapters.outer_exception import OuterException
 from flowstone.arguments import shown
 from flowstone.checkpoint import open_checkpoint
@@ -123,10 +123,10 @@ class Sharded:
                 )
             _load_parts(place, self._engine, model, optimizers, strict=strict)
             own = {model[0], *optimizers, DCP_RECORD}
-            others = {key: _value(checkpoint.state_dict(key)) for key in checkpoint.objects if key not in own}
+            others = values_of(checkpoint, [key for key in checkpoint.objects if key not in own])
+            return {key: leaf[0] if type(leaf) is tuple else leaf for key, leaf in others.items()}
         finally:
             store.close()
-        return restored(others, others.pop(RECORD, None))
 
     def remove(self, path: Path, remove_others: Any) -> None:
         self._mine().remove(path, remove_others)
@@ -281,13 +281,9 @@ def _load_parts(
 
 def _leaves(others: Mapping[str, Any]) -> dict[str, Any]:
     """Sections that DCP takes for one object each: it looks into dicts and lists, and makes text of their keys."""
-    made = plain(others)
-    sections: dict[str, object] = {**made.sections, **({} if made.record is None else {RECORD: made.record})}
-    return {key: (value,) if isinstance(value, dict | list | tuple) else value for key, value in sections.items()}
-
-
-def _value(leaf: object) -> object:
-    return leaf[0] if type(leaf) is tuple else leaf
+    return {
+        key: (value,) if isinstance(value, dict | list | tuple) else value for key, value in validated(others).items()
+    }
 
 
 def _refuse(storage_options: object) -> None:

@@ -133,6 +133,59 @@ assert trainer.global_step == 32
         assert "loaded" in (tmp_path / f"on-{ranks}-0.txt").read_text()
 
 
+def test_a_layer_that_had_no_gradient_yet_has_no_slots_after_a_load(tmp_path: Path) -> None:
+    """Neither those that torch makes for a new optimizer, nor stale ones where a run goes back."""
+    run("""
+from lightning.fabric import Fabric
+from lightning.fabric.strategies import ModelParallelStrategy
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.fsdp import fully_shard
+from flowstone.adapters.lightning import flowstone_strategy
+class Late(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+    def forward(self, x, uses_b):
+        return self.a(x) + self.b(x) if uses_b else self.a(x)
+def parallelize(model, mesh):
+    for part in (model.a, model.b, model):
+        fully_shard(part, mesh=mesh["data_parallel"])
+    return model
+strategy = flowstone_strategy(ModelParallelStrategy(parallelize, data_parallel_size=RANKS, tensor_parallel_size=1))
+fabric = Fabric(strategy=strategy, accelerator="cpu", devices=RANKS)
+fabric.launch()
+def trained(steps, uses_b, state=None):
+    if state is None:
+        model = fabric.setup_module(Late())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        state = {"model": model, "optimizer": fabric.setup_optimizers(optimizer)}
+    for step in range(steps):
+        x = torch.full((2, 6), 0.5 + step + fabric.global_rank)
+        fabric.backward(state["model"](x, uses_b).square().mean())
+        state["optimizer"].step()
+        state["optimizer"].zero_grad()
+    return state
+source = trained(2, False)
+fabric.save("runs/sharded/late", source)
+strategy._flowstone.wait()
+expected = whole(list(get_state_dict(trained(2, True, source)["model"], source["optimizer"])))
+assert {slots["step"].item() for slots in expected[1]["state"].values()} == {2.0, 4.0}
+for steps in (0, 3):
+    target = trained(steps, True)
+    fabric.load("runs/sharded/late", target)
+    trained(2, True, target)
+    found = whole(list(get_state_dict(target["model"], target["optimizer"])))
+    for name, value in expected[0].items():
+        assert torch.equal(value, found[0][name]), (steps, name)
+    assert expected[1]["state"].keys() == found[1]["state"].keys()
+    for name, slots in expected[1]["state"].items():
+        assert slots.keys() == found[1]["state"][name].keys()
+        for slot, value in slots.items():
+            assert torch.equal(value, found[1]["state"][name][slot]), (steps, name, slot)
+""", tmp_path, 2)
+
+
 def test_policies_keep_what_they_keep_without_flowstone(tmp_path: Path) -> None:
     run(MODULE + """
 losses = [5.0, 3.0, 4.0, 3.0, 1.0, 2.0, 7.0, 0.5]

@@ -8,8 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
@@ -265,7 +268,7 @@ def _load_parts(
 ) -> None:
     """The model first: the state of its optimizers lies as its parameters do.
 
-    strict  of the model. Optimizers always are: slots that are not in the checkpoint would stay as torch has made them
+    strict  of the model. An optimizer has the slots that the checkpoint has, and no others
     """
     def fill(state: dict[str, Any], *, strict: bool = True) -> Any:
         planner = DefaultLoadPlanner(allow_partial_load=not strict)
@@ -275,8 +278,58 @@ def _load_parts(
     key, module = model
     set_model_state_dict(module, fill({key: get_model_state_dict(module)}, strict=strict))
     for name, optimizer in optimizers.items():
-        state = fill({name: get_optimizer_state_dict(module, optimizer)})
-        set_optimizer_state_dict(module, optimizer, optim_state_dict=state)
+        state: dict[str, Any] = get_optimizer_state_dict(module, optimizer)
+        state["state"] = _slots_of(place, engine, name, optimizer, state)
+        options = StateDictOptions(strict=False)  # a parameter without a gradient had no slots
+        set_optimizer_state_dict(module, optimizer, optim_state_dict=fill({name: state}), options=options)
+
+
+def _slots_of(
+    place: Path, engine: EngineOptions, section: str, optimizer: Optimizer, state: dict[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """Targets for the slots that the checkpoint has: those of the optimizer, and new ones for what it lacks.
+
+    state  what torch returns of the optimizer: slots of all parameters if it is new, of stale steps if it is not
+
+    raises  MismatchError  slots of what is no parameter of the optimizer
+    """
+    groups = zip(state["param_groups"], optimizer.param_groups, strict=True)
+    parameters = {
+        name: one for named, own in groups if len(named["params"]) == len(own["params"])
+        for name, one in zip(named["params"], own["params"], strict=True)
+    }
+    stored = _stored_slots(FlowstoneReader(place, engine=engine).read_metadata(), section)
+    found: dict[str, dict[str, Any]] = {}
+    for name in (*(name for name in parameters if name in stored), *(stored.keys() - parameters.keys())):
+        own, slots = state["state"].get(name, {}), stored[name]
+        new = {slot: one for slot, one in slots.items() if slot not in own}
+        if new and (name not in parameters or None in new.values()):
+            raise MismatchError(
+                f"{place} has slots of {name!r} for which the optimizer {section!r} has no place",
+                found=", ".join(new), next="load into a new optimizer of the kind that was saved",
+            )
+        found[name] = {slot: one for slot, one in own.items() if slot in slots}
+        found[name] |= {slot: _new_slot(one, parameters[name]) for slot, one in new.items()}
+    return found
+
+
+def _stored_slots(metadata: Metadata, section: str) -> dict[str, dict[str, Any]]:
+    """What DCP's metadata says of each slot of an optimizer, by parameter; None of one that has tensors inside."""
+    found: dict[str, dict[str, Any]] = {}
+    for full, path in metadata.planner_data.items():
+        if path[:2] == (section, "state") and len(path) > 3:
+            name, slot = path[2:4]
+            found.setdefault(name, {})[slot] = metadata.state_dict_metadata[full] if len(path) == 4 else None
+    return found
+
+
+def _new_slot(stored: Any, parameter: torch.Tensor) -> Any:
+    """What a slot is read into: of the parameter's shape, as the parameter lies; None for what is no tensor."""
+    if not isinstance(stored, TensorStorageMetadata):
+        return None
+    if stored.size == parameter.shape:
+        return torch.empty_like(parameter, dtype=stored.properties.dtype, requires_grad=False)
+    return torch.empty(stored.size, dtype=stored.properties.dtype)
 
 
 def _leaves(others: Mapping[str, Any]) -> dict[str, Any]:

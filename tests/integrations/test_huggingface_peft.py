@@ -10,16 +10,23 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from jobs import run_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import flowstone as fs
 
 pytest.importorskip("peft", reason="`make test-integrations` installs it")
 
+import peft
 from accelerate import Accelerator
 from trainer_act import digest, ended, made_trainer, with_adapters
 
 from flowstone.adapters.huggingface import use_flowstone
+from flowstone.adapters.huggingface.peft_adapters import Bases
 
 ACT = str(Path(__file__).with_name("trainer_act.py"))
 
@@ -216,3 +223,21 @@ def test_an_accelerator_saves_adapters_alone(tmp_path: Path) -> None:
     other.prepare(torch.optim.AdamW(one for one in model.parameters() if one.requires_grad))
     with pytest.raises(fs.MismatchError, match="belong to another base model"):
         other.load_state(tmp_path / "step_1")
+
+
+def test_a_save_leaves_alone_what_a_pass_has_gathered(tmp_path: Path) -> None:
+    """FSDP2 shards again at a state_dict(), which is fatal to a pass on another thread."""
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        inner = peft.get_peft_model(nn.Sequential(nn.Linear(8, 8)), peft.LoraConfig(target_modules=["0"], r=2))
+        fully_shard(inner, mesh=init_device_mesh("cpu", (1,)), reshard_after_forward=False)
+        inner(torch.ones(1, 8))
+        assert not any(isinstance(one, DTensor) for one in inner.parameters()), "gathered"
+        sections = Bases().sections(inner, 0)
+        assert not any(isinstance(one, DTensor) for one in inner.parameters()), "gathered still"
+        adapters: Any = sections["model"]
+        parameters = dict(adapters.named_parameters())
+        assert all(isinstance(one, DTensor) for one in parameters.values())
+        assert len(parameters) == 2
+    finally:
+        dist.destroy_process_group()

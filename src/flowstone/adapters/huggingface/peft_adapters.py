@@ -14,6 +14,7 @@ from flowstone.checkpoint import Checkpoint
 from flowstone.errors import MismatchError
 from flowstone.format.digest import digest
 from flowstone.log import log
+from flowstone.state.fsdp2 import with_shards
 
 _WRAPPED = re.compile(r"\.(base_layer|original_module)(?=\.)")
 
@@ -101,6 +102,7 @@ def _parted(model: Any) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     """
     from peft import get_peft_model_state_dict
 
+    model = with_shards(model)  # whose state_dict() leaves alone what a pass on another thread has gathered
     saved = {
         (tensor.data_ptr(), tuple(tensor.shape)) for adapter in model.peft_config
         for tensor in get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False).values()

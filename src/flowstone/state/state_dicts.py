@@ -182,12 +182,22 @@ def _by_name(
 
 
 def _check_shapes(loading: Loading, slots: Mapping[object, object], member: Member, place: Place) -> None:
-    """Check that each slot has its parameter's shape, or is a single number: a wrong match would not show otherwise."""
+    """Check that each slot has its parameter's shape, or is a single number: a wrong match would not show otherwise.
+
+    Or that they are factors of that shape, as Adafactor has one of rows and one of columns.
+    """
     held = member.home.held
     shape = tuple(member.parameter.shape if held is None else held.shape)
-    for key, node in slots.items():
-        name = loading.stored.rename(node.name) if isinstance(node, TensorRef) else ""
-        known = loading.stored.tensors.get(name) if name else None
-        if known is not None and known.shape != shape and set(known.shape) - {1}:
+    names = {key: loading.stored.rename(node.name) for key, node in slots.items() if isinstance(node, TensorRef)}
+    shapes = {key: loading.stored.tensors[name].shape for key, name in names.items() if name in loading.stored.tensors}
+    factors = [one for one in shapes.values() if len(one) == len(shape)]
+    is_factored = tuple(map(max, zip(*factors, strict=True))) == shape
+    for key, found in shapes.items():
+        is_factor = is_factored and found in factors and all(map(_divides, found, shape))
+        if found != shape and set(found) - {1} and not is_factor:
             wanted = f"{shape} or a single number, for '{member.home.path}'"
-            loading.differ("shape", f"{place.name}.state.{member.home.path}.{key}", wanted, str(known.shape))
+            loading.differ("shape", f"{place.name}.state.{member.home.path}.{key}", wanted, str(found))
+
+
+def _divides(side: int, of: int) -> bool:
+    return side in (1, of)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 from jobs import is_installed
 
+sys.path.append(str(Path(__file__).resolve().parent.parent / "state"))  # which has the matrix of resumes
 PROJECT = Path(__file__).resolve().parent.parent.parent / "pyproject.toml"
 
 

@@ -31,7 +31,11 @@ from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
 from wrapped_optimizers import SAM, Clipping, Lookahead, ScheduleFree, Several
 
 import flowstone as fs
-from flowstone.adapters.dcp import FlowstoneReader, FlowstoneWriter
+from flowstone.adapters.dcp import FlowstoneReader, FlowstoneStager, FlowstoneWriter
+from flowstone.adapters.dcp.target import target_of
+from flowstone.adapters.lightning.reading import read
+from flowstone.adapters.lightning.saves import Saves
+from flowstone.adapters.lightning.values import validated
 
 BEFORE, BETWEEN, AFTER = 3, 2, 3
 """Steps before the save; those that a rollback forgets; those after the resume."""
@@ -312,6 +316,22 @@ def through_dcp(path: Path, source: Run, target: Run) -> None:
     take_by_name(target, dicts)
 
 
+def staged_by_dcp(path: Path, source: Run, target: Run) -> None:
+    writer = FlowstoneWriter(path)
+    dcp.async_save(by_name(source), storage_writer=writer, async_stager=FlowstoneStager(), no_dist=True).result()
+    dicts = by_name(target)
+    dcp.load(dicts, storage_reader=FlowstoneReader(path), no_dist=True)
+    take_by_name(target, dicts)
+
+
+def through_lightning(path: Path, source: Run, target: Run) -> None:
+    """What of its adapter needs no Lightning."""
+    saves = Saves(fs.EngineOptions())
+    saves.save(target_of(path, None), validated(source.dicts()), keep_name=True, in_background=True)
+    saves.close()
+    target.take(read(path))
+
+
 def through_torchs_dcp(path: Path, source: Run, target: Run) -> None:
     beside = path.with_name("torch")
     dcp.save(by_name(source), checkpoint_id=beside, no_dist=True)
@@ -323,8 +343,9 @@ def through_torchs_dcp(path: Path, source: Run, target: Run) -> None:
 FLOWS: Mapping[str, Flow] = {
     "objects": objects, "numbered": numbered, "objects into dicts": objects_into_dicts, "read": read_as_dicts,
     "named": named, "flattened": flattened, "named into objects": named_into_objects, "DCP": through_dcp,
+    "DCP staged": staged_by_dcp, "Lightning": through_lightning,
 }
-BY_NAME = frozenset({"named", "flattened", "named into objects", "DCP"})
+BY_NAME = frozenset({"named", "flattened", "named into objects", "DCP", "DCP staged"})
 
 
 REFUSED: Mapping[str, Mapping[str, str]] = {
@@ -404,7 +425,7 @@ def outcome(case: Case, path: Path) -> str:
         return target.train(AFTER).contents()
 
     try:
-        expected = resumed(through_torchs_dcp if case.flow == "DCP" else torch_save)
+        expected = resumed(through_torchs_dcp if "DCP" in case.flow else torch_save)
         if case.flow in BY_NAME:
             by_name(run(1), flat=case.flow == "flattened")
     except (Exception, dcp.api.CheckpointException):

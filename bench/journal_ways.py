@@ -32,6 +32,7 @@ from flowstone.store.system import System
 Part = tuple[int, int]
 """Memory of this process: its address, and its length in bytes."""
 
+_DIGESTS_OF = ("flowstone.stage.journal_frames.digests_of", "flowstone.stage.fingerprints.digests_of")
 _write_waiting, _content, _write_at = Journaling._write_waiting, EveryStep._content, System.write_at
 
 
@@ -133,7 +134,7 @@ def _in_save(**how: bool) -> dict[str, Any]:
 
     return {
         "flowstone.pipeline.every_step.EveryStep._content": lambda *given: one().content(*given),
-        "flowstone.stage.journal_frames._digests": lambda *given: one().digests(*given),
+        **dict.fromkeys(_DIGESTS_OF, lambda *given: one().digests(*given)),
     }
 
 

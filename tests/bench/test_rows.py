@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from bench.journal_parts import turns
+from bench.journal_ways import PARTS
 from flowstone_demo.sizes import SMALL
 from flowstone_demo.train import Training
 
@@ -22,6 +26,12 @@ def test_parts_of_a_journal_are_told_block_by_block(tmp_path: Path) -> None:
     rows = [(name, one.summary()["pairs"]) for name, one in (next(told), next(told))]
     assert rows == [("hooks and save only", 1), ("whole", 1)]
     assert [name for name, _ in told] == ways, "the second round"
+
+
+@pytest.mark.parametrize("way", sorted(PARTS.keys() - {"another processor"} if os.cpu_count() == 1 else PARTS))
+def test_each_way_to_write_a_journal_trains(way: str, tmp_path: Path) -> None:
+    (row,) = turns(Training(SMALL, seed=1), tmp_path, [way], rounds=1, steps=1)
+    assert row[0] == way
 
 
 def test_lowdiffs_setting_is_told_round_by_round(tmp_path: Path) -> None:

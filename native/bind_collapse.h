@@ -13,7 +13,7 @@
 
 namespace flowstone {
 
-struct PyCollapse : Waiting<Collapse> {};
+struct PyCollapse : Held<Collapse> {};
 
 inline void bind_collapse(nb::module_& module) {
     using namespace nb::literals;
@@ -26,9 +26,7 @@ inline void bind_collapse(nb::module_& module) {
         if (!(share > 0 && share <= 1)) throw std::invalid_argument("share must be above 0, and at most 1");
         std::vector<Reach> own;
         for (std::size_t i = 0; i < count; ++i) own.push_back({begins[i], begins[i] + bytes[i]});
-        auto held = std::make_shared<Collapse>(std::move(own), share);
-        new (self) PyCollapse();
-        self->held = std::move(held);
+        new (self) PyCollapse{Collapse::start(std::move(own), share)};
     }, "addresses"_a, "lengths"_a, nb::kw_only(), "share"_a);
     collapse.def("stop", [](const PyCollapse& pass) { pass.inherited() ? void() : pass.held->stop(); });
     collapse.def("wait", [](const PyCollapse& pass, double timeout_s) {

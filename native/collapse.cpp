@@ -1,9 +1,7 @@
 #include "collapse.h"
 
-#include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <array>
@@ -12,6 +10,9 @@
 #include <ctime>
 #include <memory>
 #include <new>
+#include <string>
+#include <thread>
+#include <utility>
 
 #include "bounds.h"
 #include "page_watch.h"
@@ -40,20 +41,18 @@ double processor_s() {
 }
 
 /// Whether each small page of the 2 MiB is in memory, and this process alone has it.
-bool is_own(int pagemap, std::uint64_t begin) {
+bool is_own(const WrittenPages& pages, std::uint64_t begin) {
     std::array<std::uint64_t, huge_page_bytes / block_alignment_bytes> entries{};
-    const auto offset = static_cast<off_t>(begin / block_alignment_bytes * sizeof(entries[0]));
-    if (::pread(pagemap, entries.data(), sizeof(entries), offset) != static_cast<ssize_t>(sizeof(entries))) return false;
+    if (!pages.read_pagemap(begin, entries)) return false;
     constexpr std::uint64_t wanted = is_present | is_exclusive, looked_at = wanted | is_of_file;
     return std::all_of(entries.begin(), entries.end(), [](std::uint64_t entry) { return (entry & looked_at) == wanted; });
 }
 
 /// Whether the 2 MiB are one huge page. Of what is not mapped any more, no page is small.
-bool is_huge(const WrittenPages& pages, int pagemap, std::uint64_t begin) {
+bool is_huge(const WrittenPages& pages, std::uint64_t begin) {
     std::uint64_t first = 0;
-    const auto offset = static_cast<off_t>(begin / block_alignment_bytes * sizeof(first));
-    return pages.first_small({begin, begin + huge_page_bytes}) == begin + huge_page_bytes &&
-           ::pread(pagemap, &first, sizeof(first), offset) == static_cast<ssize_t>(sizeof(first)) && (first & is_present) != 0;
+    return pages.first_small({begin, begin + huge_page_bytes}) == begin + huge_page_bytes && pages.read_pagemap(begin, {&first, 1}) &&
+           (first & is_present) != 0;
 }
 
 }  // namespace
@@ -75,12 +74,12 @@ Collapse::Collapse(std::vector<Reach> own, double share) : share_(share) {
             blocks_.back().wanted_bytes += done - at;
             totals_.wanted_bytes += done - at;
         }
-    thread_ = std::thread([this] { run(); });
 }
 
-Collapse::~Collapse() {
-    stop();
-    thread_.join();
+std::shared_ptr<Collapse> Collapse::start(std::vector<Reach> own, double share) {
+    const std::shared_ptr<Collapse> pass(new Collapse(std::move(own), share));
+    std::thread([pass] { pass->run(); }).detach();
+    return {pass.get(), [pass](Collapse*) { pass->stop(); }};
 }
 
 void Collapse::stop() {
@@ -109,21 +108,21 @@ void Collapse::run() noexcept {
         pages = PageWatch::open(refusal);
     } catch (const std::bad_alloc&) {  // no memory, no pass
     }
-    const Descriptor pagemap(::open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC));
-    if (pages != nullptr && pagemap.number() >= 0)
-        collapse_blocks(*pages, pagemap.number());
+    if (pages != nullptr)
+        collapse_blocks(*pages);
     else
         totals_.left_bytes = totals_.wanted_bytes;
+    pages.reset();
     const std::lock_guard lock(mutex_);
     totals_.processor_s = processor_s();
     ended_ = true;
     changed_.notify_all();
 }
 
-void Collapse::collapse_blocks(const WrittenPages& pages, int pagemap) {
+void Collapse::collapse_blocks(const WrittenPages& pages) {
     std::size_t in_vain = 0;
     for (const Block& block : blocks_) {
-        if (is_huge(pages, pagemap, block.begin)) {
+        if (is_huge(pages, block.begin)) {
             totals_.huge_bytes += block.wanted_bytes;
         } else if (block.wanted_bytes < wanted_min_bytes) {
             totals_.edge_bytes += block.wanted_bytes;
@@ -131,15 +130,15 @@ void Collapse::collapse_blocks(const WrittenPages& pages, int pagemap) {
             totals_.left_bytes += block.wanted_bytes;
         } else {
             const double began = processor_s();
-            in_vain = collapse_block(pagemap, block) ? 0 : in_vain + 1;
+            in_vain = collapse_block(pages, block) ? 0 : in_vain + 1;
             rest((processor_s() - began) * (1 / share_ - 1));
         }
     }
 }
 
 /// False if the system refuses.
-bool Collapse::collapse_block(int pagemap, const Block& block) {
-    if (!is_own(pagemap, block.begin)) {
+bool Collapse::collapse_block(const WrittenPages& pages, const Block& block) {
+    if (!is_own(pages, block.begin)) {
         totals_.scattered_bytes += block.wanted_bytes;
         return true;
     }

@@ -5,9 +5,9 @@
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "written_pages.h"
@@ -27,7 +27,7 @@ struct CollapseTotals {
     double processor_s = 0;             // that this took
 };
 
-/// One pass. A thread of low priority takes the huge pages one by one, and rests after each, so that it uses no more
+/// One pass, until it is through or its owner drops it. A thread of low priority takes the huge pages one by one, and rests after each, so that it uses no more
 /// than a part of one processor. No memory is added: only huge pages are made of which every small page is there, and is
 /// this process's alone. The memory may be written, watched and freed meanwhile.
 class Collapse {
@@ -36,10 +36,9 @@ public:
     static std::string refusal();
 
     /// own: any bytes, in any order; they may overlap. share: of one processor, above 0, at most 1. Throws
-    /// std::system_error if no thread can be started.
-    Collapse(std::vector<Reach> own, double share);
-    /// Stops, and waits.
-    ~Collapse();
+    /// std::system_error if no thread can be started. Dropping the result stops the pass, and waits for nothing: the
+    /// thread keeps what it uses, as the system may hold it for long in one call.
+    static std::shared_ptr<Collapse> start(std::vector<Reach> own, double share);
     Collapse(const Collapse&) = delete;
     Collapse& operator=(const Collapse&) = delete;
 
@@ -61,9 +60,10 @@ private:
         std::uint64_t wanted_bytes;
     };
 
+    Collapse(std::vector<Reach> own, double share);
     void run() noexcept;
-    void collapse_blocks(const WrittenPages& pages, int pagemap);
-    bool collapse_block(int pagemap, const Block& block);
+    void collapse_blocks(const WrittenPages& pages);
+    bool collapse_block(const WrittenPages& pages, const Block& block);
     bool rest(double seconds);
 
     const double share_;
@@ -73,7 +73,6 @@ private:
     std::condition_variable changed_;
     bool stopped_ = false;
     bool ended_ = false;
-    std::thread thread_;
 };
 
 }  // namespace flowstone

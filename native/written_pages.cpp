@@ -221,6 +221,11 @@ std::uint64_t WrittenPages::first_small(const Reach& reach) const {
     return count < 0 ? reach.begin : count == 0 ? reach.end : region.start;
 }
 
+bool WrittenPages::read_pagemap(std::uint64_t begin, std::span<std::uint64_t> entries) const {
+    const auto offset = static_cast<off_t>(begin / page_bytes() * sizeof(entries[0]));
+    return ::pread(pagemap_, entries.data(), entries.size_bytes(), offset) == static_cast<ssize_t>(entries.size_bytes());
+}
+
 std::vector<bool> WrittenPages::prepare(std::span<const Reach> reaches) const {
     return register_own(reaches, [this](const Reach& reach) { return register_reach(reach); });
 }

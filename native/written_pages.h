@@ -41,6 +41,8 @@ public:
     std::optional<Reach> first_written(const Reach& reach) const;
     /// The begin of the first page that is not part of a huge one; the end if there is none.
     std::uint64_t first_small(const Reach& reach) const;
+    /// The entries of /proc/self/pagemap of so many pages, from the one at `begin` on. False if the system refuses.
+    bool read_pagemap(std::uint64_t begin, std::span<std::uint64_t> entries) const;
 
     /// Prepares memory for protection, while it is mapped and this is open. Returns for each reach whether all of it is
     /// prepared; not if others may write it through their own page tables (shared with other processes, or of a file).

@@ -9,7 +9,9 @@ import ctypes
 import os
 import platform
 import resource
+import select
 import struct
+from collections.abc import Callable
 from pathlib import Path
 
 # The same on every architecture: they came after the numbers were made common.
@@ -19,10 +21,10 @@ CALLS |= {"userfaultfd": 323, "madvise": 28} if platform.machine() == "x86_64" e
 
 _ARCHITECTURES = {"x86_64": (0xC000003E, 317), "aarch64": (0xC00000B7, 277)}  # AUDIT_ARCH_*, number of seccomp(2)
 _PR_SET_NO_NEW_PRIVS = 38
-_SECCOMP_SET_MODE_FILTER, _SECCOMP_FILTER_FLAG_TSYNC = 1, 1
-_RET_ERRNO, _RET_ALLOW = 0x00050000, 0x7FFF0000
+_SECCOMP_SET_MODE_FILTER, _TSYNC, _NEW_LISTENER, _TSYNC_ESRCH = 1, 1, 8, 16
+_RET_ERRNO, _RET_ALLOW, _RET_USER_NOTIF = 0x00050000, 0x7FFF0000, 0x7FC00000
 _LOAD, _EQUAL, _GREATER, _RETURN = 0x20, 0x15, 0x25, 0x06  # BPF_LD|W|ABS, BPF_JMP|JEQ|K, BPF_JMP|JGT|K, BPF_RET|K
-_NUMBER_AT, _ARCHITECTURE_AT, _FIRST_ARGUMENT_AT = 0, 4, 16  # in struct seccomp_data, little-endian
+_NUMBER_AT, _ARCHITECTURE_AT, _ARGUMENTS_AT = 0, 4, 16  # in struct seccomp_data, little-endian
 _CAP_IPC_LOCK, _CAP_SYS_ADMIN, _CAP_SYS_RESOURCE = 14, 21, 24
 _NOBODY_ELSE = 64_321  # a user of no other process
 _CAPABILITY_VERSION_3 = 0x20080522
@@ -37,21 +39,40 @@ def refuse(call: str, code: int, *, above: int | None = None) -> None:
 
     above  only where the call's first argument is greater than this
     """
+    condition = [] if above is None else [(_LOAD, 0, 0, _ARGUMENTS_AT), (_GREATER, 0, 1, above)]
+    _filter(call, condition, _RET_ERRNO | code, _TSYNC)
+
+
+def suspend(call: str, *, third: int) -> Callable[[], None]:
+    """From now on the system call does not return, in every thread of this process, where its third argument is this.
+
+    returns  waits until a thread is in such a call
+    """
+    condition = [(_LOAD, 0, 0, _ARGUMENTS_AT + 2 * 8), (_EQUAL, 0, 1, third)]
+    listener = _filter(call, condition, _RET_USER_NOTIF, _TSYNC | _NEW_LISTENER | _TSYNC_ESRCH)  # it never answers
+
+    def await_call() -> None:
+        select.select([listener], [], [])
+
+    return await_call
+
+
+def _filter(call: str, condition: list[tuple[int, int, int, int]], result: int, flags: int) -> int:
     architecture, seccomp = _ARCHITECTURES[platform.machine()]
-    condition = [] if above is None else [(_LOAD, 0, 0, _FIRST_ARGUMENT_AT), (_GREATER, 0, 1, above)]
     # Each jump counts the instructions to skip, when true and when false; the last one allows.
     body = [(_LOAD, 0, 0, _NUMBER_AT), (_EQUAL, 0, len(condition) + 1, CALLS[call]), *condition]
     program = [
         (_LOAD, 0, 0, _ARCHITECTURE_AT), (_EQUAL, 0, len(body) + 1, architecture), *body,
-        (_RETURN, 0, 0, _RET_ERRNO | code), (_RETURN, 0, 0, _RET_ALLOW),
+        (_RETURN, 0, 0, result), (_RETURN, 0, 0, _RET_ALLOW),
     ]
     filters = ctypes.create_string_buffer(b"".join(struct.pack("<HBBI", *instruction) for instruction in program))
     header = struct.pack("@HP", len(program), ctypes.addressof(filters))
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
         raise _failure("prctl")
-    if libc.syscall(seccomp, _SECCOMP_SET_MODE_FILTER, _SECCOMP_FILTER_FLAG_TSYNC, header):
+    if (listener := libc.syscall(seccomp, _SECCOMP_SET_MODE_FILTER, flags, header)) < 0:
         raise _failure("seccomp")
+    return int(listener)
 
 
 def limit_locked_memory(limit_bytes: int) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import sandbox
 import torch
-from apart import apart
+from apart import apart, warnings_heard
 from torch import nn
 from typer.testing import CliRunner
 
@@ -226,6 +226,28 @@ def _never_closed(path: Path) -> str:
 
 
 _KEPT: list[fs.Checkpointer] = []  # until the process ends
+
+
+@pytest.mark.skipif(not sandbox.HAS_SECCOMP, reason="no seccomp filters here")
+def test_close_and_the_process_end_where_the_system_never_returns_from_a_collapse(tmp_path: Path) -> None:
+    (collapsed,), (warning,) = apart(_suspended, tmp_path)
+    assert (collapsed.step, collapsed.bytes, collapsed.huge_bytes) == (0, 3 * 12 * TENSOR_BYTES, 0)
+    assert "the system has not returned from making one huge page for 0.01 s" in collapsed.reason
+    assert "is left running" in warning
+    assert fs.open(tmp_path).step == 2
+
+
+def _suspended(path: Path) -> tuple[list[Event], list[str]]:
+    state, told = training(), list[Event]()
+    await_call = sandbox.suspend("madvise", third=25)  # MADV_COLLAPSE
+    wait = mock.patch("flowstone.pipeline.collapsing._ENDS_S", 0.01)
+    with wait, warnings_heard() as heard, opened(path, told) as checkpointer:
+        checkpointer.save(0, state).committed.result()
+        await_call()
+        for step in (1, 2):  # after the first one's commit no pass begins any more
+            checkpointer.save(step, state).committed.result()
+            assert pass_of(checkpointer) is None
+    return [event for event in told if isinstance(event, Collapsed)], heard
 
 
 def _refused(path: Path, code: int) -> tuple[object, ...]:

@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <cstdio>
 #include <cstring>
 #include <fstream>
 #include <memory>
@@ -57,13 +58,19 @@ private:
 };
 
 CollapseTotals collapse(std::vector<Reach> own) {
-    Collapse pass(std::move(own), 1);
-    REQUIRE(pass.wait(60));
-    return pass.totals();
+    const std::shared_ptr<Collapse> pass = Collapse::start(std::move(own), 1);
+    REQUIRE(pass->wait(60));
+    return pass->totals();
 }
 
 bool adds_up(const CollapseTotals& totals) {
     return totals.huge_bytes + totals.edge_bytes + totals.scattered_bytes + totals.refused_bytes + totals.left_bytes == totals.wanted_bytes;
+}
+
+bool is_one_huge_page(std::uint64_t address) {
+    std::string refusal;
+    const auto pages = PageWatch::open(refusal);
+    return pages != nullptr && pages->first_small({address, address + huge}) == address + huge;
 }
 
 std::uint64_t resident_pages() {
@@ -146,15 +153,39 @@ TEST_CASE("a pass that is stopped ends at once, and the next one goes on") {
     if (!can_collapse()) return;
     const Small memory(64 * mib);
     {
-        Collapse pass({memory.reach(0, 64 * mib)}, 1e-9);  // rests for ever after the first page
-        CHECK_FALSE(pass.wait(0.05));
-        pass.stop();
-        REQUIRE(pass.wait(60));
-        CHECK(pass.totals().collapsed_bytes == huge);
-        CHECK(pass.totals().left_bytes == 64 * mib - huge);
+        const auto pass = Collapse::start({memory.reach(0, 64 * mib)}, 1e-9);  // rests for ever after the first page
+        CHECK_FALSE(pass->wait(0.05));
+        pass->stop();
+        REQUIRE(pass->wait(60));
+        CHECK(pass->totals().collapsed_bytes == huge);
+        CHECK(pass->totals().left_bytes == 64 * mib - huge);
     }
-    { const Collapse dropped({memory.reach(0, 64 * mib)}, 1e-9); }
+    Collapse::start({memory.reach(0, 64 * mib)}, 1e-9).reset();
     CHECK(collapse({memory.reach(0, 64 * mib)}).huge_bytes == 64 * mib);
+}
+
+TEST_CASE("a child that is forked during a pass has no descriptors of it") {
+    if (!can_collapse()) return;
+    const Small memory(64 * mib);
+    const auto pass = Collapse::start({memory.reach(0, 64 * mib)}, 1e-9);  // rests for ever after the first page
+    const auto ends_in = [](int number, const char* name) {
+        char path[64], target[256] = {};
+        std::snprintf(path, sizeof(path), "/proc/self/fd/%d", number);
+        return ::readlink(path, target, sizeof(target) - 1) > 0 && std::strstr(target, name) != nullptr;
+    };
+    const auto count = [&](const char* name) {
+        int found = 0;
+        for (int number = 0; number < 1024; ++number) found += ends_in(number, name);
+        return found;
+    };
+    while (!is_one_huge_page(memory.address())) std::this_thread::yield();
+    CHECK(count("/pagemap") == 1);
+    const pid_t child = ::fork();
+    if (child == 0) ::_exit(count("/pagemap") + count("[userfaultfd]"));
+    int status = -1;
+    REQUIRE(::waitpid(child, &status, 0) == child);
+    CHECK(WIFEXITED(status));
+    CHECK(WEXITSTATUS(status) == 0);
 }
 
 TEST_CASE("memory that is written and watched while it is collapsed keeps every write, and none is missed") {

@@ -684,7 +684,9 @@ class Collapse:
     memory may change, be watched and be freed meanwhile.
     """
     def __init__(self, addresses: NDArray[np.uint64], lengths: NDArray[np.uint64], *, share: float) -> None:
-        """Begins. share: the part of one processor that it may use; above 0, at most 1."""
+        """Begins. share: the part of one processor that it may use; above 0, at most 1. Dropping the object stops it,
+        and waits for nothing.
+        """
     def stop(self) -> None:
         """Go no further. Returns at once."""
     def wait(self, timeout_s: float) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,7 +20,9 @@ from flowstone.pipeline.futures import Save
 from flowstone.state import Described
 from flowstone.table.pieces import Places
 
-_ENDS_S = 60.0  # a stopped pass ends after its current huge page
+log = logging.getLogger(__name__)
+
+_ENDS_S = 60.0  # a stopped pass ends after its current huge page, unless the system does not return from making it
 
 
 class HostMemory(msgspec.Struct, frozen=True, eq=False):
@@ -60,10 +63,10 @@ class Collapsing:
 
         stays  whether the memory outlives this save; False: only what the save before had at the same address does
         """
-        if not self._is_on:
-            return
         with self._lock:
             self._report()
+            if not self._is_on:
+                return
             wanted = memory if stays else memory.seen_in(self._seen)
             self._seen = memory.address
             if int(wanted.length.sum()) < COLLAPSE_BYTES_MIN:
@@ -110,6 +113,10 @@ class Collapsing:
             return
         ended.stop()
         if not ended.wait(_ENDS_S):
+            self._is_on = False
+            reason = f"the system has not returned from making one huge page for {_ENDS_S:g} s, and no more are made"
+            log.warning("fs-collapse, a background thread, is left running: %s; saves go on in small pages", reason)
+            self._emit(Collapsed(self._step, ended.wanted_bytes, 0, 0, 0.0, reason))
             return
         if ended.refused_bytes and not ended.collapsed_bytes:
             self._skips = self._skips_next = min(2 * self._skips_next + 1, COLLAPSE_SKIPS_MAX)

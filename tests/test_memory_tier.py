@@ -322,7 +322,8 @@ def test_a_directory_that_cannot_follow_a_rewind_is_told_and_follows_later(
         _flushed(store, 2)
         disk.lock("somebody else")
         checkpointer.rewind(1)
-        assert "is not rewound yet, as memory://run is" in caplog.text
+        assert f"memory://run was rewound, but {tmp_path / 'disk'} still has the newer steps" in caplog.text
+        assert f"run `flowstone flush memory://run {tmp_path / 'disk'}`" in caplog.text
         assert "somebody else" in caplog.text
         disk.close()
         _flushed(store, 1)

@@ -534,7 +534,7 @@ def test_what_only_a_node_has_that_was_away_is_of_before() -> None:
     held = {0: _held(2, (ONE, "m1", "a")), 1: _held(1, (ONE, "m1", "a"), (TWO, "m1", "a"))}
     found = see(held, 0, _segments, _undescribed)
     assert list(found.steps) == [ONE]
-    assert found.lacks == {TWO: "it is of before the job that saved last"}
+    assert found.lacks == {TWO: "it is from before the job that saved last"}
     assert [source.node for source in found.steps[ONE].files["a"]] == [0, 1], "what others know counts"
 
 

@@ -1,4 +1,4 @@
-"""Which steps of a tier that took no part in a rewind are of before it."""
+"""Which steps of a tier that took no part in a rewind are from before it."""
 
 from __future__ import annotations
 

@@ -173,7 +173,9 @@ def test_a_tier_that_is_down_is_passed_over(clock: Clock, paths: tuple[Path, Pat
         assert (report.step, report.tier, report.why) == (2, str(far), f"{inner} does not answer")
 
 
-def test_a_rewind_holds_in_a_tier_that_was_down(clock: Clock, paths: tuple[Path, Path]) -> None:
+def test_a_rewind_holds_in_a_tier_that_was_down(
+    clock: Clock, paths: tuple[Path, Path], caplog: pytest.LogCaptureFixture
+) -> None:
     near, inner = paths
     far = Unsteady(LocalStore(inner, ENGINE))
     with _tiers(near, far) as checkpointer:
@@ -187,6 +189,8 @@ def test_a_rewind_holds_in_a_tier_that_was_down(clock: Clock, paths: tuple[Path,
         into = state(0)
         assert checkpointer.load(into).step == 21
         save(checkpointer, 25)
+    set_aside = "step 40 was saved before a rewind to an earlier step, so it is set aside as .superseded-00000040-"
+    assert f"{inner}: {set_aside}" in caplog.text
     assert catalog.steps(LocalStore(inner)) == (10, 20, 21, 25)
     shutil.rmtree(near)
     with _tiers(near, inner) as checkpointer:
@@ -289,7 +293,7 @@ def test_a_first_tier_that_was_away_for_a_rewind_is_set_right_first(clock: Clock
     with _tiers(near, far, events=events) as checkpointer:
         report = checkpointer.load(into)
         assert (report.step, report.tier) == (3, str(far))
-        assert report.why == f"{near} has it of before a rewind"
+        assert report.why == f"{near} has it from before a rewind"
         assert (into["weights"] == state(30)["weights"]).all()
         save(checkpointer, 4)
     assert [catalog.steps(LocalStore(store)) for store in paths] == [(1, 2, 4), (1, 2, 3, 4)]

@@ -129,8 +129,11 @@ class NodeMemory(StoreInMemory):
         while (status := self.status()) is not None and (status.is_flushing or status.flush_error):
             if status.flush_error or time.monotonic() > deadline:
                 log.warning(
-                    "%s is not rewound yet, as %s is; the agent tries again: %s", status.flush_to, self.location,
-                    status.flush_error or f"it takes longer than {limit_s:g} s",
+                    "%s was rewound, but %s still has the newer steps, which a load after a reboot would take (%s); "
+                    "the memory agent tries again; if that fails too, remove the cause and run `flowstone flush %s %s`",
+                    self.location, status.flush_to,
+                    status.flush_error or f"setting them aside has taken longer than {limit_s:g} s",
+                    self.location, status.flush_to,
                 )
                 return
             time.sleep(_POLL_S)

@@ -391,9 +391,13 @@ def align(store: Store, others: Sequence[lineage.Held]) -> lineage.Held:
     """
     held = lineage.look(store)
     for step in reversed(lineage.superseded(held, others)):
-        log.warning("%s: step %d is of before a rewind, and is set aside", store.location, step)
         store.check_lock()
-        removal.move(store, step_directory(step), new_superseded_directory(step))
+        directory = new_superseded_directory(step)
+        removal.move(store, step_directory(step), directory)
+        log.warning(
+            "%s: step %d was saved before a rewind to an earlier step, so it is set aside as %s; no load reads that "
+            "directory, and you may delete it", store.location, step, directory,
+        )
     sync(store)
     for note in lineage.missing_notes(held, others):
         catalog.put_note(store, note)

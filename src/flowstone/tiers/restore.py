@@ -16,7 +16,7 @@ from flowstone.tiers import lineage
 
 NOT_THERE, _DOWN, _DAMAGED, _SET_ASIDE, _ANOTHER = range(5)
 WHY = (
-    "does not have it", "does not answer", "has a damaged manifest of it", "has it of before a rewind",
+    "does not have it", "does not answer", "has a damaged manifest of it", "has it from before a rewind",
     "has another checkpoint of that step",
 )
 

@@ -107,7 +107,7 @@ class TieredWriter(StoreWriter):
                 catalog.put_note(self._store, new_rewound_note(STEP_MAX))  # later rewinds are noted, even without tiers
             for flusher in self.flushers:
                 flusher.begin(self.store_id, holder)
-            # First: what is of before a rewind here is not to come to the others.
+            # First: what is from before a rewind here is not to come to the others.
             there = [found for _, found in self._ask_all(_look) if isinstance(found, lineage.Held)]
             held = align(self._store, there)
             if not held.steps:  # its steps will all be later than rewinds that it does not know

@@ -73,7 +73,7 @@ def see(
     A checkpoint is whole if each of its segments is somewhere, on a node that has the same manifest, or follows from
     what is on such nodes: so no file of another one of that step is taken for it. A node that was away when a later job
     began to save, so that its epoch is older, adds files to checkpoints that others know, but none of its own: these
-    are of before.
+    are from before.
     """
     epoch = max((one.epoch for one in held.values()), default=0)
     known = {(name, step.manifest) for one in held.values() if one.epoch == epoch for name, step in one.steps.items()}
@@ -83,7 +83,7 @@ def see(
     for name in sorted({name for one in held.values() for name in one.steps}):
         for manifest in sorted({one.steps[name].manifest for one in held.values() if name in one.steps}):
             if (name, manifest) not in known:
-                lacks.setdefault(name, "it is of before the job that saved last")
+                lacks.setdefault(name, "it is from before the job that saved last")
                 continue
             files, parity = _files(held, name, manifest, own)
             missing = _missing(files, wanted := segments(name, manifest, files[MANIFEST_NAME]))

@@ -42,7 +42,7 @@ class Nodes:
                 made.append(PeerMemory(run, secret=SECRET, interface=HERE, replicas=replicas, **options))  # type: ignore[arg-type]
                 said.append(made[-1].introduce())
         for store, own in zip(made, said, strict=True):
-            store.meet(said, own)
+            store.use_addresses(said, own)
         return made
 
     def lose(self, node: int, how: int = 9) -> None:

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 import flowstone as fs
 from flowstone import _native, cli
-from flowstone.collapse_events import Collapsed
+from flowstone.collapse_events import PagesCollapsed
 from flowstone.config import MIB
 from flowstone.events import Captured, Event, Prepared
 from flowstone.pipeline.pacing import Captures
@@ -123,7 +123,7 @@ def test_after_the_first_save_what_is_watched_is_in_huge_pages_and_still_exact(t
                 assert isinstance(save.committed.exception(60), fs.StateChangedError), seed
         checkpointer.save(99, state).committed.result().verify()
     assert "% in huge pages)" in " ".join(CliRunner().invoke(cli.app, ["show", str(tmp_path)]).stdout.split())
-    first, *_, last = (event for event in told if isinstance(event, Collapsed))
+    first, *_, last = (event for event in told if isinstance(event, PagesCollapsed))
     assert (first.step, first.bytes) == (0, size)
     assert first.huge_bytes >= (io.huge_bytes or 0)
     assert first.collapsed_bytes > 0.8 * first.huge_bytes
@@ -141,7 +141,7 @@ def test_what_prepare_has_collapsed_is_in_huge_pages_at_the_first_save(tmp_path:
         await_pass(checkpointer)
         io = checkpointer.save(1, state).committed.result().manifest.io
         assert (io.huge_bytes or 0) > 0.9 * 3 * 12 * TENSOR_BYTES
-    assert next(event for event in told if isinstance(event, Collapsed)).step is None
+    assert next(event for event in told if isinstance(event, PagesCollapsed)).step is None
 
 
 @pytest.mark.parametrize("options", [{"collapse": False}, {"watch": "samples"}], ids=str)
@@ -152,7 +152,7 @@ def test_memory_is_left_as_it_is_where_that_is_chosen(tmp_path: Path, options: d
             io = checkpointer.save(step, state).committed.result().manifest.io
             assert pass_of(checkpointer) is None
         assert (io.exact_bytes == 0) == ("watch" in options)
-    assert not any(isinstance(event, Collapsed) for event in told)
+    assert not any(isinstance(event, PagesCollapsed) for event in told)
 
 
 def test_a_small_state_is_left_as_it_is(tmp_path: Path) -> None:
@@ -173,7 +173,7 @@ def test_copies_that_are_made_for_one_save_are_not_collapsed_and_what_stays_is(t
             save.committed.result()
             if step > 0:
                 await_pass(checkpointer)
-    passes = [event for event in told if isinstance(event, Collapsed)]
+    passes = [event for event in told if isinstance(event, PagesCollapsed)]
     assert [event.step for event in passes] == [1, 2]
     assert all(event.bytes == kept.nbytes for event in passes)
 
@@ -188,7 +188,7 @@ def test_a_save_ends_the_pass_under_way_and_the_next_one_goes_on(tmp_path: Path)
             assert not current.wait(0.2)
         checkpointer.save(1, state).committed.result()
         await_pass(checkpointer)
-    first, second = (event for event in told if isinstance(event, Collapsed))
+    first, second = (event for event in told if isinstance(event, PagesCollapsed))
     assert first.collapsed_bytes == 2 * MIB
     assert "were not reached" in first.reason
     assert second.huge_bytes > 0.9 * second.bytes
@@ -206,7 +206,7 @@ def test_no_pass_begins_while_a_later_save_captures_and_one_does_after_it(tmp_pa
         assert committed.wait(60)
         second.committed.result()
         await_pass(checkpointer)
-    passes = [event for event in told if isinstance(event, Collapsed)]
+    passes = [event for event in told if isinstance(event, PagesCollapsed)]
     assert not any("were refused" in event.reason for event in passes)
     assert passes[-1].step == 1
     assert passes[-1].huge_bytes > 0.9 * passes[-1].bytes
@@ -247,7 +247,7 @@ def _suspended(path: Path) -> tuple[list[Event], list[str]]:
         for step in (1, 2):  # after the first one's commit no pass begins any more
             checkpointer.save(step, state).committed.result()
             assert pass_of(checkpointer) is None
-    return [event for event in told if isinstance(event, Collapsed)], heard
+    return [event for event in told if isinstance(event, PagesCollapsed)], heard
 
 
 def _refused(path: Path, code: int) -> tuple[object, ...]:
@@ -259,7 +259,7 @@ def _refused(path: Path, code: int) -> tuple[object, ...]:
             ios.append(checkpointer.save(step, state).committed.result().manifest.io)
             if (current := pass_of(checkpointer)) is not None:
                 current.wait(60)
-    passes = [event for event in told if isinstance(event, Collapsed)]
+    passes = [event for event in told if isinstance(event, PagesCollapsed)]
     exact = {(io.exact_bytes, io.sampled_bytes) for io in ios}
     return exact, [event.step for event in passes], [event.collapsed_bytes for event in passes], passes[0].reason
 
@@ -284,7 +284,7 @@ def test_where_huge_pages_are_switched_off_nothing_is_tried_and_that_is_told_onc
         for step in range(3):
             io = checkpointer.save(step, state).committed.result().manifest.io
             assert io.sampled_bytes == 0
-    passes = [event for event in told if isinstance(event, Collapsed)]
+    passes = [event for event in told if isinstance(event, PagesCollapsed)]
     assert [(event.step, event.collapsed_bytes, event.reason) for event in passes] == [
         (0, 0, "huge pages are switched off here")
     ]

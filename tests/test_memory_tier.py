@@ -262,8 +262,8 @@ def test_a_generation_that_is_damaged_is_not_made_durable_and_the_one_before_is(
     assert copied is not None
     assert copied.step == 1
     assert fs.open(tmp_path / "disk").verify().sound
-    assert "step 2 of" in copied.left_out
-    assert "is damaged" in copied.left_out
+    assert "step 2 of" in copied.skipped_reason
+    assert "is damaged" in copied.skipped_reason
     there = sorted(name for name in os.listdir(tmp_path / "disk") if not name.startswith(".rewound"))
     assert there == ["flowstone.json", "flowstone.lock", "step-00000001"]
 

@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     from flowstone.checkpoint import Checkpoint, StoredTensor
     from flowstone.checkpoint import open_checkpoint as open
     from flowstone.checkpointer import Checkpointer
-    from flowstone.collapse_events import Collapsed
+    from flowstone.collapse_events import PagesCollapsed
     from flowstone.convert.diff import DiffReport, TensorDiff, ValueDiff, diff
     from flowstone.convert.export import ExportReport, export
     from flowstone.convert.importing import ImportReport, import_checkpoint
@@ -168,7 +168,7 @@ _LATER = {
     "Registration": "flowstone.state",
     "Shard": "flowstone.state",
     "Source": "flowstone.pipeline.explain",
-    "Collapsed": "flowstone.collapse_events",
+    "PagesCollapsed": "flowstone.collapse_events",
     "StoredTensor": "flowstone.checkpoint",
     "Span": "flowstone.trace",
     "Trace": "flowstone.trace",
@@ -229,7 +229,6 @@ __all__ = [
     "Checkpoint",
     "Checkpointer",
     "ClosedError",
-    "Collapsed",
     "CollisionError",
     "Committed",
     "Compressed",
@@ -277,6 +276,7 @@ __all__ = [
     "OnEvent",
     "PackReport",
     "Pad",
+    "PagesCollapsed",
     "Part",
     "PerRank",
     "Prefetched",

@@ -19,7 +19,7 @@ from flowstone.pipeline.load import Loads
 from flowstone.pipeline.load_outcome import LoadOutcome, LoadReport
 from flowstone.pipeline.replica_samples import first_samples
 from flowstone.pipeline.save import Saves
-from flowstone.pipeline.shared import SaveOptions, Shared, meeting_of
+from flowstone.pipeline.shared import SaveOptions, Shared, address_exchange
 from flowstone.ranks import RankGroup
 from flowstone.runtime.ending import Ending
 from flowstone.runtime.telling import Teller
@@ -90,11 +90,11 @@ class Checkpointer(TierVerbs):
             budget_bytes = tiers.budget_of_saves(budget_bytes)
         stores = tiers.stores if tiers else (calls.store_at(calls.to_store(path), engine),)
         self.made_at, self._pid, self._turn = caller(), os.getpid(), Turn()
-        meet = meeting_of(stores, tiers.leave_out if tiers else None)
+        exchange_addresses = address_exchange(stores, tiers.leave_out if tiers else None)
         # After all checks that may fail: this makes the Checkpointer known to the other ranks.
         self._group = RankGroup(deadline_s, stores[0].location, self._turn, alone=alone)
         self._turn.on_interrupt = self._group.agreement.leave_call
-        self._store: Store = meet(self._group)
+        self._store: Store = exchange_addresses(self._group)
         saves_in_flight = min(saves_in_flight, self._store.capabilities.drafts_max or saves_in_flight)
         options = SaveOptions(budget_bytes, saves_in_flight, on_error, max_unsaved_steps, lossy, lag_steps)
         emit = Teller(on_event, self._store.location)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Collapsed:
+class PagesCollapsed:
     """Memory that is captured after `save` returns was collapsed into huge pages, in the background. Emitted when the
     next save is committed, or by `close`; the next save interrupts the work, which continues after that save.
 

@@ -197,15 +197,15 @@ class LeftAlone:
 
 
 if TYPE_CHECKING:
-    from flowstone.collapse_events import Collapsed
+    from flowstone.collapse_events import PagesCollapsed
     from flowstone.journal_events import JournalEvent
     from flowstone.state_replica import ReplicaEvent
     from flowstone.tier_events import TierEvent
 else:
-    Collapsed = JournalEvent = ReplicaEvent = TierEvent = LeftAlone  # imported at first use: few emit any
+    PagesCollapsed = JournalEvent = ReplicaEvent = TierEvent = LeftAlone  # imported at first use: few emit any
 
 Event = (
-    Prepared | SaveStarted | Captured | Collapsed | Fenced | Written | Compressed | BuffersFromOneRank | Committed
+    Prepared | SaveStarted | Captured | PagesCollapsed | Fenced | Written | Compressed | BuffersFromOneRank | Committed
     | SaveFailed | LoadProgress | Loaded | FellBack | Removed | RemovalFailed | LeftAlone | JournalEvent | ReplicaEvent
     | TierEvent
 )

@@ -168,7 +168,7 @@ def test_tied_weights_are_equal_to_those_that_safetensors_stores_once(tmp_path: 
     fs.export(a, tmp_path / "hf", shard_bytes=50_000 if is_sharded else 5e9)
     for pair in ((a, tmp_path / "hf"), (tmp_path / "hf", a)):
         found = fs.diff(*pair)
-        assert (found.equal, len(found.tied), found.only_in_a, found.only_in_b) == (True, 1, (), ())
+        assert (found.equal, len(found.tied_names), found.only_in_a, found.only_in_b) == (True, 1, (), ())
     torch.save({"embed": weight, "b": torch.ones(3)}, tmp_path / "less.pt")
     assert fs.diff(a, tmp_path / "less.pt").only_in_a == ("model.head",), "a file that can tie, and does not"
 

@@ -160,7 +160,7 @@ def test_tensors_that_share_memory_come_in_up_to_a_limit(tmp_path: Path) -> None
     mask = torch.ones(1).expand(1000, 1000)
     torch.save({"mask": mask, "same": mask}, tmp_path / "a.pt")
     report = fs.import_checkpoint(tmp_path / "a.pt", tmp_path / "run")
-    assert report.tied == (("model.same", "model.mask"),)
+    assert report.aliases == (("model.same", "model.mask"),)
     assert raw(fs.open(tmp_path / "run").read("model.mask")) == raw(mask)
     torch.save({"mask": torch.ones(1).expand(1 << 15, 1 << 14)}, tmp_path / "b.pt")
     with pytest.raises(fs.UnsupportedFormatError, match="would expand from"):

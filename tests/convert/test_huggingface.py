@@ -39,7 +39,7 @@ def test_an_exported_model_opens_with_the_formats_own_reader(saved: Path, tmp_pa
     expected = tensors()
     del expected["head"]  # tied to embed: written once
     assert_same(load_shards(tmp_path / "hf"), expected)
-    assert report.tied == (("head", "embed"),)
+    assert report.aliases == (("head", "embed"),)
     assert sorted(report.files) == sorted(path.name for path in (tmp_path / "hf").iterdir())
     assert not list(tmp_path.glob(".*")), "neither draft nor journal is left"
 

@@ -184,7 +184,7 @@ def test_what_is_tied_stays_tied(tmp_path: Path) -> None:
     report = fs.export(tmp_path / "run", tmp_path / "b", rules=fs.RuleSet([
         fs.Pad("{which}", 10, 16), fs.Rename("embed", "tok"),
     ]))
-    assert (report.tensors, report.tied) == (("tok",), (("head", "tok"),))
+    assert (report.tensors, report.aliases) == (("tok",), (("head", "tok"),))
 
 
 def test_sections_that_came_as_dicts_load_after_rules(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ BUDGET = 32 << 20
 def test_a_state_dict_comes_in_as_it_is(tmp_path: Path) -> None:
     torch.save(collections.OrderedDict(tensors()), tmp_path / "model.pt")
     report = fs.import_checkpoint(tmp_path / "model.pt", tmp_path / "run", budget_bytes=BUDGET)
-    assert (report.kind, report.tied) == ("torch", (("model.head", "model.embed"),))
+    assert (report.kind, report.aliases) == ("torch", (("model.head", "model.embed"),))
     assert_same(read_all(tmp_path / "run"), tensors())
     assert fs.open(tmp_path / "run").objects == {"model": {}}
 
@@ -110,7 +110,7 @@ def test_views_that_are_no_runs_of_bytes_come_in_as_their_values(tmp_path: Path)
     torch.save(state, tmp_path / "model.pt")
     report = fs.import_checkpoint(tmp_path / "model.pt", tmp_path / "run", budget_bytes=BUDGET)
     assert_same(read_all(tmp_path / "run"), {name: one.contiguous() for name, one in state.items()})
-    assert report.tied == (("model.same", "model.transposed"),)
+    assert report.aliases == (("model.same", "model.transposed"),)
 
 
 def test_a_training_state_comes_in_and_goes_on(tmp_path: Path) -> None:

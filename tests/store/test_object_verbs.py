@@ -169,7 +169,7 @@ def test_a_run_in_memory_is_flushed_into_a_bucket(url: str) -> None:
     with own_agent():
         saved("memory://flushed", {"x": np.arange(2_000_000.0), "epoch": 7}, step=5)
         copied = run("flush", "memory://flushed", url)
-    assert (copied["path"], copied["step"], copied["left_out"]) == (url, 5, "")
+    assert (copied["path"], copied["step"], copied["skipped_reason"]) == (url, 5, "")
     found = fs.open(url)
     assert found.objects["epoch"] == 7
     assert found.verify().sound

@@ -421,7 +421,7 @@ def test_ranks_that_differ_in_parity_are_told(nodes: Nodes) -> None:
     (other,) = nodes.stores("differs", nodes=[0], replicas=None, parity=(1, 1))
     own, said = one.introduce(), other.introduce()
     with pytest.raises(ArgumentError, match="another memory") as caught:
-        one.meet([own, said], own)
+        one.use_addresses([own, said], own)
     assert caught.value.facts["found"] == "differs, parity (1, 1)"
     one.close()
     other.close()

@@ -305,9 +305,9 @@ class Server:
             return
         run.flushed_step, run.flushed_id = copied.step, copied.id
         newest = run.newest()
-        if copied.left_out or ((copied.step, copied.id) != newest == flush.newest):
+        if copied.skipped_reason or ((copied.step, copied.id) != newest == flush.newest):
             older = f"step {copied.step} is durable, the newest step {newest[0]} is not"
-            self._try_again(flush, copied.left_out or older)
+            self._try_again(flush, copied.skipped_reason or older)
             return
         run.flushed_rewinds, run.flush_error = flush.rewinds, ""
         del self._flushes[run.name]

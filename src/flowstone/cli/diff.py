@@ -82,7 +82,7 @@ def _json(one: TensorDiff) -> dict[str, object]:
 def _print(report: DiffReport) -> None:
     for place, names in ((report.a, report.only_in_a), (report.b, report.only_in_b)):
         _print_list(f"only in {place}", names)
-    _print_list("stored once in the other, under another name", report.tied)
+    _print_list("stored once in the other, under another name", report.tied_names)
     _print_list("values that differ", [
         f"{one.name}: {one.values[0] or 'missing'} against {one.values[1] or 'missing'}" for one in report.values
     ])

@@ -63,5 +63,5 @@ def export(
         return
     print_conversion(
         f"{report.path}: {len(report.tensors)} tensors, {size_text(report.bytes)}, {len(report.files)} file(s)",
-        report.seconds, report.resumed_bytes, tied=[name for name, _ in report.tied], left_out=report.skipped,
+        report.seconds, report.resumed_bytes, tied=[name for name, _ in report.aliases], left_out=report.skipped,
     )

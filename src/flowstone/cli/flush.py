@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from msgspec.structs import asdict
 
 from flowstone.arguments import memory_of, store_at, to_store
 from flowstone.cli.output import DAMAGE, AsJson, errors_reported, print_json
@@ -38,9 +39,9 @@ def flush(
         if copied is None:
             raise NoCheckpointError(f"{source.location} holds none", next="run `flowstone agent --status`")
     if as_json:
-        print_json({"path": target.location, "step": copied.step, "id": copied.id, "left_out": copied.left_out})
+        print_json({"path": target.location, **asdict(copied)})
     else:
-        why = f"; {copied.left_out}" if copied.left_out else ""
+        why = f"; {copied.skipped_reason}" if copied.skipped_reason else ""
         typer.echo(printable(f"{target.location} has step {copied.step}{why}"))
-    if copied.left_out:
+    if copied.skipped_reason:
         raise typer.Exit(DAMAGE)

@@ -91,7 +91,7 @@ class DiffReport:
 
     only_in_a, only_in_b  names of tensors that the other lacks
     tensors  all that both have, in the order of the first
-    tied     names that only one side has, of tied tensors that the other stores once, under another name (safetensors)
+    tied_names  that only one side has, of tied tensors that the other stores once, under another name (safetensors)
     values   those that are no tensors and differ
     bytes    that were compared, of both together
     """
@@ -104,7 +104,7 @@ class DiffReport:
     values: tuple[ValueDiff, ...]
     bytes: int
     seconds: float
-    tied: tuple[str, ...] = ()
+    tied_names: tuple[str, ...] = ()
 
     @property
     def equal(self) -> bool:
@@ -191,7 +191,7 @@ def diff(
         a=sources[0].location, b=sources[1].location,
         only_in_a=_only(tensors[0], {*tensors[1], *tied}), only_in_b=_only(tensors[1], {*tensors[0], *tied}),
         tensors=tuple(sorted(compared, key=lambda one: order[one.name])), values=_differing_values(*values),
-        bytes=read_bytes, seconds=time.monotonic() - begun, tied=tied,
+        bytes=read_bytes, seconds=time.monotonic() - begun, tied_names=tied,
     )
 
 

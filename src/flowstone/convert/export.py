@@ -55,7 +55,7 @@ class ExportReport:
     """What an export did.
 
     tensors  their names in the target
-    tied     further names of tensors, which are stored once: (name, the name it is stored under)
+    aliases  further names of tensors, which are stored once: (name, the name it is stored under)
     cast     names of those whose values were converted
     skipped  names that a rule left out, of tensors and of other values
     resumed_bytes  of `bytes`, what an earlier, unfinished export had written
@@ -65,7 +65,7 @@ class ExportReport:
     format: str
     files: tuple[str, ...]
     tensors: tuple[str, ...]
-    tied: tuple[tuple[str, str], ...]
+    aliases: tuple[tuple[str, str], ...]
     cast: tuple[str, ...]
     skipped: tuple[str, ...]
     bytes: int
@@ -209,7 +209,7 @@ def _report(
     total, resumed, seconds = measured
     return ExportReport(
         path=path, format=to, files=files, tensors=tuple(one.name for one in mapped.outputs),
-        tied=tuple((alias.name, alias.target) for alias in mapped.aliases), cast=mapped.cast,
+        aliases=tuple((alias.name, alias.target) for alias in mapped.aliases), cast=mapped.cast,
         skipped=(*mapped.skipped, *lost), bytes=total, resumed_bytes=resumed, seconds=seconds,
     )
 

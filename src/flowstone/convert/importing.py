@@ -46,7 +46,7 @@ class ImportReport:
 
     kind     of what was imported: "safetensors", ...
     tensors  their names in the checkpoint
-    tied     further names of tensors, which are stored once: (name, the name it is stored under)
+    aliases  further names of tensors, which are stored once: (name, the name it is stored under)
     cast     names of those whose values were converted
     skipped  names that a rule left out
     resumed_bytes  of `bytes`, what an earlier, unfinished import had written
@@ -56,7 +56,7 @@ class ImportReport:
     step: int
     kind: str
     tensors: tuple[str, ...]
-    tied: tuple[tuple[str, str], ...]
+    aliases: tuple[tuple[str, str], ...]
     cast: tuple[str, ...]
     skipped: tuple[str, ...]
     bytes: int
@@ -120,7 +120,7 @@ def import_checkpoint(
     return ImportReport(
         path=f"{target.location}/{step_directory(wanted)}", step=wanted, kind=opened.kind,
         tensors=tuple(one.name for one in mapped.outputs),
-        tied=tuple((alias.name, alias.target) for alias in mapped.aliases), cast=mapped.cast, skipped=mapped.skipped,
+        aliases=tuple((alias.name, alias.target) for alias in mapped.aliases), cast=mapped.cast, skipped=mapped.skipped,
         bytes=layout.layout.bytes, resumed_bytes=copied.resumed_bytes, seconds=time.monotonic() - begun,
     )
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flowstone import _native
-from flowstone.collapse_events import Collapsed
+from flowstone.collapse_events import PagesCollapsed
 from flowstone.config import COLLAPSE_BYTES_MIN, COLLAPSE_SHARE, COLLAPSE_SKIPS_MAX, EngineOptions
 from flowstone.events import Event
 from flowstone.pipeline.futures import Save
@@ -73,7 +73,7 @@ class Collapsing:
                 return
             if refusal := _native.collapse_refusal():
                 self._is_on = False
-                self._emit(Collapsed(step, int(wanted.length.sum()), 0, 0, 0.0, refusal))
+                self._emit(PagesCollapsed(step, int(wanted.length.sum()), 0, 0, 0.0, refusal))
                 return
             newest = self._newest
             if newest is not None and not newest.captured.done():
@@ -116,13 +116,13 @@ class Collapsing:
             self._is_on = False
             reason = f"the system has not returned from making one huge page for {_ENDS_S:g} s, and no more are made"
             log.warning("fs-collapse, a background thread, is left running: %s; saves go on in small pages", reason)
-            self._emit(Collapsed(self._step, ended.wanted_bytes, 0, 0, 0.0, reason))
+            self._emit(PagesCollapsed(self._step, ended.wanted_bytes, 0, 0, 0.0, reason))
             return
         if ended.refused_bytes and not ended.collapsed_bytes:
             self._skips = self._skips_next = min(2 * self._skips_next + 1, COLLAPSE_SKIPS_MAX)
         elif ended.collapsed_bytes:
             self._skips_next = 0
-        self._emit(Collapsed(
+        self._emit(PagesCollapsed(
             self._step, ended.wanted_bytes, ended.huge_bytes, ended.collapsed_bytes, ended.processor_s, _reason(ended)
         ))
 

@@ -27,7 +27,7 @@ class InFlight:
     ) -> None:
         """`expedite` ends the overlap budget of captures that a thread waits for."""
         self._store, self._expedite_captures = store, expedite
-        self._expedite_store: Callable[[], None] = getattr(store, "expedite", _nothing)  # see meeting.py, Meets
+        self._expedite_store: Callable[[], None] = getattr(store, "expedite", _nothing)  # see multi_node.py
         self._on_error, self._max_unsaved_steps = on_error, max_unsaved_steps
         self._saves: deque[Save] = deque()
         self._first_unsaved: int | None = None

@@ -49,16 +49,16 @@ class SaveOptions(msgspec.Struct, frozen=True):
     lag_steps: int = LAG_STEPS
 
 
-def meeting_of(
+def address_exchange(
     stores: Sequence[Store], leave_out: Callable[[Sequence[tuple[Store, FlowstoneError]]], Store] | None
 ) -> Callable[[RankGroup], Store]:
-    """Begin to have the nodes meet of stores that are on several; most are not. To be called by every rank then: it
-    returns the store that takes the saves.
+    """Introduce this rank to the other nodes of stores that are on several; most are not. Every rank calls the result,
+    which exchanges the addresses and returns the store that takes the saves.
 
     leave_out  is told which stores cannot be used, and why, and returns the first one that can; None: there is no other
     """
     if not any(hasattr(store, "introduce") for store in stores):
         return lambda _: stores[0]
-    from flowstone.pipeline.meeting import Meeting  # imported here: others do not need it
+    from flowstone.pipeline.multi_node import MultiNodeStores  # imported here: others do not need it
 
-    return Meeting(stores, leave_out).hold
+    return MultiNodeStores(stores, leave_out).exchange_addresses

@@ -25,7 +25,7 @@ from flowstone.events import FellBack
 from flowstone.log import log
 from flowstone.pipeline.load import Loads, skipped_step_note
 from flowstone.pipeline.load_outcome import LoadReport
-from flowstone.pipeline.meeting import Meets
+from flowstone.pipeline.multi_node import MultiNodeStore
 from flowstone.pipeline.shared import Shared
 from flowstone.ranks.wire import Decision
 from flowstone.store.base import Store
@@ -156,7 +156,7 @@ class TieredLoads(Loads):
     def _lack(self, tier: int) -> str:
         """What a tier in the memory of several nodes has lost."""
         store = self._stores[tier]
-        lack = store.absent() if isinstance(store, Meets) else ""
+        lack = store.absent() if isinstance(store, MultiNodeStore) else ""
         return f" ({lack})" if lack else ""
 
     def _choose(self, step: int | None, *, fallback: bool) -> list[Candidate]:

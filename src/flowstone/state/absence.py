@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from flowstone.state.held import HeldOptimizer
 from flowstone.state.inner import Core
 from flowstone.state.loading import Loading
 from flowstone.state.names import Place
 from flowstone.state.records import MISSING
+from flowstone.state.state_dict_objects import StateDictOptimizer
 
 _NOT_FLATTENED = (
     "load into the optimizer itself, or into a state dict that is not flattened: torch cannot read a flattened one "
@@ -22,19 +22,19 @@ _NOT_FLATTENED = (
 
 def note_options(loading: Loading, optimizer: Core, absent: Sequence[str], place: Place) -> bool:
     """Note settings of the group at `place` that the checkpoint does not have. Returns whether to remove them."""
-    if isinstance(optimizer, HeldOptimizer) and optimizer.complete:
+    if isinstance(optimizer, StateDictOptimizer) and optimizer.complete:
         for key in absent:
             loading.differ("missing", f"{place.name}.{key}", "a setting", "nothing of that name")
         loading.remedies.append(_NOT_FLATTENED)
         return False
-    is_dict = isinstance(optimizer, HeldOptimizer)
+    is_dict = isinstance(optimizer, StateDictOptimizer)
     done = "removed from the state dict" if is_dict else "left as is"
     loading.notes.append(f"{place.name}: {', '.join(absent)} not in the checkpoint: {done}")
     return is_dict
 
 
 def note_slots(
-    loading: Loading, optimizer: HeldOptimizer, absent: Mapping[str, Mapping[object, object]], place: Place
+    loading: Loading, optimizer: StateDictOptimizer, absent: Mapping[str, Mapping[object, object]], place: Place
 ) -> None:
     """Note slots of a state dict that the checkpoint does not have, by parameter: they are going to be removed.
 

@@ -19,7 +19,6 @@ from flowstone.format.objects import Provided, TensorRef
 from flowstone.state import absence, tensors
 from flowstone.state.constants import constant_free
 from flowstone.state.flat import Range
-from flowstone.state.held import HeldOptimizer
 from flowstone.state.inner import Core, parts_of
 from flowstone.state.loading import Loading
 from flowstone.state.names import Place
@@ -30,6 +29,7 @@ from flowstone.state.providers import served_tensor
 from flowstone.state.records import MISSING, Phase, Shard, StoredTensor
 from flowstone.state.shards import is_dtensor
 from flowstone.state.slot_columns import SlotColumns
+from flowstone.state.state_dict_objects import StateDictOptimizer
 
 Built = Callable[[], object]
 
@@ -317,7 +317,7 @@ class Rebuild:
 
     def note_missing_slots(self) -> None:
         """Slots of a state dict that the checkpoint does not have; call it once the stored ones are requested."""
-        if not isinstance(self.optimizer, HeldOptimizer):
+        if not isinstance(self.optimizer, StateDictOptimizer):
             return
         absent: dict[str, dict[object, object]] = {}
         for member in self.view.members():

@@ -18,10 +18,10 @@ from flowstone.format.bounds import brief
 from flowstone.format.inner_objects import StoredGroup, StoredOptimizer, stored_optimizer
 from flowstone.format.objects import TensorRef
 from flowstone.log import log
-from flowstone.state.held import HeldOptimizer
 from flowstone.state.loading import Loading
 from flowstone.state.names import Place, strip_wrappers
 from flowstone.state.optimizer_view import NOT_OPTIONS, Member, OptimizerView
+from flowstone.state.state_dict_objects import StateDictOptimizer
 
 _DEPTH_MAX = 3  # containers that are searched: {"trainer": {"optimizers": [...]}}
 _ITEMS_MAX = 100  # of each container
@@ -139,7 +139,7 @@ def translate(loading: Loading, node: object, view: OptimizerView, place: Place)
     if len(members) != len(pairs) or not all(isinstance(one, dict) for key, one in slots.items() if key in members):
         loading.differ("kind", place.name, "an optimizer", "a state_dict() that numbers its parameters twice")
         return None
-    is_numbered = isinstance(view.state_owner, HeldOptimizer) and view.state_owner.numbered
+    is_numbered = isinstance(view.state_owner, StateDictOptimizer) and view.state_owner.numbered
     for number, member in () if is_numbered else pairs:
         _check_shapes(loading, slots.get(number, {}), member, place)
     how = "by order, as load_state_dict() does" if named is None else "by name"

@@ -24,9 +24,9 @@ import msgspec
 import torch
 
 from flowstone.format.inner_objects import StoredOptimizer, stored_optimizer
-from flowstone.state.held import HeldExtra, HeldModule, HeldOptimizer
 from flowstone.state.names import strip_wrappers
 from flowstone.state.optimizer_view import NOT_OPTIONS
+from flowstone.state.state_dict_objects import ExtraStateModule, StateDictModule, StateDictOptimizer
 from flowstone.state.state_dicts import is_optimizers
 
 _PACKED = frozenset({"state", "param_groups"})
@@ -37,7 +37,7 @@ _DEPTH_MAX = 8  # dicts inside of dicts that are looked into
 Dict: TypeAlias = "dict[Any, Any]"
 
 
-class Unpacked(msgspec.Struct, frozen=True):
+class UnpackedStateDict(msgspec.Struct, frozen=True):
     """State dicts as objects.
 
     state  to be saved or loaded in their place; what was not unpacked is in it as it is
@@ -52,7 +52,7 @@ class Unpacked(msgspec.Struct, frozen=True):
             step()
 
 
-def unpack(state_dict: Mapping[str, object], stored: Mapping[str, object] | None = None) -> Unpacked:
+def unpack(state_dict: Mapping[str, object], stored: Mapping[str, object] | None = None) -> UnpackedStateDict:
     """Objects that hold the tensors of `state_dict`, whose forms are above.
 
     stored  the objects of the checkpoint that is to be loaded: its optimizers give the order of parameters
@@ -60,7 +60,7 @@ def unpack(state_dict: Mapping[str, object], stored: Mapping[str, object] | None
     unpacking = _Unpacking(stored or {})
     modules = unpacking.modules(state_dict, ())
     state = unpacking.optimizers(modules, ())
-    return Unpacked(cast("dict[str, object]", state), unpacking.pack)
+    return UnpackedStateDict(cast("dict[str, object]", state), unpacking.pack)
 
 
 @dataclass(slots=True, eq=False)
@@ -101,14 +101,14 @@ class _Unpacking:
         if isinstance(original, dict):
             self.pack.append(lambda: original.update({
                 key: item for key, item in made.items()
-                if not isinstance(item, HeldModule | HeldOptimizer) and original.get(key) is not item
+                if not isinstance(item, StateDictModule | StateDictOptimizer) and original.get(key) is not item
                 and not isinstance(original.get(key), dict)
             }))
         return made
 
-    def _module(self, value: Dict, path: tuple[str, ...]) -> HeldModule:
+    def _module(self, value: Dict, path: tuple[str, ...]) -> StateDictModule:
         extras = [key for key in value if key.endswith(_EXTRA_STATE)]
-        held = HeldExtra() if _EXTRA_STATE in value else HeldModule()
+        module = ExtraStateModule() if _EXTRA_STATE in value else StateDictModule()
         by_tensor: dict[int, torch.Tensor] = {}  # tied ones stay one
         mine = self.parameters.setdefault(".".join(path), {})
         for key, item in value.items():
@@ -116,20 +116,20 @@ class _Unpacking:
                 continue
             name = strip_wrappers(key)
             if id(item) in by_tensor:
-                inside, leaf = held.inside(name)
-                inside._parameters[leaf] = cast("torch.nn.Parameter", by_tensor[id(item)])
+                owner, leaf = module.submodule(name)
+                owner._parameters[leaf] = cast("torch.nn.Parameter", by_tensor[id(item)])
             else:
-                by_tensor[id(item)] = held.hold(name, item)
+                by_tensor[id(item)] = module.put_tensor(name, item)
             mine[name] = by_tensor[id(item)]
         for key in extras:
             name = strip_wrappers(key)
             if name == _EXTRA_STATE:
-                cast("HeldExtra", held).value = value[key]
-                extra = cast("HeldExtra", held)
+                extra = cast("ExtraStateModule", module)
+                extra.value = value[key]
             else:
-                extra = held.hold_extra(name, value[key])
+                extra = module.put_extra_state(name, value[key])
             self.pack.append(partial(_put_extra, value, key, extra))
-        return held
+        return module
 
     def parameter(self, name: str, path: str, slots: Mapping[object, object]) -> tuple[torch.Tensor, bool]:
         """The parameter of a module here that an optimizer calls `name`, or else one of no module; which of both.
@@ -165,7 +165,7 @@ class _Unpacking:
         return node
 
 
-def _put_extra(value: Dict, key: str, extra: HeldExtra) -> None:
+def _put_extra(value: Dict, key: str, extra: ExtraStateModule) -> None:
     value[key] = extra.value
 
 
@@ -190,9 +190,9 @@ class _Group(msgspec.Struct, frozen=True):
     numbered: bool = False
 
 
-def _held_optimizer(
+def _state_dict_optimizer(
     unpacking: _Unpacking, groups: Sequence[_Group], slots: Mapping[object, Dict]
-) -> tuple[HeldOptimizer, list[tuple[object, torch.Tensor]]] | None:
+) -> tuple[StateDictOptimizer, list[tuple[object, torch.Tensor]]] | None:
     """An optimizer of these groups and slots, and its parameters by their keys; None where there is no parameter."""
     members: list[tuple[object, torch.Tensor]] = []
     made: list[dict[str, object]] = []
@@ -209,7 +209,7 @@ def _held_optimizer(
     if not made or len({id(parameter) for _, parameter in members}) != len(members):
         return None
     names = [one.pop("param_names", None) for one in made]  # which Optimizer takes together with tensors only
-    optimizer = HeldOptimizer(made, {})
+    optimizer = StateDictOptimizer(made, {})
     optimizer.numbered = any(group.numbered for group in groups)
     for made_group, own_names in zip(optimizer.param_groups, names, strict=True):
         if own_names is not None:
@@ -226,7 +226,7 @@ def _held_optimizer(
 def _unpack_packed(unpacking: _Unpacking, value: Dict, path: tuple[str, ...]) -> object:
     """An optimizer for what Optimizer.state_dict() or get_optimizer_state_dict() returned."""
     groups = _groups_of(value, unpacking.stored_at(path), by_order=bool(unpacking.stored_counts(path)))
-    held = None if groups is None else _held_optimizer(unpacking, groups, value["state"])
+    held = None if groups is None else _state_dict_optimizer(unpacking, groups, value["state"])
     if held is None:
         return value
     optimizer, members = held
@@ -288,7 +288,7 @@ def _unpack_flat(unpacking: _Unpacking, value: Dict, path: tuple[str, ...]) -> o
         groups = list(_by_count(options, counts))
     else:
         groups = list(_flat_groups(options, unpacking.stored_at(path)))
-    held = _held_optimizer(unpacking, groups, slots)
+    held = _state_dict_optimizer(unpacking, groups, slots)
     if held is None:
         return value
     optimizer, members = held

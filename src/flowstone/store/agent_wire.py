@@ -86,12 +86,12 @@ class RunStatus(msgspec.Struct, frozen=True):
 class Copied(msgspec.Struct, frozen=True):
     """The durable checkpoint after a flush, as its child process reports it to the agent.
 
-    left_out  why a newer checkpoint in memory is not durable; "" if this is the newest one
+    skipped_reason  why a newer checkpoint in memory is not durable; "" if this is the newest one
     """
 
     step: int
     id: str
-    left_out: str = ""
+    skipped_reason: str = ""
 
 
 class Answer(msgspec.Struct, frozen=True):

@@ -52,7 +52,7 @@ def copy_newest(source: StoreInMemory, target: Store, holder: str) -> Copied | N
         writer.sweep()
         stale = _follow_rewinds(source, target, steps[-1])
         newest = max(catalog.steps(target), default=-1)
-        left_out = ""
+        skipped_reason = ""
         for step in reversed([one for one in steps if one not in stale]):
             try:
                 made = _copied(source, target, step, newest)
@@ -61,9 +61,9 @@ def copy_newest(source: StoreInMemory, target: Store, holder: str) -> Copied | N
                     raise failure.error from failure
                 log.warning("step %d of %s is not copied: %s", step, source.location, failure.error)
                 last = failure.error
-                left_out = left_out or f"step {step} of {source.location} is damaged: {last.message}"
+                skipped_reason = skipped_reason or f"step {step} of {source.location} is damaged: {last.message}"
             else:
-                return Copied(made.step, made.id, left_out)
+                return Copied(made.step, made.id, skipped_reason)
         raise last
     finally:
         writer.give_up()

@@ -121,7 +121,7 @@ class PeerMemory(NodeMemory):
         self._next_file = 0
         self._number_on_node = 0  # of this rank
         self._draft, self._writes = "", 0  # the last one that was written into, and how often
-        self._has_met = False
+        self._has_nodes = False
         self._peers.find = self._find
         forget_in_children(self)
 
@@ -140,29 +140,29 @@ class PeerMemory(NodeMemory):
             _Introduction(place, self.run, self.replicas, self.parity, secrets.token_hex(8))
         )
 
-    def meet(self, said: Sequence[bytes], own: bytes, *, deadline_s: float = DEADLINE_S) -> None:
-        """Take what all ranks have told for the nodes of the job. Raises ArgumentError where they differ.
+    def use_addresses(self, introductions: Sequence[bytes], own: bytes, *, deadline_s: float = DEADLINE_S) -> None:
+        """Take what all ranks have introduced for the nodes of the job. Raises ArgumentError where they differ.
 
         deadline_s  that ranks wait for the slowest: one whose copies are expedited may wait for one whose are spread
         """
-        introductions = [msgspec.msgpack.decode(one, type=_Introduction) for one in said]
+        ranks = [msgspec.msgpack.decode(encoded, type=_Introduction) for encoded in introductions]
         mine = msgspec.msgpack.decode(own, type=_Introduction)
-        for rank, one in enumerate(introductions):
+        for rank, one in enumerate(ranks):
             if (one.run, one.replicas, one.parity) != (mine.run, mine.replicas, mine.parity):
                 raise ArgumentError(
                     f"rank {rank} saves to another memory of several nodes", expected=_shown(mine), found=_shown(one),
                     next="give every rank the same store",
                 )
-        before = introductions[: list(said).index(own)]
+        before = ranks[: list(introductions).index(own)]
         self._number_on_node = sum(1 for one in before if one.place.node == mine.place.node)
-        self._peers.meet(mine.place, tuple({one.place.node: one.place for one in introductions}.values()))
+        self._peers.use_nodes(mine.place, tuple({one.place.node: one.place for one in ranks}.values()))
         self._spreading = self._spreading.bounded(deadline_s / 4)
-        self._has_met = True
+        self._has_nodes = True
 
     def _find(self) -> None:
         """Outside of a job: this node, and those of `addresses`."""
         with self._guard:
-            if self._has_met:
+            if self._has_nodes:
                 return
             own = self._peers.introduce(self._keep)
             places = [own]
@@ -178,12 +178,12 @@ class PeerMemory(NodeMemory):
                 finally:
                     link.close()
             apart = {place.node or place.shown: place for place in places}
-            self._peers.meet(own, sorted(apart.values(), key=lambda place: place.shown))
-            self._has_met = True
+            self._peers.use_nodes(own, sorted(apart.values(), key=lambda place: place.shown))
+            self._has_nodes = True
 
     def absent(self) -> str:
         """Why newer checkpoints, of which some nodes know, cannot be loaded; "" if there are none."""
-        return self._peers.absent() if self._has_met else ""
+        return self._peers.absent() if self._has_nodes else ""
 
     def copies(self, step: int) -> dict[str, tuple[str, ...]]:
         """At which addresses each file of a checkpoint is; empty if that is not whole."""

@@ -45,7 +45,7 @@ class PeersTree(AgentTree):
     def __init__(self, run: str, location: str, secret: bytes, serve: Request) -> None:
         super().__init__(run, location)
         self._secret, self._serve = secret, serve
-        self.find: Callable[[], None] = lambda: None  # has the nodes meet, where no job has had them
+        self.find: Callable[[], None] = lambda: None  # calls `use_nodes`, where no job has
         self._nodes: Sequence[Node] = ()
         self.own = 0  # which of them is this one
         self._guard = RLock()  # of the nodes' connections
@@ -88,7 +88,7 @@ class PeersTree(AgentTree):
             time.sleep(0.005)
         return int(port)
 
-    def meet(self, own: Place, places: Sequence[Place]) -> None:
+    def use_nodes(self, own: Place, places: Sequence[Place]) -> None:
         """Take these for the nodes of the job, in this order."""
         with self._guard:
             for node in self._nodes:

@@ -9,41 +9,41 @@ import torch
 _RUNNING = frozenset({"running_mean", "running_var", "num_batches_tracked"})  # which every rank has its own of
 
 
-class HeldModule(torch.nn.Module):
+class StateDictModule(torch.nn.Module):
     """A module that holds given tensors under their names, and computes nothing."""
 
-    def hold(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        """Hold a tensor: as a buffer, if it is one that every rank has its own of; else as a parameter, returned."""
-        inside, leaf = self.inside(name)
+    def put_tensor(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        """Keep a tensor: as a buffer, if it is one that every rank has its own of; else as a parameter, returned."""
+        owner, leaf = self.submodule(name)
         if leaf in _RUNNING:
-            inside._buffers[leaf] = value.detach()
+            owner._buffers[leaf] = value.detach()
             return value
         # Into the table itself: register_parameter() refuses names that a module has as attributes.
-        inside._parameters[leaf] = parameter = torch.nn.Parameter(value.detach(), requires_grad=False)
+        owner._parameters[leaf] = parameter = torch.nn.Parameter(value.detach(), requires_grad=False)
         return parameter
 
-    def hold_extra(self, name: str, value: object) -> HeldExtra:
-        """Hold what a module's get_extra_state() returned. `name` ends with torch's key for that."""
-        inside, _ = self.inside(name, of=HeldExtra)
-        extra = cast("HeldExtra", inside)
+    def put_extra_state(self, name: str, value: object) -> ExtraStateModule:
+        """Keep what a module's get_extra_state() returned. `name` ends with torch's key for that."""
+        owner, _ = self.submodule(name, of=ExtraStateModule)
+        extra = cast("ExtraStateModule", owner)
         extra.value = value
         return extra
 
-    def inside(self, name: str, of: type[HeldModule] | None = None) -> tuple[HeldModule, str]:
+    def submodule(self, name: str, of: type[StateDictModule] | None = None) -> tuple[StateDictModule, str]:
         """The module that a dotted name leads to, created as an `of` if missing, and the last part of the name."""
         *path, leaf = name.split(".")
-        at = self
+        module = self
         for i, part in enumerate(path):
-            if part not in at._modules:
-                at._modules[part] = HeldModule()
+            if part not in module._modules:
+                module._modules[part] = StateDictModule()
             if of is not None and i == len(path) - 1:
-                at._modules[part] = _with_extra(cast("HeldModule", at._modules[part]))
-            at = cast("HeldModule", at._modules[part])
-        return at, leaf
+                module._modules[part] = _with_extra(cast("StateDictModule", module._modules[part]))
+            module = cast("StateDictModule", module._modules[part])
+        return module, leaf
 
 
-class HeldExtra(HeldModule):
-    """One that has extra state, too."""
+class ExtraStateModule(StateDictModule):
+    """A module of a state dict that has extra state, too."""
 
     value: object = None
 
@@ -54,13 +54,13 @@ class HeldExtra(HeldModule):
         self.value = state
 
 
-def _with_extra(module: HeldModule) -> HeldExtra:
-    made = HeldExtra()
+def _with_extra(module: StateDictModule) -> ExtraStateModule:
+    made = ExtraStateModule()
     made._parameters, made._buffers, made._modules = module._parameters, module._buffers, module._modules
     return made
 
 
-class HeldOptimizer(torch.optim.Optimizer):
+class StateDictOptimizer(torch.optim.Optimizer):
     """An optimizer that holds given slots, and takes no step.
 
     complete  torch cannot read its state dict back without all entries, so that a checkpoint which lacks one does not

@@ -1,4 +1,4 @@
-"""The nodes of a job find each other, where its memory is one store: by the ranks' own agreement, no collective."""
+"""The nodes of a job exchange addresses, where their memory is one store: in the ranks' agreement, no collective."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from flowstone.store.base import Store
 
 
 @runtime_checkable
-class Meets(Store, Protocol):
+class MultiNodeStore(Store, Protocol):
     """A store whose parts on several nodes have to know each other (store/peers/store.py)."""
 
     def introduce(self) -> bytes:
-        """What this rank tells the others."""
+        """This rank's address and settings, for the others."""
 
-    def meet(self, said: Sequence[bytes], own: bytes, *, deadline_s: float) -> None:
-        """Take what all ranks have told, in their order, for the nodes of the job.
+    def use_addresses(self, introductions: Sequence[bytes], own: bytes, *, deadline_s: float) -> None:
+        """Take what all ranks have introduced, in their order, for the nodes of the job.
 
         deadline_s  that ranks wait for the slowest of them
         """
@@ -32,8 +32,8 @@ class Meets(Store, Protocol):
         """Why newer checkpoints, of which some nodes know, cannot be loaded; "" if there are none."""
 
 
-class Meeting:
-    """The meeting of all ranks' parts of those stores that are on several nodes.
+class MultiNodeStores:
+    """Those stores of a Checkpointer that are on several nodes.
 
     Made before the other ranks wait for this one: to introduce itself, a store may have processes to start.
     """
@@ -41,18 +41,18 @@ class Meeting:
     def __init__(
         self, stores: Sequence[Store], leave_out: Callable[[Sequence[tuple[Store, FlowstoneError]]], Store] | None
     ) -> None:
-        """See `shared.meeting_of`."""
+        """See `shared.address_exchange`."""
         self._first, self._leave_out = stores[0], leave_out
-        self._said: list[tuple[Meets, str, bytes | Exception]] = []
+        self._introductions: list[tuple[MultiNodeStore, str, bytes | Exception]] = []
         for store in stores:
-            if isinstance(store, Meets):
+            if isinstance(store, MultiNodeStore):
                 try:
-                    self._said.append((store, store.location, store.introduce()))
+                    self._introductions.append((store, store.location, store.introduce()))
                 except Exception as error:
-                    self._said.append((store, store.location, error))  # the other ranks are told, too
+                    self._introductions.append((store, store.location, error))  # the other ranks raise, too
 
-    def hold(self, group: RankGroup) -> Store:
-        """Every rank calls this, with the same stores. Blocks. A group of one has no one to meet.
+    def exchange_addresses(self, group: RankGroup) -> Store:
+        """Exchange the addresses of all ranks: each calls this, with the same stores. Blocks; not in a group of one.
 
         returns the store that takes the saves: of several tiers, those that do not answer are left out, on all ranks
 
@@ -60,7 +60,7 @@ class Meeting:
         """
         lost: list[tuple[Store, FlowstoneError]] = []
         try:
-            for store, location, own in self._said:
+            for store, location, own in self._introductions:
                 if group.size == 1 and not isinstance(own, Exception):
                     continue  # the store looks for other nodes by itself
                 try:
@@ -71,7 +71,8 @@ class Meeting:
                     lost.append((store, error))
                     continue
                 assert isinstance(own, bytes), "an error was raised"
-                store.meet(msgspec.msgpack.decode(told, type=list[bytes]), own, deadline_s=group.deadline_s)
+                introductions = msgspec.msgpack.decode(told, type=list[bytes])
+                store.use_addresses(introductions, own, deadline_s=group.deadline_s)
             return self._leave_out(lost) if lost and self._leave_out is not None else self._first
         except BaseException:
             group.abandon()

@@ -290,6 +290,37 @@ def test_a_power_loss_may_tear_any_of_the_last_frames_and_what_is_before_that_is
     assert same(bits(other), bits(again))
 
 
+def test_a_journal_that_is_being_made_is_not_removed_by_a_later_whole_save(
+    tmp_path: Path, store: HeldStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training, events, is_late, committed = Training(), list[fs.Event](), False, threading.Event()
+
+    def on_event(event: fs.Event) -> None:
+        events.append(event)
+        if isinstance(event, fs.Committed) and event.step == 3:
+            committed.set()
+
+    with fs.Checkpointer(tmp_path, every_step=True, lag_steps=4, keep=2, on_event=on_event) as checkpointer:
+        monkeypatch.setattr(checkpointer._saves, "_is_late", lambda: is_late)
+        steps(checkpointer, training, 1).committed.result()
+        with store.held():
+            steps(checkpointer, training, 2)
+            assert store.asked.wait(PATIENCE_S), "its directory is there, and not yet durable"
+            is_late = True
+            steps(checkpointer, training, 3)
+            is_late = False
+            assert committed.wait(PATIENCE_S)
+            deadline = time.monotonic() + 0.5  # in which retention would remove it
+            while list(tmp_path.glob("journal-00000001-*")) and time.monotonic() < deadline:
+                time.sleep(0.001)
+        checkpointer.wait()
+        steps(checkpointer, training, 4)
+    assert of(events, fs.SaveFailed) == []
+    assert of(events, fs.Journaled) == [2, 3, 4]
+    assert not list(tmp_path.glob("journal-00000001-*")), "then it goes"
+    assert loaded(tmp_path, {})[1].step == 4
+
+
 KILLED_STEPS = 200  # four kills come long before the last one, however late this process is
 
 _KILLED = """

@@ -66,8 +66,7 @@ class EveryStep:
         self._ranks = JournalRanks(shared) if shared.group.size > 1 else None
         self._wholes = WholeSaves()
         self._journaling = Journaling(shared, self._ranks, options.lag_steps, saves.captures)
-        if self._ranks is not None:  # other ranks' frames may still be on their way into the journals to be removed
-            saves.before_journals_go(self._journaling.await_durable)
+        saves.before_journals_go(self._journaling.await_durable)  # frames may still be on their way into those
         saves.before_files_go(self._journaling.await_durable)  # the sync of a frame would wait for what is freed
         self._recorder = StepRecorder(self._before_step)
         self._records = InFlight(  # of the journal

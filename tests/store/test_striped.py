@@ -300,6 +300,23 @@ def test_a_directory_that_was_mounted_and_is_empty_now_gets_nothing(
     assert loads(two.first, 2) == 2
 
 
+def test_a_first_path_that_is_not_mounted_is_no_first_start(two: Two) -> None:
+    saved(two.store(), 1)
+    away = two.first.rename(two.first.with_name("away"))
+    two.first.mkdir()
+    with fs.Checkpointer(fs.Striped([two.first, two.second])) as checkpointer:
+        for ask in (
+            checkpointer.latest, lambda: checkpointer.load(state(0)), lambda: checkpointer.save(2, state(2)),
+            checkpointer.latest,
+        ):
+            with pytest.raises(StorageError, match=f"{two.first}, the first path .* is not there"):
+                ask()
+    assert [one.name for one in two.first.iterdir()] == ["flowstone.lock"], "of the save"
+    shutil.rmtree(two.first)
+    away.rename(two.first)
+    assert loads(two.first, 1) == 1
+
+
 def test_copies_of_one_path_alone_say_what_is_missing(two: Two, tmp_path: Path) -> None:
     saved(two.store(), 1)
     copy = tmp_path / "step-00000001"

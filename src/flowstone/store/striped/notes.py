@@ -13,6 +13,7 @@ from flowstone.errors import ArgumentError, StorageError
 from flowstone.format.manifest import MARKER_NAME, decode_marker
 from flowstone.log import log
 from flowstone.store.base import Store, place_of
+from flowstone.store.lock import LOCK_NAME
 from flowstone.store.striped import records
 from flowstone.store.striped.path import StripedPath
 
@@ -53,6 +54,11 @@ def identity_of(first: Store) -> str | None:
     return decode_marker(first.read(MARKER_NAME), path=f"{first.location}/{MARKER_NAME}").store
 
 
+def is_bare(names: set[str]) -> bool:
+    """Whether the root of a first path has nothing of a store: a save that was refused leaves its lock's file."""
+    return names <= {LOCK_NAME}
+
+
 def own_note(first: Store, store: Store, identity: str | None) -> records.PathNote | None:
     """What a path says of itself; None if it says nothing, or cannot be asked now."""
     try:
@@ -67,7 +73,13 @@ def own_note(first: Store, store: Store, identity: str | None) -> records.PathNo
     except StorageError as error:
         log.warning("%s cannot be asked what it is: %s", store.location, error)
         return None
-    if note.store != (identity or identity_of(first)):  # another rank may have made the store meanwhile
+    known = identity or identity_of(first)  # another rank may have made the store meanwhile
+    if known is None and note.location == first.location:
+        raise StorageError(
+            f"{first.location}, the first path of the store whose path {note.path} is {store.location}, is not there",
+            errno=errno.ENODEV, missing=MARKER_NAME, next="mount it; to begin anew, give other directories",
+        )
+    if note.store != known:
         raise ArgumentError(
             f"{store.location} holds segments of another store", found=f"path {note.path} of {note.location}",
             next="give another directory for that path, or the first path of that store",

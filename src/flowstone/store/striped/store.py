@@ -63,8 +63,7 @@ class StripedStore:
         self._directories: dict[str, tuple[str | None, str]] = {}  # of checkpoints: the manifest's stamp, the segments'
         self._unsynced: dict[str, set[int]] = {}  # of drafts: paths with new names
         self._engines: dict[tuple[int, ...], tuple[_native.Engine, tuple[_native.Engine, ...]]] = {}
-        self._is_noted = False
-        self._guard = Lock()  # of the engines
+        self._is_noted, self._guard = False, Lock()  # the lock is of the engines
         forget_in_children(self)
 
     @property
@@ -209,8 +208,9 @@ class StripedStore:
 
     def names(self, path: str = "") -> tuple[str, ...]:
         found = set(self._first.names(path))
-        segments = self.segments_of(path) if path else None
-        if segments is not None:
+        if not path and notes.is_bare(found):
+            self._numbered()  # a further path may know that this one is not mounted
+        if path and (segments := self.segments_of(path)) is not None:
             for number, one in self.paths().items():
                 found |= set(one.store.names(segments)) if number else set()
         return tuple(sorted(found))

@@ -23,6 +23,7 @@ from flowstone.plan.match import (
     rename,
     renamed,
     section_of,
+    stored_equal,
 )
 from flowstone.rules import Cast, Init, Rename, Rule, Skip
 from flowstone.stage.overlap import LoadTargets, candidates
@@ -136,6 +137,7 @@ def _stored_as(arrangement: Arrangement, stored: Stored) -> Stored:
     return replace(
         stored, tensors=_Tensors(arrangement.tensors, arrangement.names), rename=rename, moved=arrangement.moved,
         tied={name: target for name, target in tied.items() if name != target},
+        equal=partial(stored_equal, arrangement, arrangement.names),
     )
 
 
@@ -251,6 +253,6 @@ def _stored(checkpoint: Checkpoint, names: Mapping[str, int], rules: Sequence[Ru
         tensors=_Tensors(index.tensors, names), objects=content.replicated,
         per_rank={section: values[rank % len(values)] for section, values in content.per_rank.items() if values},
         by_rank=content.per_rank,
-        rename=partial(rename, rules=rules), tied=tied,
+        rename=partial(rename, rules=rules), tied=tied, equal=partial(stored_equal, index, names),
         may_be_left=partial(allowed, rules, Skip), may_be_absent=partial(allowed, rules, Init),
     )

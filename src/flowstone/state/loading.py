@@ -20,7 +20,7 @@ from flowstone.state.parameters import Parameters
 from flowstone.state.records import MISSING, Difference, DifferenceKind, IndirectTarget, Phase, Shard, Stored
 from flowstone.state.scan import Scan
 from flowstone.state.sink import Role, Sink
-from flowstone.table.pieces import Layout, Places
+from flowstone.table.pieces import Alias, Layout, Places
 
 Replacement = Callable[[], object]
 """Makes the value that replaces another one in its container, once all bytes are in place."""
@@ -88,12 +88,17 @@ class Loading:
     def check_once(self, value: object, node: object, place: Place) -> None:
         """Check that an object at two places of the state was saved with the same value at both: it can take only one.
         """
+        first = self.first_unlike(value, node, place)
+        if first is not None:
+            self.differ("kind", place.name, f"as in '{first.name}', which is the same object", "another value")
+
+    def first_unlike(self, value: object, node: object, place: Place) -> Place | None:
+        """The first place of an object, if it was saved with another value there; tensors do not count."""
         first = self._places.setdefault(id(value), (place, node))
         if first[0] is place or node is MISSING or first[1] is MISSING:
-            return
+            return None
         mine, theirs = (objects.encode(without_tensors(one), place.name) for one in (node, first[1]))
-        if mine != theirs:
-            self.differ("kind", place.name, f"as in '{first[0].name}', which is the same object", "another value")
+        return None if mine == theirs else first[0]
 
     def want(self, place: Place, made: torch.Tensor | np.ndarray) -> None:
         """Request memory that the library has allocated."""
@@ -134,9 +139,14 @@ class Loading:
         self.written += values
         self.sink.enter_all(place, keys, names, values)
 
-    def close(self) -> tuple[Layout, Places, Mapping[int, IndirectTarget]]:
+    def close(
+        self, untie: Callable[[Sequence[Alias]], Sequence[int]]
+    ) -> tuple[Layout, Places, Mapping[int, IndirectTarget]]:
         """The requested pieces and memory, once all are known, and the memory of pieces that is set later: of lazily
         negated or conjugated tensors, and of arrays that run backwards.
+
+        untie  requests memory of its own for aliases that are stored with other values than their targets, as far as
+               the state may have it; returns their positions in the sink
         """
         columns = self.sink.look(hold=False)
         apart, indirect = {}, dict(self._indirect)
@@ -149,6 +159,11 @@ class Loading:
                 apart[position] = tensors.memory_of(aside)
                 indirect[position] = IndirectTarget(memory, tensor.is_conj(), tensor.is_neg())
         layout, places, of_entry = self.sink.close(columns, apart)
+        unlike = [alias for alias in layout.aliases if not self.stored.equal(alias.name, alias.target)]
+        untied = untie(unlike) if unlike else ()
+        if untied:
+            apart = {position: memory for position, memory in apart.items() if position not in untied}
+            layout, places, of_entry = self.sink.close(self.sink.look(hold=False), apart)
         return layout, places, {int(of_entry[position]): one for position, one in indirect.items()}
 
     def into_array(

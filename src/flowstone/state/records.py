@@ -172,6 +172,7 @@ class Stored(msgspec.Struct, frozen=True):
     rename    stored tensor name -> name after the rename rules
     tied      alias -> the name with which it shares memory, both after renames; so that new containers share what
               was shared
+    equal     whether two names are known to have the same stored bytes; True also where one is not stored
     by_rank   as `per_rank`, for every rank that saved
     moved     stored tensor name -> the names of what rules make of it; none: the one that `rename` gives
     may_be_left    whether a rule lets the state not have an entry of that name
@@ -183,6 +184,7 @@ class Stored(msgspec.Struct, frozen=True):
     per_rank: Mapping[str, object] = msgspec.field(default_factory=dict)
     rename: Callable[[str], str] = _same
     tied: Mapping[str, str] = msgspec.field(default_factory=dict)
+    equal: Callable[[str, str], bool] = lambda *_: True
     by_rank: Mapping[str, Sequence[object]] = msgspec.field(default_factory=dict)
     moved: Callable[[str], Sequence[str]] = _nowhere
     may_be_left: Callable[[str], bool] = _never

@@ -43,8 +43,8 @@ class Restoration:
     remedies        how to resolve differences with a known cause
     """
 
-    def __init__(self, loading: Loading, sections: tuple[str, ...]) -> None:
-        layout, places, indirect = loading.close()
+    def __init__(self, loading: Loading, sections: tuple[str, ...], state: Mapping[str, object]) -> None:
+        layout, places, indirect = loading.close(lambda aliases: _untie(state, loading, aliases))
         self.pieces: Pieces = layout.pieces
         self.places: Places = places
         self.indirect: Mapping[int, IndirectTarget] = indirect
@@ -93,7 +93,7 @@ def prepare(state: Mapping[str, object], stored: Stored, *, rank: int = 0, ranks
     loading = Loading(scan(state, rank), stored)
     _set_walks(loading)
     with_classes_of(state, lambda: _plan(state, loading, rank, ranks))
-    return Restoration(loading, sections)
+    return Restoration(loading, sections, state)
 
 
 def _plan(state: Mapping[str, object], loading: Loading, rank: int, ranks: int) -> None:
@@ -102,6 +102,12 @@ def _plan(state: Mapping[str, object], loading: Loading, rank: int, ranks: int) 
             _per_rank(loading, section, value, rank, ranks)
         else:
             _section(loading, section, value, state)
+
+
+def _untie(state: Mapping[str, object], loading: Loading, aliases: Sequence[Alias]) -> Sequence[int]:
+    from flowstone.state.untie import untie  # imported here: few states have such entries
+
+    return untie(state, loading, aliases)
 
 
 def _set_walks(loading: Loading) -> None:

@@ -73,7 +73,7 @@ class _Unpacking:
 
     def modules(self, value: object, path: tuple[str, ...]) -> object:
         """`value` with modules for their state dicts; the same object, if there is none."""
-        if path and _is_module(value):
+        if path and is_module(value):
             return self._module(cast("Dict", value), path)
         if is_optimizers(value):  # its slots are dicts of tensors, too
             return value
@@ -97,13 +97,11 @@ class _Unpacking:
         made = {key: walk(item, (*path, key)) for key, item in value.items()}
         if path and all(made[key] is item for key, item in value.items()):
             return value
-        original = value
+        original, before = value, dict(made)
         if isinstance(original, dict):
-            self.pack.append(lambda: original.update({
-                key: item for key, item in made.items()
-                if not isinstance(item, StateDictModule | StateDictOptimizer) and original.get(key) is not item
-                and not isinstance(original.get(key), dict)
-            }))
+            self.pack.append(lambda: original.update(
+                {key: item for key, item in made.items() if item is not before[key]}  # replaced by the load
+            ))
         return made
 
     def _module(self, value: Dict, path: tuple[str, ...]) -> StateDictModule:
@@ -169,7 +167,7 @@ def _put_extra(value: Dict, key: str, extra: ExtraStateModule) -> None:
     value[key] = extra.value
 
 
-def _is_module(value: object) -> bool:
+def is_module(value: object) -> bool:
     """Whether it is a module's state dict: tensors by name, and extra state."""
     if not isinstance(value, dict) or not value or not all(type(key) is str and key for key in value):
         return False
@@ -369,6 +367,11 @@ def _alike(one: Mapping[str, object], other: Mapping[str, object]) -> bool:
                                and bool(item == other[key]))
         for key, item in one.items()
     )
+
+
+def is_optimizer(value: object) -> bool:
+    """Whether it is an optimizer's state dict, of any form."""
+    return _form_of(value) is not None or is_optimizers(value)
 
 
 def _form_of(value: object) -> Callable[[_Unpacking, Dict, tuple[str, ...]], object] | None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import msgspec
 import torch
+from msgspec.structs import replace
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
 from flowstone.checkpoint import Checkpoint, no_tensor
@@ -14,18 +17,20 @@ from flowstone.stage.overlap import LoadTargets, candidates
 from flowstone.stage.read_pieces import read_pieces
 from flowstone.stage.shared_memory import refuse_conflicts
 from flowstone.state import tensors
+from flowstone.state.untie import Keys, ReplaceableEntries, new_memory
 from flowstone.table.box import Box
 from flowstone.table.pieces import Memory, Piece, Pieces, Places
 
 
 class _Wanted(msgspec.Struct, frozen=True, eq=False):
-    """One read item, and the tensor that it fills."""
+    """One read item, and the tensor that it fills. `replaces`: the entry of the state that the tensor is then."""
 
     item: ReadItem
     target: torch.Tensor
     piece: Piece
     memory: Memory
     row: int
+    replaces: tuple[ReplaceableEntries, Keys] | None = None
 
 
 class Stored(msgspec.Struct, frozen=True, eq=False):
@@ -41,9 +46,14 @@ def read_tensors(stored: Stored, items: Sequence[ReadItem], planner: LoadPlanner
     raises  DamagedError, which names what has changed; NoTensorError, MismatchError before anything has
     """
     wanted = [_wanted(stored, item, planner) for item in items]
+    unlike = _tied_unlike(stored, wanted)
+    if unlike and isinstance(planner, DefaultLoadPlanner):
+        wanted = _untie(planner, wanted, unlike)
     _fill(stored.checkpoint, [one for one in wanted if one.piece.box.elements])
     for one in wanted:
         planner.commit_tensor(one.item, one.target)
+        if one.replaces is not None:
+            one.replaces[0].put(one.replaces[1], one.target)
 
 
 def _wanted(stored: Stored, item: ReadItem, planner: LoadPlanner) -> _Wanted:
@@ -62,6 +72,34 @@ def _wanted(stored: Stored, item: ReadItem, planner: LoadPlanner) -> _Wanted:
             f"{tuple(target.shape)}", next="correct the planner, or the shape of that tensor",
         )
     return _Wanted(item, target, Piece(name, dtype, shape, box), tensors.memory_of(target), row)
+
+
+def _tied_unlike(stored: Stored, wanted: Sequence[_Wanted]) -> list[int]:
+    """Positions of the items that fill the same memory as an earlier one, with other stored values."""
+    first: dict[object, int] = {}
+    unlike: list[int] = []
+    for at, one in enumerate(wanted):
+        memory = one.memory
+        identity = memory.address, memory.shape, memory.strides_bytes, memory.device, one.target.dtype
+        row = first.setdefault(identity, one.row)
+        if row != one.row and one.piece.box.elements and not stored.checkpoint.index.equal(row, one.row):
+            unlike.append(at)
+    return unlike
+
+
+def _untie(planner: DefaultLoadPlanner, wanted: Sequence[_Wanted], unlike: Sequence[int]) -> list[_Wanted]:
+    """The same, with memory of their own for those that can be replaced in the planner's state."""
+    entries, found = ReplaceableEntries(planner.original_state_dict), list(wanted)
+    names = [one.item.dest_index.fqn for one in wanted]
+    keys = [planner.mappings.get(name, (name,)) for name in names]
+    replaceable = entries.among(zip(keys, [one.target for one in wanted], strict=True))
+    items = Counter(names)
+    for at in unlike:
+        one = wanted[at]
+        if keys[at] in replaceable and items[names[at]] == 1:  # no part of a tensor
+            target = new_memory(one.target)
+            found[at] = replace(one, target=target, memory=tensors.memory_of(target), replaces=(entries, keys[at]))
+    return found
 
 
 def _fill(checkpoint: Checkpoint, wanted: Sequence[_Wanted]) -> None:

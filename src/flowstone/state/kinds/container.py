@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -80,12 +81,16 @@ class Container(Kind):
         return plain.restore(value, node, place, loading)
 
     def _item_by_item(self, value: object, node: object, place: Place, loading: Loading) -> Replacement | None:
-        """Restore a container with something to write in place: its keys must match."""
+        """Restore a container with something to write in place: its keys must match.
+
+        One at two places that was saved with two values becomes two.
+        """
         mapping = isinstance(value, dict)
         if state_dicts.is_optimizers(value) and state_dicts.is_lost_on(loading, value, node, place):
             return None
-        if type(value) is not tuple:
-            loading.check_once(value, node, place)
+        own = None
+        if type(value) is not tuple and loading.first_unlike(value, node, place) is not None:
+            own = value = copy.copy(value)
         if node is not MISSING and (type(node) not in _TYPES or isinstance(node, dict) != mapping):
             loading.differ("kind", place.name, kind_of(value), kind_of(node))
             return None
@@ -108,7 +113,7 @@ class Container(Kind):
             return partial(_rebuilt, value, replaced) if replaced else None
         for key, replacement in replaced.items():
             loading.later(Phase.VALUES, partial(_replace, cast("dict[object, object]", value), key, replacement))
-        return None
+        return None if own is None else lambda: own
 
 
 def _references(

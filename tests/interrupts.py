@@ -12,7 +12,9 @@ from types import FrameType
 from typing import Any, TypeVar
 
 _Result = TypeVar("_Result")
-_POP_EXCEPT = dis.opmap["POP_EXCEPT"]
+_QUIET = {dis.opmap["POP_EXCEPT"], dis.opmap["NOP"]}
+_END_OF_WITH = [dis.opmap[name] for name in ("LOAD_CONST", "LOAD_CONST", "LOAD_CONST", "PRECALL", "CALL")]
+_SWAP, _CACHE = dis.opmap["SWAP"], dis.opmap["CACHE"]
 _STANDARD = os.path.dirname(os.__file__)
 
 
@@ -25,8 +27,9 @@ def struck(act: Callable[[], _Result], line: int, *, of: Collection[str] = (), o
 
     Not inside of the standard library, whose own locks do not survive that; nor where a handled exception is let go of:
     if a trace function raises there, CPython 3.11 keeps that exception, with all frames of its traceback, as the one
-    that the thread handles. No signal's handler runs there. Nor in what the collector calls, such as Hypothesis' clock
-    of it: an exception is lost there.
+    that the thread handles. Nor between `with` and its block, and between that block and what ends it: a lock would
+    stay locked. No signal's handler runs at these places. Nor in what the collector calls, such as Hypothesis' clock of
+    it: an exception is lost there.
 
     of       counted in files of these names alone
     opcodes  between any two instructions, instead of lines
@@ -45,7 +48,7 @@ def struck(act: Callable[[], _Result], line: int, *, of: Collection[str] = (), o
         frame.f_trace_opcodes = opcodes
         if event in instants:
             left -= 1
-            if left <= 0 and frame.f_code.co_code[frame.f_lasti] != _POP_EXCEPT:
+            if left <= 0 and not _is_quiet(frame):
                 sys.settrace(None)
                 raise Struck(f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}")
         return trace
@@ -55,6 +58,17 @@ def struck(act: Callable[[], _Result], line: int, *, of: Collection[str] = (), o
         return act()
     finally:
         sys.settrace(None)
+
+
+def _is_quiet(frame: FrameType) -> bool:
+    """Whether no signal's handler runs before the instruction that comes next."""
+    code, at = frame.f_code.co_code, frame.f_lasti
+    if code[at] in _QUIET:
+        return True
+    if code[at] == _SWAP:  # what the block returns
+        at += 2
+    following = [op for op in code[at : at + 20 : 2] if op != _CACHE]
+    return following[: len(_END_OF_WITH)] == _END_OF_WITH
 
 
 def alarmed(act: Callable[[], _Result], delay_s: float) -> _Result:

@@ -21,11 +21,11 @@ from typer.testing import CliRunner
 
 import flowstone as fs
 from flowstone import _native, cli
-from flowstone.collapse_events import PagesCollapsed
 from flowstone.config import MIB
 from flowstone.events import Captured, Event, Prepared
 from flowstone.pipeline.pacing import Captures
 from flowstone.pipeline.save import Saves
+from flowstone.save_events import PagesCollapsed
 from flowstone.store.base import Pace
 
 REFUSAL = _native.collapse_refusal()

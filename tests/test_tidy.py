@@ -18,7 +18,7 @@ PACKAGE = SRC / "flowstone"
 
 # Layer -> what it may import of ours. A layer is a module or a package of src/flowstone.
 _BASE = {
-    "config", "errors", "events", "collapse_events", "journal_events", "tier_events", "table", "trace", "quantize",
+    "config", "errors", "events", "save_events", "journal_events", "tier_events", "table", "trace", "quantize",
     "rules", "layout_rules", "log", "_version", "state_replica",
 }
 MAY_IMPORT: dict[str, set[str]] = {
@@ -28,7 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "log": set(),  # lines of the log, from any thread
     "events": set(),
     "journal_events": set(),
-    "collapse_events": set(),
+    "save_events": set(),
     "tier_events": set(),
     "trace": {"errors", "_native"},  # the types of what the engine hands over
     "table": {"config", "errors"},  # the length of a chunk

@@ -45,7 +45,6 @@ from flowstone.events import (
     BuffersFromOneRank,
     Captured,
     Committed,
-    Compressed,
     Event,
     FellBack,
     Fenced,
@@ -66,7 +65,6 @@ if TYPE_CHECKING:
     from flowstone.checkpoint import Checkpoint, StoredTensor
     from flowstone.checkpoint import open_checkpoint as open
     from flowstone.checkpointer import Checkpointer
-    from flowstone.collapse_events import PagesCollapsed
     from flowstone.convert.diff import DiffReport, TensorDiff, ValueDiff, diff
     from flowstone.convert.export import ExportReport, export
     from flowstone.convert.importing import ImportReport, import_checkpoint
@@ -91,6 +89,7 @@ if TYPE_CHECKING:
     from flowstone.pipeline.futures import Save
     from flowstone.pipeline.load_outcome import LoadReport, Replay
     from flowstone.quantize import Quantize
+    from flowstone.save_events import Compressed, PagesCollapsed
     from flowstone.state import (
         Flat,
         ObjectPart,
@@ -168,7 +167,8 @@ _LATER = {
     "Registration": "flowstone.state",
     "Shard": "flowstone.state",
     "Source": "flowstone.pipeline.explain",
-    "PagesCollapsed": "flowstone.collapse_events",
+    "Compressed": "flowstone.save_events",
+    "PagesCollapsed": "flowstone.save_events",
     "StoredTensor": "flowstone.checkpoint",
     "Span": "flowstone.trace",
     "Trace": "flowstone.trace",

@@ -7,8 +7,8 @@ cannot break a save.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 
@@ -88,25 +88,6 @@ class Written:
     step: int
     copied_bytes: int
     seconds: float  # since `save` was called
-
-
-@dataclass(frozen=True, slots=True)
-class Compressed:
-    """What a save with `EngineOptions.compress`, or with `rules` that quantize, has encoded; of this rank.
-
-    data_bytes    of the encoded chunks that an earlier checkpoint does not have; 0: nothing was encoded
-    stored_bytes  of those in files
-    seconds       of the engine's threads together
-    why           it encoded what it did, for people; `flowstone show` tells the same
-    codecs        `data_bytes` and `stored_bytes` by codec; "raw": of chunks that encoding does not make shorter
-    """
-
-    step: int
-    data_bytes: int
-    stored_bytes: int
-    seconds: float
-    why: str = ""
-    codecs: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,12 +178,13 @@ class LeftAlone:
 
 
 if TYPE_CHECKING:
-    from flowstone.collapse_events import PagesCollapsed
     from flowstone.journal_events import JournalEvent
+    from flowstone.save_events import Compressed, PagesCollapsed
     from flowstone.state_replica import ReplicaEvent
     from flowstone.tier_events import TierEvent
 else:
-    PagesCollapsed = JournalEvent = ReplicaEvent = TierEvent = LeftAlone  # imported at first use: few emit any
+    # Imported at first use: few emit any.
+    Compressed = PagesCollapsed = JournalEvent = ReplicaEvent = TierEvent = LeftAlone
 
 Event = (
     Prepared | SaveStarted | Captured | PagesCollapsed | Fenced | Written | Compressed | BuffersFromOneRank | Committed

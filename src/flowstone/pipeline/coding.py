@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 
 from flowstone import _native
 from flowstone.config import Compress
-from flowstone.events import Compressed
 from flowstone.format.codec import CODECS, QUANTIZED_ELEMENTS
 from flowstone.pipeline.coding_costs import Costs, costs_of, encoding_s, new_bytes, of_pieces, trial_per_copy
 from flowstone.pipeline.deriving import Deriving
 from flowstone.pipeline.messages import Assignment
 from flowstone.plan.write import Coded, Derived, WritePlan
 from flowstone.quantize import Quantize
+from flowstone.save_events import Compressed
 from flowstone.store.base import Receipt
 from flowstone.table.chunks import Chunks, distinct
 from flowstone.table.dtype import DType

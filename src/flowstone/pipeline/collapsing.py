@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flowstone import _native
-from flowstone.collapse_events import PagesCollapsed
 from flowstone.config import COLLAPSE_BYTES_MIN, COLLAPSE_SHARE, COLLAPSE_SKIPS_MAX, EngineOptions
 from flowstone.events import Event
 from flowstone.pipeline.futures import Save
+from flowstone.save_events import PagesCollapsed
 from flowstone.state import Described
 from flowstone.table.pieces import Places
 

@@ -270,5 +270,5 @@ def save_in_a_forward(trainer: Trainer, chance: Random) -> None:
         found = trainer.job.model(numbers)
         hook.remove()
         trainer.job.model.train()
-    if not torch.equal(found, expected):
+    if not ((found == expected) | (found.isnan() & expected.isnan())).all():
         trainer.problem("a forward pass is another one where a thread saves meanwhile")

@@ -170,6 +170,49 @@ def test_memory_of_modules_and_slots_cannot_hold_two_values(
     assert torch.equal(model["weight"], before)
 
 
+def _journaled(store: Path, target: Dicts) -> Dicts:
+    """Steps of which the full one has equal values, and the last has others; loaded into `target`, beside a model.
+    """
+    torch.manual_seed(1)
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    objects: Dicts = {"model": model, "optimizer": optimizer}
+    first, second = torch.ones(3), torch.ones(3)
+    with fs.Checkpointer(store, every_step=True) as checkpointer:
+        for step in range(1, 5):
+            model(torch.ones(1, 8)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            second += step - 1
+            state = {**objects, **_like(target, iter([first, second]))}
+            checkpointer.save(step, state).committed.result()
+    assert len(list(store.glob("step-*"))) == 1, "the rest is in a journal"
+    with fs.Checkpointer(store, every_step=True) as checkpointer:
+        state = {**objects, **target}
+        assert checkpointer.load(state).step == 4
+    return state
+
+
+def _like(value: Any, tensors: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _like(item, tensors) for key, item in value.items()}
+    return [_like(item, tensors) for item in value] if isinstance(value, list) else (
+        next(tensors) if isinstance(value, torch.Tensor) else value
+    )
+
+
+def test_what_differs_only_in_the_journal_gets_memory_of_its_own(store: Path) -> None:
+    one = torch.zeros(3)
+    state = _journaled(store, {"s": {"n": 1, "a": [one], "b": [one]}})
+    assert (state["s"]["a"][0].tolist(), state["s"]["b"][0].tolist()) == ([1.0] * 3, [7.0] * 3)
+
+
+def test_memory_that_cannot_hold_both_values_of_a_journal_is_refused(store: Path) -> None:
+    one = torch.zeros(3)
+    with pytest.raises(fs.MismatchError, match=r"'s\.b' shares memory with 's\.a', and their values at step 4 differ"):
+        _journaled(store, {"s": {"a": one, "b": one}})
+
+
 def test_a_load_says_what_has_memory_of_its_own_now(store: Path) -> None:
     one = torch.zeros(2)
     target: Dicts = {"s": {"n": 0, "a": [one], "b": [one]}}

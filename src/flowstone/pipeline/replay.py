@@ -13,6 +13,7 @@ import mmap
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, cast
 
@@ -24,7 +25,7 @@ from flowstone.commit import journals
 from flowstone.commit.entries import journal_file
 from flowstone.commit.journals import Chain, FramePlace, Part
 from flowstone.commit.manifests import inside
-from flowstone.errors import DamagedError, ReplayError
+from flowstone.errors import DamagedError, MismatchError, ReplayError
 from flowstone.format import objects
 from flowstone.format.digest import digest
 from flowstone.format.journal import CompressedRow, Opening, OptimizerRow, StepRow, TensorRow, decode_document
@@ -41,7 +42,7 @@ from flowstone.store.appends import Appends
 from flowstone.store.base import Store
 
 if TYPE_CHECKING:
-    from flowstone.state import Described, Restoration
+    from flowstone.state import Described, Restoration, Stored
 
 
 class UnfitError(Exception):
@@ -407,8 +408,15 @@ def restore_rest(
         stored,
         objects={name: one for name, one in {**stored.objects, **replicated}.items() if name not in left_out},
         per_rank={name: one for name, one in {**stored.per_rank, **per_rank}.items() if name not in left_out},
+        equal=partial(_equal_now, stored, done.values),
     )
     restoration = prepare(state, stored, rank=rank)
+    for alias in restoration.aliases:
+        if not stored.equal(alias.name, alias.target):
+            raise MismatchError(
+                f"'{alias.name}' shares memory with '{alias.target}', and their values at step {done.step} differ",
+                next="give it its own memory (clone()), and load again",
+            )
     for one in restoration.differences:
         if is_of(one.name, left_out):
             continue
@@ -418,6 +426,18 @@ def restore_rest(
         )
     _fill(restoration, describe(state, rank=rank), done, checkpoint)
     restoration.finish()
+
+
+def _equal_now(stored: Stored, values: Mapping[str, tuple[TensorRow, bytes]], one: str, other: str) -> bool:
+    """Whether two tensors are equal at the step that a replay has come to; True also where one is not stored."""
+    if one not in stored.tensors or other not in stored.tensors:
+        return True
+    if stored.tied.get(one, one) == stored.tied.get(other, other):
+        return True
+    mine, theirs = values.get(one), values.get(other)
+    if mine is None and theirs is None:
+        return stored.equal(one, other)
+    return mine is not None and theirs is not None and mine[1] == theirs[1]
 
 
 def take_over(state: Mapping[str, object], restored: Mapping[str, object]) -> None:

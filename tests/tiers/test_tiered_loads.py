@@ -70,7 +70,7 @@ def test_a_new_node_takes_the_newest_from_afar_and_goes_on(clock: Clock, paths: 
     into, events = state(0), []
     with _tiers(near, far, events=events) as checkpointer:
         report = checkpointer.load(into)
-        assert (report.step, report.tier, report.why) == (3, str(far), f"{near} does not have it")
+        assert (report.step, report.tier, report.why) == (3, str(far), f"{near} does not have the step")
         with pytest.raises(StepExistsError):
             checkpointer.save(3, into)
         save(checkpointer, 4)
@@ -111,7 +111,7 @@ def test_a_tiers_step_without_manifest_is_damaged_and_set_aside_by_the_flush_of_
     with _tiers(near, far) as checkpointer:
         report = checkpointer.load(into)
         assert (report.step, report.tier) == (3, str(far))
-        assert f"{near} has a damaged manifest of it" in report.why
+        assert f"{near} has a damaged manifest of the step" in report.why
     (far / "step-00000003/manifest.json").unlink()
     with _tiers(near, far) as checkpointer:
         with pytest.raises(DamagedError, match="has no manifest"):
@@ -293,7 +293,7 @@ def test_a_first_tier_that_was_away_for_a_rewind_is_set_right_first(clock: Clock
     with _tiers(near, far, events=events) as checkpointer:
         report = checkpointer.load(into)
         assert (report.step, report.tier) == (3, str(far))
-        assert report.why == f"{near} has it from before a rewind"
+        assert report.why == f"{near} has the step from before a rewind"
         assert (into["weights"] == state(30)["weights"]).all()
         save(checkpointer, 4)
     assert [catalog.steps(LocalStore(store)) for store in paths] == [(1, 2, 4), (1, 2, 3, 4)]

@@ -157,8 +157,10 @@ class PeerServer:
                 self._drafts.clear()
 
     def check_lock(self, channel: Channel, asked: Ask) -> None:
-        """Raise OSError unless the channel holds the run's lock, or writes a draft while another one holds it: each
-        rank of the holder's job does, over a connection of its own. What was a draft before that is none of this job.
+        """Raise OSError unless the channel may change the file.
+
+        It may if it holds the run's lock, or writes into a draft that was made under the current lock: each rank of a
+        job writes drafts over a connection of its own, and only one of these has the lock.
         """
         directory, _, name = asked.path.partition("/")
         with self._guard:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,12 +14,11 @@ from numpy.typing import NDArray
 from flowstone import _native
 from flowstone.config import COLLAPSE_BYTES_MIN, COLLAPSE_SHARE, COLLAPSE_SKIPS_MAX, EngineOptions
 from flowstone.events import Event
+from flowstone.log import log
 from flowstone.pipeline.futures import Save
 from flowstone.save_events import PagesCollapsed
 from flowstone.state import Described
 from flowstone.table.pieces import Places
-
-log = logging.getLogger(__name__)
 
 _ENDS_S = 60.0  # a stopped pass ends after its current huge page, unless the system does not return from making it
 

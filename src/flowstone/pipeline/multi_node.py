@@ -33,7 +33,7 @@ class MultiNodeStore(Store, Protocol):
 
 
 class MultiNodeStores:
-    """Those stores of a Checkpointer that are on several nodes.
+    """The stores of a Checkpointer whose memory is spread over several nodes.
 
     Made before the other ranks wait for this one: to introduce itself, a store may have processes to start.
     """
@@ -52,7 +52,7 @@ class MultiNodeStores:
                     self._introductions.append((store, store.location, error))  # the other ranks raise, too
 
     def exchange_addresses(self, group: RankGroup) -> Store:
-        """Exchange the addresses of all ranks: each calls this, with the same stores. Blocks; not in a group of one.
+        """Exchange the addresses of all ranks. Every rank calls this, with the same stores; it waits for all of them.
 
         returns the store that takes the saves: of several tiers, those that do not answer are left out, on all ranks
 

@@ -19,7 +19,10 @@ _TORCH = (torch.dtype, torch.layout, torch.memory_format)
 
 
 def named(value: object, place: Place | None = None) -> Named | None:
-    """The name of a constant; None for anything else. `place`: where it is saved."""
+    """Return what is stored for a constant (a dtype, a device, an enumeration member); None for any other value.
+
+    place  of the value in the state that is saved; named in the warning about a class that a load may not know
+    """
     if isinstance(value, _TORCH):
         return Named(f"torch.{type(value).__name__}", str(value).removeprefix("torch."))
     if isinstance(value, torch.device):

@@ -93,7 +93,10 @@ class Loading:
             self.differ("kind", place.name, f"as in '{first.name}', which is the same object", "another value")
 
     def first_unlike(self, value: object, node: object, place: Place) -> Place | None:
-        """The first place of an object, if it was saved with another value there; tensors do not count."""
+        """Return where the same object was met first, if the checkpoint has another value there; else None.
+
+        Tensors are not compared.
+        """
         first = self._places.setdefault(id(value), (place, node))
         if first[0] is place or node is MISSING or first[1] is MISSING:
             return None
@@ -169,7 +172,7 @@ class Loading:
     def into_array(
         self, array: np.ndarray, node: object, place: Place, *, within: Shard | None = None
     ) -> Replacement | None:
-        """Request an array's elements in its own memory; if that is read-only, in a new array that replaces it."""
+        """Request that an array is filled; of a read-only one, that a new array is, which is returned to replace it."""
         place = self.named(node, place)
         dtype = tensors.check_array(array, place.name)
         own = tensors.writable(array)

@@ -80,7 +80,7 @@ def _memory(tensor: torch.Tensor) -> object:
 
 
 def new_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor like this one, whose values are not yet set."""
+    """An uninitialized tensor of the same shape, dtype and device, contiguous."""
     return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 

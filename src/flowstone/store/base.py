@@ -398,7 +398,7 @@ class Store(Names, BulkBytes, Commit, Lock, Protocol):
 
 @runtime_checkable
 class FlushesRewinds(Protocol):
-    """A store in memory whose checkpoints an agent copies to a directory (`flush_to`)."""
+    """A store in memory whose agent copies its checkpoints to a directory, `flush_to`."""
 
     def flush_rewind(self) -> None:
         """Set aside in the flush target what was set aside here. A failure is logged; the next flush tries again."""

@@ -16,8 +16,8 @@ from flowstone.tiers import lineage
 
 NOT_THERE, _DOWN, _DAMAGED, _SET_ASIDE, _ANOTHER = range(5)
 WHY = (
-    "does not have it", "does not answer", "has a damaged manifest of it", "has it from before a rewind",
-    "has another checkpoint of that step",
+    "does not have the step", "does not answer", "has a damaged manifest of the step",
+    "has the step from before a rewind", "has another checkpoint of that step",
 )
 
 

@@ -23,7 +23,10 @@ from flowstone.table.pieces import Memory, Piece, Pieces, Places
 
 
 class _Wanted(msgspec.Struct, frozen=True, eq=False):
-    """One read item, and the tensor that it fills. `replaces`: the entry of the state that the tensor is then."""
+    """One read item, and the tensor that it fills.
+
+    replaces  the entry of the planner's state that `target` is put into after the read; None: it is there already
+    """
 
     item: ReadItem
     target: torch.Tensor

@@ -31,8 +31,9 @@ _REMEDY = f"convert it to tensors or plain values before the save, or leave it o
 
 
 def validated(checkpoint: Mapping[str, object]) -> dict[str, object]:
-    """A checkpoint of Lightning that can be stored, and loaded again. Containers are new, tensors are the same; tied
-    ones are one.
+    """Return a copy of Lightning's checkpoint that can be stored, and loaded again.
+
+    Containers are copied, tensors are not. Tensors that share all of their memory become one object.
 
     raises  UnsupportedStateError naming everything that cannot
     """
@@ -56,7 +57,7 @@ def values_of(checkpoint: Checkpoint, sections: Iterable[str]) -> dict[str, Any]
     for section in sections:
         for name in unknown_classes(checkpoint.objects[section]):
             raise UnsupportedFormatError(
-                f"section {section!r} has a value of a class that is not registered", found=name,
+                f"section {section!r} of the checkpoint has an object whose class is not registered", found=name,
                 next="register it with fs.register_class() before the load",
             )
     return {section: checkpoint.state_dict(section) for section in sections}

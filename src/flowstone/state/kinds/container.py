@@ -83,7 +83,7 @@ class Container(Kind):
     def _item_by_item(self, value: object, node: object, place: Place, loading: Loading) -> Replacement | None:
         """Restore a container with something to write in place: its keys must match.
 
-        One at two places that was saved with two values becomes two.
+        One container at two places, for which the checkpoint has two values, is replaced by two containers.
         """
         mapping = isinstance(value, dict)
         if state_dicts.is_optimizers(value) and state_dicts.is_lost_on(loading, value, node, place):

@@ -63,16 +63,16 @@ def edit_index(checkpoint: Path, change: Callable[[dict[str, np.ndarray]], objec
     vouch_for(checkpoint, "index", safetensors_bytes(columns, metadata))
 
 
-def edit_header(checkpoint: Path, change: Callable[[bytes], bytes], segment: int = 0) -> None:
-    """Let `change` rewrite a segment's header, with a valid digest in the end."""
+def edit_header(checkpoint: Path, change: Callable[[bytes], bytes]) -> None:
+    """Let `change` rewrite the first segment's header, with a valid digest in the end."""
     manifest = json.loads((checkpoint / "manifest.json").read_bytes())
-    row = manifest["segments"][segment]
+    row = manifest["segments"][0]
     path = checkpoint / row["name"]
     data = path.read_bytes()
     header = change(data[: row["header_bytes"]])
     assert len(header) == row["header_bytes"], "a forged header keeps its size"
     path.write_bytes(header + data[row["header_bytes"] :])
-    edit_manifest(checkpoint, lambda m: m["segments"][segment].update(header_digest=digest(header)))
+    edit_manifest(checkpoint, lambda m: m["segments"][0].update(header_digest=digest(header)))
 
 
 def flip(path: Path, byte: int, bit: int = 0) -> None:

@@ -39,10 +39,6 @@ def build_otherwise() -> dict[str, object]:
     return Training(lambda own: AdamW(own, lr=1e-2, weight_decay=0.1), seed=9).state()
 
 
-def build_another() -> dict[str, object]:
-    return Training(width=96, seed=9).state()
-
-
 def build_nothing() -> dict[str, object]:
     raise RuntimeError("no memory for a second model")
 

@@ -218,8 +218,9 @@ class Job:
         (root / "latest").write_text(tag)
         return root
 
-    def write_universal(self, root: Path, tag: str = "global_step3_universal") -> Path:
+    def write_universal(self, root: Path) -> Path:
         """All files, as `ds_to_universal` writes them: of ZeRO 3 flat, and without the count of steps."""
+        tag = "global_step3_universal"
         for name, one in self.master.items():
             for slot, value in {"fp32": one, **self.slots[name]}.items():
                 whole = value.reshape(-1) if self.stage == 3 else {"cat_dim": 0, "param": value}

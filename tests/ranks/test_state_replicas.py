@@ -66,15 +66,6 @@ class Job:
         told = Path(f"{self.path}.events.{rank}")
         return [json.loads(line) for line in told.read_text().splitlines()] if told.exists() else []
 
-    def await_event(self, rank: int, name: str) -> str:
-        deadline = time.monotonic() + PATIENCE_S
-        while time.monotonic() < deadline:
-            for found, text in self.events(rank):
-                if found == name:
-                    return text
-            time.sleep(0.01)
-        raise AssertionError(f"rank {rank} was not told of {name}: {self.events(rank)}\n{self.ranks.said(rank)}")
-
     def go_on(self) -> None:
         """From where it holds."""
         Path(f"{self.path}.go").touch()

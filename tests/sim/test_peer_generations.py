@@ -156,10 +156,10 @@ def test_a_kill_at_any_operation_leaves_the_previous_generation_or_the_next(scen
 # What the simulation would find
 
 
-def _found_out(scenario: Scenario, kill: str, every: int = 5) -> None:
+def _found_out(scenario: Scenario, kill: str) -> None:
     play(scenario, None)  # without a kill it does no harm
     with pytest.raises(AssertionError):
-        campaign(scenario, kill, every=every)
+        campaign(scenario, kill, every=5)
 
 
 def test_a_commit_that_does_not_wait_for_copies_is_found_out() -> None:

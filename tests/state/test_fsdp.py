@@ -352,11 +352,6 @@ def test_a_torch_that_is_built_otherwise_is_named() -> None:
 
 
 def test_what_is_not_dense_is_refused() -> None:
-    class Gaps(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.zeros(4, 6)[:, :3])
-
     with rank_of(0, 2):
         model = whole(nn.Sequential(nn.Linear(2, 2)), orig=True)
         model._handle.flat_param._strides = ((6, 2), (1,))  # type: ignore[union-attr]

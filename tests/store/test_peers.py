@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import combinations
+from math import comb
 
 import msgspec
 import pytest
@@ -25,7 +26,7 @@ from flowstone.store.peers import wire
 from flowstone.store.peers.interfaces import address_of
 from flowstone.store.peers.node import Link, Place
 from flowstone.store.peers.parity import Contribution
-from flowstone.store.peers.placement import groups, is_survived, keepers, survival
+from flowstone.store.peers.placement import groups, keepers
 from flowstone.store.peers.view import Source, see
 from flowstone.store.peers.wire import Ask, Channel, Greeting, Held, HeldStep, Introduction, Told, greet, welcome
 
@@ -43,6 +44,21 @@ def test_each_node_is_kept_by_as_many_nodes_of_its_group_and_keeps_as_many(nodes
     kept = [keepers(node, nodes, replicas) for node in range(nodes)]
     assert all(one[0] == node and len(set(one)) == min(nodes, replicas) for node, one in enumerate(kept))
     assert {sum(node in one for one in kept) for node in range(nodes)} == {min(nodes, replicas)}, "no one keeps more"
+
+
+def is_survived(lost: frozenset[int], nodes: int, replicas: int) -> bool:
+    """Whether, with these nodes lost at once, each node's checkpoint is still somewhere."""
+    return all(not lost.issuperset(keepers(node, nodes, replicas)) for node in lost)
+
+
+def survival(nodes: int, replicas: int, lost: int) -> float:
+    """The share of all ways to lose `lost` nodes at once after which each checkpoint is still somewhere.
+
+    Where `replicas` divides `nodes`, and fewer than 2 x replicas are lost, it is
+    1 - (nodes / replicas) C(nodes - replicas, lost - replicas) / C(nodes, lost), which the paper calls near-optimal.
+    """
+    ways = combinations(range(nodes), lost)
+    return sum(is_survived(frozenset(way), nodes, replicas) for way in ways) / comb(nodes, lost)
 
 
 def test_two_replicas_on_sixteen_nodes_survive_as_often_as_the_paper_says() -> None:

@@ -8,8 +8,6 @@ from pathlib import PurePosixPath
 from typing import Literal, TypeAlias
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from flowstone.convert.source import Source
 from flowstone.table.dtype import DType
@@ -20,8 +18,6 @@ Check: TypeAlias = Literal["none", "chunks", "crc32"]
 
 LAYOUT_VERSION = 1
 """Of the way in which layouts are made: another one begins a conversion anew."""
-
-Checks: TypeAlias = NDArray[np.uint64]
 
 
 class Output(msgspec.Struct, frozen=True):

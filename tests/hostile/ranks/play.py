@@ -16,9 +16,6 @@ from hostile.ranks.moves import Ending
 from hostile.ranks.oracle import Stored, note_of, steps_in
 from hostile.trainer import Verdict
 
-Claims = dict[int, list[tuple[int, str]]]
-"""By step: lives and positions that have told of a save of it."""
-
 
 class Look:
     """What is in the store, beside what the ranks of all lives have told."""

@@ -5,9 +5,6 @@ Pure. Nodes are numbers, 0 and up.
 
 from __future__ import annotations
 
-from itertools import combinations
-from math import comb
-
 
 def groups(nodes: int, replicas: int) -> list[tuple[int, ...]]:
     """Groups of `replicas` nodes whose members keep each other's checkpoints; the last one has the remainder as well.
@@ -30,19 +27,3 @@ def keepers(node: int, nodes: int, replicas: int) -> tuple[int, ...]:
     group = next(one for one in groups(nodes, replicas) if node in one)
     at = group.index(node)
     return tuple(group[(at + step) % len(group)] for step in range(min(replicas, len(group))))
-
-
-def is_survived(lost: frozenset[int], nodes: int, replicas: int) -> bool:
-    """Whether, with these nodes lost at once, each node's checkpoint is still somewhere."""
-    return all(not lost.issuperset(keepers(node, nodes, replicas)) for node in lost)
-
-
-def survival(nodes: int, replicas: int, lost: int) -> float:
-    """The share of all ways to lose `lost` nodes at once after which each checkpoint is still somewhere.
-
-    Counted, so for tens of nodes. Where `replicas` divides `nodes`, and fewer than 2 x replicas are lost, it is
-    1 - (nodes / replicas) C(nodes - replicas, lost - replicas) / C(nodes, lost), which the paper calls near-optimal.
-    """
-    assert 0 <= lost <= nodes, "no more than there are"
-    ways = combinations(range(nodes), lost)
-    return sum(is_survived(frozenset(way), nodes, replicas) for way in ways) / comb(nodes, lost)

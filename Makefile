@@ -1,8 +1,11 @@
-# make demo and make test do all the set-up they need; nothing else has to be run first.
+# Each command installs what it needs; `make setup` does only that. An editor then finds .venv, the stubs, and
+# build/compile_commands.json for C++.
+#   K=expression        make test, make test-tools: only the tests whose names match, and neither checks nor native tests
 #   URING=on|off        io_uring backend (default), or POSIX threads only
 #   PYTHON=python3.11   the interpreter that the environment is made of
 #   WHEEL_PYTHONS="python3.11 python3.12"  what `make wheel` builds with: 3.12 makes the wheel of 3.12 and all later
 #   MACHINE=aarch64     the processor that it builds for; default: this one's
+K =
 PYTHON ?= python3.11
 URING ?= on
 WHEEL_PYTHONS ?= python3.11 python3.12
@@ -15,7 +18,8 @@ WHEEL := .venv-wheel
 WHEELS := $(WHEEL)/built-$(MACHINE)-$(shell echo $(WHEEL_PYTHONS) | tr ' ' -)
 # Warnings are errors here alone: who builds a release has another compiler, with other warnings.
 BUILD_OPTIONS = --config-settings=cmake.define.FLOWSTONE_URING=$(URING) \
-    --config-settings=cmake.define.FLOWSTONE_TESTING=ON --config-settings=cmake.define.FLOWSTONE_WERROR=ON
+    --config-settings=cmake.define.FLOWSTONE_TESTING=ON --config-settings=cmake.define.FLOWSTONE_WERROR=ON \
+    --config-settings=cmake.define.CMAKE_EXPORT_COMPILE_COMMANDS=ON
 NATIVE_SOURCES := CMakeLists.txt $(shell find native third_party -type f)
 
 # Tests start hundreds of processes; where none of them may keep what it compiled, each one compiles it again.
@@ -33,12 +37,16 @@ demo: setup
 # give way to all. They begin before the check, which has work for one processor.
 CHECK := $(BIN)/ruff check . && $(BIN)/mypy
 TOOLS := $(addprefix tests/,bench demo site study wheels)
-PYTEST := OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n 3 --dist worksteal
+PYTEST := OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n 3 --dist worksteal $(if $(K),-k '$(K)')
 test: setup
+ifdef K
+	$(PYTEST) $(addprefix --ignore=,$(TOOLS))
+else
 	PATH="$(CURDIR)/$(BIN):$$PATH" nice -n 19 sh native/check.sh address > $(VENV)/native-tests 2>&1 & native=$$!; \
 	$(CHECK) && $(PYTEST) $(addprefix --ignore=,$(TOOLS)); python=$$?; \
 	wait $$native; native=$$?; cat $(VENV)/native-tests; \
 	test $$python -eq 0 && test $$native -eq 0
+endif
 
 # What is not imported with Flowstone: benchmarks, study, demo, site and wheels. `pytest` alone runs both.
 test-tools: setup
@@ -148,6 +156,7 @@ $(VENV)/tools: pyproject.toml $(VENV)/system
 $(VENV)/installed: $(VENV)/tools $(VENV)/uring-$(URING) $(NATIVE_SOURCES)
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install --quiet --no-build-isolation \
 	    $(BUILD_OPTIONS) --editable .
+	cd build && ln -sf "$$(ls -t cp*/compile_commands.json | head -1)" compile_commands.json
 	touch $@
 
 $(INTEGRATIONS)/tools: pyproject.toml $(VENV)/system

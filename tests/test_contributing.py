@@ -1,0 +1,57 @@
+"""What contributors are told, and what runs where the project is hosted: commands that exist, the same checks."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+MAKEFILE = (ROOT / "Makefile").read_text()
+GUIDE = (ROOT / "CONTRIBUTING.md").read_text()
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+
+
+def planned(*arguments: str) -> str:
+    """The commands that make would run, beside those that only set up."""
+    command = ["make", "--no-print-directory", "-n", "-o", "setup", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
+def test_hooks_check_what_make_check_checks() -> None:
+    hooks = re.findall(r"^ +entry: (.+)$", (ROOT / ".pre-commit-config.yaml").read_text(), flags=re.MULTILINE)
+    assert " && ".join(hooks) == planned("check").strip()
+
+
+@pytest.mark.parametrize("verb", ["test", "test-tools"])
+def test_a_part_of_the_tests_runs_alone(verb: str) -> None:
+    (part,) = planned(verb, "K=lazy and not device").splitlines()
+    assert "-m pytest" in part
+    assert "-k 'lazy and not device'" in part
+    assert " -k " not in planned(verb)
+
+
+def test_every_command_and_path_of_the_guide_exists() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", MAKEFILE, flags=re.MULTILINE))
+    told = re.findall(r"(?:`|^)make ((?:[a-z-]+(?= |`|$) ?)+)", GUIDE, flags=re.MULTILINE)
+    assert {target for verbs in told for target in verbs.split()} <= targets
+    for path in re.findall(r"`([\w.]+(?:/[\w.-]+)+)`", GUIDE):
+        if not path.startswith("build/"):  # made by the commands
+            assert (ROOT / path).exists() or (ROOT / "src/flowstone" / path).exists(), path
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
+def test_actions_are_pinned_to_a_version(workflow: Path) -> None:
+    used = re.findall(r"uses: (\S+)", workflow.read_text())
+    assert used
+    assert [action for action in used if not re.fullmatch(r"[\w-]+/[\w-]+@v\d+\.\d+\.\d+", action)] == []
+
+
+def test_the_hosted_tests_are_those_of_make_on_the_oldest_python() -> None:
+    text = (ROOT / ".github" / "workflows" / "tests.yml").read_text()
+    assert "target: [test, test-tools]" in text
+    oldest = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"].removeprefix(">=")
+    assert f'python-version: "{oldest}"' in text

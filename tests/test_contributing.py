@@ -9,10 +9,13 @@ from pathlib import Path
 
 import pytest
 
+import flowstone
+
 ROOT = Path(__file__).resolve().parent.parent
 MAKEFILE = (ROOT / "Makefile").read_text()
 GUIDE = (ROOT / "CONTRIBUTING.md").read_text()
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+CHANGES = (ROOT / "CHANGELOG.md").read_text()
 
 
 def planned(*arguments: str) -> str:
@@ -55,3 +58,14 @@ def test_the_hosted_tests_are_those_of_make_on_the_oldest_python() -> None:
     assert "target: [test, test-tools]" in text
     oldest = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"].removeprefix(">=")
     assert f'python-version: "{oldest}"' in text
+
+
+def test_the_changelog_has_the_usual_form() -> None:
+    """Versions, newest first, and the kinds of changes of Keep a Changelog below them."""
+    titles = re.findall(r"^## (.+)$", CHANGES, flags=re.MULTILINE)
+    assert titles[0] == "[Unreleased]"
+    assert all(re.fullmatch(r"\[\d+\.\d+\.\d+\] - \d{4}-\d\d-\d\d", title) for title in titles[1:])
+    assert not titles[1:] or titles[1].startswith(f"[{flowstone.__version__}]"), "no release without its section"
+    kinds = re.findall(r"^### (.+)$", CHANGES, flags=re.MULTILINE)
+    assert set(kinds) <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
+    assert max(map(len, CHANGES.splitlines())) <= 120

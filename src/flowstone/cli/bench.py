@@ -117,10 +117,11 @@ def io(
         plan = prepared.plan
         samples = []
         measuring = campaign.measure(path, plan.cells, plan.base, rounds=prepared.rounds, limit_s=prepared.limit_s)
-        with closing(measuring), terminal_steps("measuring", len(plan.cells) * prepared.rounds) as step:
+        with closing(measuring), terminal_steps() as show:
             for sample in measuring:
                 samples.append(sample)
-                step(f"{sample.cell.direction}, {cell_label(sample.cell)}")
+                what = f"{sample.cell.direction}, {cell_label(sample.cell)}"
+                show(what, len(samples), len(plan.cells) * prepared.rounds)
     study = finish(prepared, samples)
     summary = summarise(samples)
     if json_file == "-":

@@ -61,11 +61,12 @@ def diff(
 
     with errors_reported(as_json):
         found = conversion_rules(rules, None, inverse=inverse, configured=((b, step_b), (a, step_a)))
-        report = run(
-            a, b, step_a=step_a, step_b=step_b, section=section, names=names or "*", skip=skip or (), rules=found,
-            rtol=rtol, atol=atol, ignore_dtype=ignore_dtype, trust_digests=trust_digests,
-            digests_only=digests_only, budget_bytes=budget_bytes, on_progress=terminal_progress("comparing"),
-        )
+        with terminal_progress("comparing") as show:
+            report = run(
+                a, b, step_a=step_a, step_b=step_b, section=section, names=names or "*", skip=skip or (), rules=found,
+                rtol=rtol, atol=atol, ignore_dtype=ignore_dtype, trust_digests=trust_digests,
+                digests_only=digests_only, budget_bytes=budget_bytes, on_progress=show,
+            )
     if as_json:
         print_json({"equal": report.equal, **asdict(report), "tensors": [_json(one) for one in report.tensors]})
     else:

@@ -52,11 +52,11 @@ def export(
 
     with errors_reported(as_json, writes=True):
         found = conversion_rules(rules, skip, inverse=inverse, configured=((documents, None), (source, step)))
-        with chosen_cluster(ray) as cluster:
+        with chosen_cluster(ray) as cluster, terminal_progress("exporting") as show:
             report = run(
                 source, target, to=to, step=step, section=section, dtype=dtype,  # type: ignore[arg-type]
                 rules=found, shard_bytes=shard_bytes, documents=documents,
-                budget_bytes=budget_bytes, on_progress=terminal_progress("exporting"), cluster=cluster,
+                budget_bytes=budget_bytes, on_progress=show, cluster=cluster,
             )
     if as_json:
         print_json(asdict(report))

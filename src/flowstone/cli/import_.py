@@ -46,10 +46,10 @@ def import_(
 
     with errors_reported(as_json, writes=True):
         found = conversion_rules(rules, skip, inverse=inverse, configured=((source, None),))
-        with chosen_cluster(ray) as cluster:
+        with chosen_cluster(ray) as cluster, terminal_progress("importing") as show:
             report = import_checkpoint(
                 source, store, step=step, section=section, dtype=dtype, rules=found,
-                budget_bytes=budget_bytes, on_progress=terminal_progress("importing"), cluster=cluster,
+                budget_bytes=budget_bytes, on_progress=show, cluster=cluster,
             )
     if as_json:
         print_json(asdict(report))

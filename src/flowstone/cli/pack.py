@@ -34,11 +34,8 @@ def pack(
     """Make a step an ordinary checkpoint that needs no file of another, verified. Killed, the same command goes on."""
     from flowstone.convert.pack import pack as run
 
-    with errors_reported(as_json, writes=True), chosen_cluster(ray) as cluster:
-        report = run(
-            path, target, step=step, budget_bytes=budget_bytes, on_progress=terminal_progress("packing"),
-            cluster=cluster,
-        )
+    with errors_reported(as_json, writes=True), chosen_cluster(ray) as cluster, terminal_progress("packing") as show:
+        report = run(path, target, step=step, budget_bytes=budget_bytes, on_progress=show, cluster=cluster)
     if as_json:
         print_json(asdict(report))
         return

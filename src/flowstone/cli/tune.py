@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -14,14 +11,13 @@ import typer
 from flowstone.arguments import refuse_object_url
 from flowstone.cli.output import errors_reported, make_console, print_json, size_text
 from flowstone.config import MIB, Tuning
+from flowstone.runtime.progress import terminal_steps
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from flowstone_study.search import Gain
     from flowstone_study.tune import Found
-
-OnTrial = Callable[[str, int, int], None]
 
 
 def tune(
@@ -43,10 +39,8 @@ def tune(
     where: Literal["store", "user"] | None = "store" if store else "user" if user else None
     with errors_reported(as_json, writes=True):
         refuse_object_url(path)
-    with errors_reported(as_json, writes=True), _trials_shown() as on_progress:
-        report = study.tune(
-            path, where=where, total_bytes=total_bytes, quick=quick, dry_run=dry_run, on_progress=on_progress
-        )
+    with errors_reported(as_json, writes=True), terminal_steps() as show:
+        report = study.tune(path, where=where, total_bytes=total_bytes, quick=quick, dry_run=dry_run, on_progress=show)
     if as_json:
         print_json(msgspec.to_builtins(report))
         return
@@ -94,17 +88,3 @@ def _tuning(tuning: Tuning) -> str:
         f"{tuning.request_bytes / MIB:.3g} MiB x {tuning.queue_depth}, {tuning.backend}, {tuning.workers} worker(s), "
         f"{cache}{place}"
     )
-
-
-@contextmanager
-def _trials_shown() -> Iterator[OnTrial | None]:
-    """A progress bar, if standard error is a terminal."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=None)
-        yield lambda what, done, planned: bar.update(task, description=what, completed=done, total=planned)

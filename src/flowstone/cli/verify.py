@@ -38,9 +38,8 @@ def verify(path: StorePath, step: Step = None, ray: OnRay = False, as_json: AsJs
 
     with errors_reported(as_json):
         checkpoint = open_checkpoint(path, step)
-        progress = terminal_progress(f"verifying step {checkpoint.step}")
-        with chosen_cluster(ray) as cluster:
-            verified = checkpoint.inspect(progress, cluster=cluster)
+        with chosen_cluster(ray) as cluster, terminal_progress(f"verifying step {checkpoint.step}") as show:
+            verified = checkpoint.inspect(show, cluster=cluster)
         journals = _journals(path) if step is None else None
     found = (*verified.findings, *(() if journals is None else journals.findings))
     if as_json:

@@ -251,7 +251,8 @@ class Loads:
         stamps = self._stamps(ready.checkpoint)
         begun, failure = Event(), None
         try:
-            found = read(ready, store, begun, teller(step, ready.plan.bytes, self._emit))
+            with terminal_progress(f"loading step {step}") as show:
+                found = read(ready, store, begun, teller(step, ready.plan.bytes, self._emit, show))
             spans.lap("read", ready.plan.bytes)
             spans.engine(found.receipt.spans)
             if found.failed and not found.written and self._group.certain(True):
@@ -375,14 +376,14 @@ def plan_load(
     return Loading(checkpoint, rules, restoration, matched, names, destinations, arranged)
 
 
-def teller(step: int, total: int, emit: Callable[[LoadProgress], None]) -> Callable[[int], None]:
-    """A function that reports how many of `total` bytes are done: as an event, and as a line on a terminal."""
-    show = terminal_progress(f"loading step {step}")
+def teller(
+    step: int, total: int, emit: Callable[[LoadProgress], None], show: Callable[[int, int], None]
+) -> Callable[[int], None]:
+    """A function that reports how many of `total` bytes are done: as an event, and on a terminal."""
 
     def progress(done: int) -> None:
         emit(LoadProgress(step, done, total))
-        if show is not None:
-            show(min(done, total), total)
+        show(min(done, total), total)
 
     return progress
 

@@ -198,7 +198,8 @@ def _run(on: Networks, directories: Sequence[Path], program: str, *words: str) -
 
 def _lose(directory: Path) -> None:
     """Kill the agent that listens there. Its server ends with it, and its memory is gone."""
-    from flowstone.store.agent_wire import SOCKET_NAME, peer
+    from flowstone.store.agent_wire import SOCKET_NAME
+    from flowstone.store.local_sockets import peer
 
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.connect(str(directory / SOCKET_NAME))

@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import flowstone as fs
 from bench.paired import percentile, tell
-from flowstone.store.agent_wire import DIRECTORY_VARIABLE
+from flowstone.store.local_sockets import DIRECTORY_VARIABLE
 from flowstone.store.replica_wire import status_of
 from flowstone_study import machine
 

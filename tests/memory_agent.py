@@ -12,7 +12,8 @@ from tempfile import TemporaryDirectory
 from unittest import mock
 
 from flowstone.store.agent_client import stop_agent
-from flowstone.store.agent_wire import DIRECTORY_VARIABLE, SOCKET_NAME, peer
+from flowstone.store.agent_wire import SOCKET_NAME
+from flowstone.store.local_sockets import DIRECTORY_VARIABLE, peer
 
 NO_ONE = 65534
 

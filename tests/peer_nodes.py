@@ -12,7 +12,7 @@ from unittest import mock
 from memory_agent import agent_process, kill, memory_files, own_agent
 
 from flowstone.store.agent_client import stop_agent
-from flowstone.store.agent_wire import DIRECTORY_VARIABLE
+from flowstone.store.local_sockets import DIRECTORY_VARIABLE
 from flowstone.store.peers.store import PeerMemory
 
 SECRET = "a secret of 32 characters, or so"

@@ -27,8 +27,8 @@ from warm_start import warm_start
 import flowstone as fs
 from flowstone.commit import catalog
 from flowstone.pipeline.replica_link import ReplicaLink
-from flowstone.store.agent_wire import DIRECTORY_VARIABLE
 from flowstone.store.local import LocalStore
+from flowstone.store.local_sockets import DIRECTORY_VARIABLE
 from flowstone.store.replica_wire import Farewell, ReplicaStatus, await_end, decode_order, status_of
 
 JOB = Path(__file__).with_name("replica_job.py")

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from journal_acts import Training
 
 import flowstone as fs
-from flowstone.store.agent_wire import DIRECTORY_VARIABLE
+from flowstone.store.local_sockets import DIRECTORY_VARIABLE
 
 
 def build_ddp() -> dict[str, object]:

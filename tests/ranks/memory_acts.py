@@ -11,7 +11,7 @@ import torch.distributed as dist
 from acts import as_it_lies, fill, local, opened, outcome, pattern, put, state_of, tensors
 from memory_agent import agent_process, kill
 
-from flowstone.store.agent_wire import DIRECTORY_VARIABLE
+from flowstone.store.local_sockets import DIRECTORY_VARIABLE
 
 RUN = "memory://job"
 BUDGET_BYTES = 256 << 20  # with that of flushes

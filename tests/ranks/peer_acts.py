@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import flowstone as fs
-from flowstone.store.agent_wire import DIRECTORY_VARIABLE
+from flowstone.store.local_sockets import DIRECTORY_VARIABLE
 
 SECRET = "a secret of 32 characters, or so"
 ROWS = 300_001

@@ -27,8 +27,8 @@ from flowstone.commit import catalog
 from flowstone.pipeline.following import Following, Load, Make
 from flowstone.replica import rounds
 from flowstone.replica.rounds import Rounds
-from flowstone.store.agent_wire import DIRECTORY_VARIABLE
 from flowstone.store.local import LocalStore
+from flowstone.store.local_sockets import DIRECTORY_VARIABLE
 from flowstone.store.replica_wire import ReplicaStatus, status_of
 
 STEPS, PATIENCE_S = 7, 60.0

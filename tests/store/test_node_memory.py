@@ -24,7 +24,7 @@ from flowstone.commit import catalog
 from flowstone.config import AGENT_CONNECTIONS_MAX, MIB
 from flowstone.errors import ArgumentError, BudgetError, FullError, MemoryAgentError, StorageError
 from flowstone.format.manifest import MARKER_NAME
-from flowstone.store import agent_client, agent_wire
+from flowstone.store import agent_client, local_sockets
 from flowstone.store.agent_wire import PROTOCOL, SOCKET_NAME, Answer, Request, decode_answer, encode
 from flowstone.store.mount import available_bytes
 from flowstone.store.node_memory import NodeMemory, held_runs
@@ -351,7 +351,7 @@ def test_another_release_is_refused_by_name(agent: Path, run: str, monkeypatch: 
 def test_what_is_no_agent_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: bytes) -> None:
     directory = tmp_path / "fake"
     directory.mkdir(mode=0o700)
-    monkeypatch.setenv(agent_wire.DIRECTORY_VARIABLE, str(directory))
+    monkeypatch.setenv(local_sockets.DIRECTORY_VARIABLE, str(directory))
     monkeypatch.setattr(agent_client, "start_agent", lambda directory: pytest.fail("one listens"))
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         monkeypatch.chdir(directory)
@@ -389,7 +389,7 @@ def test_a_directory_that_is_not_this_users_alone_is_refused(
     else:
         directory.mkdir()
         directory.chmod(0o755)
-    monkeypatch.setenv(agent_wire.DIRECTORY_VARIABLE, str(directory))
+    monkeypatch.setenv(local_sockets.DIRECTORY_VARIABLE, str(directory))
     with pytest.raises(StorageError, match="is not safe"):
         NodeMemory("run").make_directory()
     assert files_of(tmp_path / "real") == set()

@@ -5,11 +5,9 @@ Returns once it listens, or another one does.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
 import resource
-import socket
 import sys
 import time
 import traceback
@@ -18,14 +16,8 @@ from pathlib import Path
 from flowstone.agent.server import Server
 from flowstone.config import AGENT_START_S
 from flowstone.errors import FlowstoneError
-from flowstone.store.agent_wire import (
-    LOCK_NAME,
-    LOG_NAME,
-    SOCKET_NAME,
-    agent_directory,
-    open_directory,
-    socket_path,
-)
+from flowstone.store.agent_wire import LOCK_NAME, LOG_NAME, SOCKET_NAME
+from flowstone.store.local_sockets import agent_directory, bind, make_socket, open_directory, socket_path
 
 _LOG_BYTES_MAX = 1 << 20
 _BACKLOG = 128
@@ -40,7 +32,7 @@ def main() -> int:
         lock = _lock(directory)
         if lock is None:
             return 0 if _await_other(directory) else 1
-        listener = _bind(directory)
+        listener = bind(directory, SOCKET_NAME)  # needs the lock: a socket that is there was a dead agent's
     except (FlowstoneError, OSError) as error:
         print(error, file=sys.stderr)
         return 1
@@ -85,27 +77,14 @@ def _await_other(directory: int) -> bool:
     """Whether the agent that has the lock comes to listen."""
     deadline = time.monotonic() + AGENT_START_S / 4
     while time.monotonic() < deadline:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as trial:
+        with make_socket() as trial:
             try:
-                trial.connect(socket_path(directory))
+                trial.connect(socket_path(directory, SOCKET_NAME))
                 return True
             except (FileNotFoundError, ConnectionRefusedError):
                 time.sleep(0.02)
     print("another agent has the lock, and does not listen", file=sys.stderr)
     return False
-
-
-def _bind(directory: int) -> socket.socket:
-    """Needs the lock: a socket that is there was a dead agent's."""
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(SOCKET_NAME, dir_fd=directory)
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
-    before = os.umask(0o177)
-    try:
-        listener.bind(socket_path(directory))
-    finally:
-        os.umask(before)
-    return listener
 
 
 def _detach(directory: int) -> None:

@@ -25,18 +25,8 @@ from flowstone.agent.serving import Serving
 from flowstone.agent.sessions import RefusedError, Session
 from flowstone.config import AGENT_CONNECTIONS_MAX, AGENT_IDLE_S, AGENT_MESSAGE_BYTES_MAX, FLUSH_TRIES
 from flowstone.runtime import time_slice
-from flowstone.store.agent_wire import (
-    DIRECTORY_VARIABLE,
-    Answer,
-    Copied,
-    Request,
-    RunStatus,
-    decode_request,
-    encode,
-    peer,
-    receive,
-    send,
-)
+from flowstone.store.agent_wire import Answer, Copied, Request, RunStatus, decode_request, encode
+from flowstone.store.local_sockets import DIRECTORY_VARIABLE, peer, receive, send
 from flowstone.store.mount import available_bytes
 
 _TICK_S = 0.5  # what is due by the clock is looked at so often

@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 from flowstone.config import PEER_SECRET_BYTES
-from flowstone.store.agent_wire import DIRECTORY_VARIABLE, Request
+from flowstone.store.agent_wire import Request
+from flowstone.store.local_sockets import DIRECTORY_VARIABLE
 
 _END_S = 5.0
 

@@ -20,7 +20,7 @@ def agent(
     """Start this node's memory agent, unless it runs, and tell what it holds. It ends by itself once it holds nothing.
     """
     from flowstone.store.agent_client import start_agent, stop_agent
-    from flowstone.store.agent_wire import agent_directory
+    from flowstone.store.local_sockets import agent_directory
     from flowstone.store.node_memory import held_runs
 
     with errors_reported(as_json):

@@ -30,9 +30,9 @@ from flowstone.log import log
 from flowstone.pipeline.journal_ranks import JournalRanks
 from flowstone.pipeline.shared import Shared
 from flowstone.state_replica import Replica, ReplicaBehind, ReplicaFollows, ReplicaLost
-from flowstone.store.agent_wire import agent_directory, open_directory
 from flowstone.store.forks import forget_in_children
 from flowstone.store.local import LocalStore
+from flowstone.store.local_sockets import agent_directory, open_directory
 from flowstone.store.replica_wire import (
     Exactness,
     Farewell,

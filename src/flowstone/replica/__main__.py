@@ -29,7 +29,7 @@ from flowstone.config import (
 )
 from flowstone.errors import FlowstoneError, NoCheckpointError, StorageError
 from flowstone.replica.link import TrainerLink
-from flowstone.store.agent_wire import agent_directory, open_directory
+from flowstone.store.local_sockets import agent_directory, bind, open_directory
 from flowstone.store.replica_wire import ReplicaStatus, Setup, decode_order, socket_name, status_of
 
 if TYPE_CHECKING:
@@ -81,15 +81,7 @@ def _bind(directory: int, setup: Setup) -> socket.socket:
     status = status_of(setup.location, setup.rank)
     if status is not None:
         raise OSError(f"process {status.pid} is a replica for {setup.location}")
-    name = socket_name(setup.location, setup.rank)
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(name, dir_fd=directory)
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
-    before = os.umask(0o177)
-    try:
-        listener.bind(f"/proc/self/fd/{directory}/{name}")
-    finally:
-        os.umask(before)
+    listener = bind(directory, socket_name(setup.location, setup.rank))
     listener.listen()
     return listener
 

@@ -13,7 +13,7 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from flowstone.config import AGENT_MESSAGE_BYTES_MAX, REPLICA_END_S
-from flowstone.store.agent_wire import peer
+from flowstone.store.local_sockets import peer
 from flowstone.store.replica_wire import Noted, ReplicaStatus, decode_order, encode
 
 Training: TypeAlias = Literal["lives", "ended", "died"]

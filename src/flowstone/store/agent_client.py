@@ -30,18 +30,14 @@ from flowstone.log import log
 from flowstone.store.agent_wire import (
     LOG_NAME,
     PROTOCOL,
+    SOCKET_NAME,
     Answer,
     Request,
-    agent_directory,
     decode_answer,
     encode,
-    open_directory,
-    peer,
-    receive,
-    send,
-    socket_path,
 )
 from flowstone.store.forks import forget_in_children
+from flowstone.store.local_sockets import agent_directory, make_socket, open_directory, peer, receive, send, socket_path
 
 _STOP = "`flowstone agent --stop` ends it, with what it holds"
 
@@ -242,11 +238,11 @@ def _connected(directory: Path, *, create: bool) -> socket.socket | None:
     opened = open_directory(directory, create=create)
     if opened is None:
         return None
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    connection = make_socket()
     try:
         # With a timeout of Python's it would be refused at once where many come together.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(AGENT_ANSWER_S), 0))
-        connection.connect(socket_path(opened))
+        connection.connect(socket_path(opened, SOCKET_NAME))
         connection.settimeout(AGENT_ANSWER_S)
     except (FileNotFoundError, ConnectionRefusedError):
         connection.close()

@@ -1,32 +1,22 @@
 """What the memory agent of a node and its clients say to each other: one message for each request, one for each answer.
 
-A socket of the kind SOCK_SEQPACKET keeps messages apart, so a message is never half there, and says nothing about its
-length. A message has at most one descriptor. Both sides check the other's user, and the first request and its answer
-tell the versions: docs/decisions/025-memory-tier.md.
+store/local_sockets.py carries them. The first request and its answer tell the versions:
+docs/decisions/025-memory-tier.md.
 """
 
 from __future__ import annotations
 
-import errno
-import os
 import re
-import socket
-import stat
-import struct
-from pathlib import Path
 from typing import Literal
 
 import msgspec
 
-from flowstone.config import AGENT_MESSAGE_BYTES_MAX
-from flowstone.errors import ArgumentError, StorageError
+from flowstone.errors import ArgumentError
 
 PROTOCOL = 3
-DIRECTORY_VARIABLE = "FLOWSTONE_AGENT_DIR"
 SOCKET_NAME, LOCK_NAME, LOG_NAME = "agent.sock", "agent.lock", "agent.log"
 _RUN = re.compile(r"[\w.-]+(/[\w.-]+)*", re.ASCII)
 _RUN_CHARS_MAX = 200
-_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 Verb = Literal[
     "hello", "exists", "names", "look", "open", "release", "create", "spare", "put", "resize", "make_directory",
@@ -132,86 +122,6 @@ def decode_request(data: bytes) -> Request:
 
 def decode_answer(data: bytes) -> Answer:
     return _ANSWERS.decode(data)
-
-
-def receive(connection: socket.socket) -> tuple[bytes, list[int]]:
-    """The next message, and its descriptors, which are the caller's; no bytes at the end.
-
-    raises  OSError, EMSGSIZE for a message that is too long
-    """
-    data, fds, flags, _ = socket.recv_fds(
-        connection, AGENT_MESSAGE_BYTES_MAX, 4, socket.MSG_CMSG_CLOEXEC
-    )
-    if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
-        for fd in fds:
-            os.close(fd)
-        raise OSError(errno.EMSGSIZE, "a message that is too long")
-    return data, list(fds)
-
-
-def send(connection: socket.socket, data: bytes, fd: int | None = None) -> None:
-    """Raises OSError."""
-    if len(data) > AGENT_MESSAGE_BYTES_MAX:
-        raise OSError(errno.EMSGSIZE, "a message that is too long")
-    if fd is None:
-        connection.send(data, socket.MSG_NOSIGNAL)
-    else:
-        socket.send_fds(connection, [data], [fd], socket.MSG_NOSIGNAL)
-
-
-def peer(connection: socket.socket) -> tuple[int, int]:
-    """The process at the other end, 0 where it cannot be seen from here, and its user."""
-    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    pid, uid, _ = _CREDENTIALS.unpack(found)
-    return pid, uid
-
-
-def agent_directory() -> Path:
-    """Where this user's agent of this node listens."""
-    given = os.environ.get(DIRECTORY_VARIABLE, "")
-    # A directory of another user there, or a link, is refused: open_directory. Absolute: the agent has another working
-    # directory.
-    return Path(given).absolute() if given else Path(f"/tmp/flowstone-{os.geteuid()}")  # noqa: S108
-
-
-def open_directory(path: Path, *, create: bool) -> int | None:
-    """A descriptor of the agent's directory, which is this user's alone; None if there is none, and none is to be made.
-
-    raises  StorageError if another user owns it, or may read it or put something there
-    """
-    if create:
-        try:
-            os.mkdir(path, 0o700)
-        except FileExistsError:
-            pass  # whose it is, is looked at below
-        except OSError as error:
-            raise StorageError(
-                f"cannot make the memory agent's directory {path}", errno=error.errno or 0, reason=error.strerror,
-                next=f"set {DIRECTORY_VARIABLE} to a directory that this user can make",
-            ) from error
-    try:
-        fd = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise _not_ours(path, error.strerror or "no directory") from error
-    found = os.fstat(fd)
-    if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
-        os.close(fd)
-        raise _not_ours(path, f"user {found.st_uid}, mode {stat.S_IMODE(found.st_mode):04o}")
-    return fd
-
-
-def _not_ours(path: Path, found: str) -> StorageError:
-    return StorageError(
-        f"the memory agent's directory {path} is not safe", expected=f"a directory of user {os.geteuid()}, mode 0700",
-        found=found, next=f"remove it, or set {DIRECTORY_VARIABLE} to another directory",
-    )
-
-
-def socket_path(directory_fd: int) -> str:
-    """The socket's path, by a directory's descriptor: as short as a socket's has to be, and in no other directory."""
-    return f"/proc/self/fd/{directory_fd}/{SOCKET_NAME}"
 
 
 def run_name(name: str) -> str:

@@ -19,7 +19,7 @@ import msgspec
 
 from flowstone import _native
 from flowstone.config import AGENT_MESSAGE_BYTES_MAX, REPLICA_ANSWER_S
-from flowstone.store.agent_wire import agent_directory, open_directory, peer
+from flowstone.store.local_sockets import agent_directory, make_socket, open_directory, peer, socket_path
 
 Exactness = Literal["exact", "tolerance"]
 
@@ -156,11 +156,11 @@ def _asked(name: str) -> tuple[ReplicaStatus, socket.socket] | None:
     directory = open_directory(agent_directory(), create=False)
     if directory is None:
         return None
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    connection = make_socket()
     try:
         connection.settimeout(REPLICA_ANSWER_S)
         with contextlib.suppress(OSError, msgspec.DecodeError):  # safe: it is not there, or ends
-            connection.connect(f"/proc/self/fd/{directory}/{name}")
+            connection.connect(socket_path(directory, name))
             if peer(connection)[1] == os.geteuid():
                 return decode_status(connection.recv(AGENT_MESSAGE_BYTES_MAX)), connection
         connection.close()

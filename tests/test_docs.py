@@ -22,7 +22,7 @@ NEEDS = {  # what the fence of a block says that is not run here; other words th
     "needs-checkout": "a clone of Flowstone's repository",
     "needs-files": "files of the reader's: the lines are variants of one command",
     "needs-minutes": "minutes, in which it measures a disk",
-    "needs-network": "a package index",
+    "needs-network": "a package index, or a bucket",
     **{f"needs-{name}": "the framework, or a checkpoint that it has saved" for name in (
         "deepspeed", "lightning", "orbax", "ray", "torchsnapshot", "transformers",
     )},

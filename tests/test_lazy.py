@@ -462,7 +462,7 @@ def test_a_dense_change_is_noticed_whoever_makes_it(tmp_path: Path, escape: str,
 def test_a_change_of_one_byte_is_noticed_where_it_is_looked_at_and_nowhere_else(
     tmp_path: Path, sampled: bool
 ) -> None:
-    """The odds of samples that docs/LIMITS.md states: what is not looked at is saved as it was at its capture."""
+    """The odds of samples that docs/SAVING.md states: what is not looked at is saved as it was at its capture."""
     state = training()
     weight = state["model"].body[1].weight  # type: ignore[attr-defined]
     begins = _native.line_begins(np.array([weight.nbytes], np.uint64), np.zeros(1, np.uint64)).tolist()

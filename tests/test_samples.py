@@ -70,7 +70,7 @@ QUARTER = 256 * 1024
 
 @pytest.mark.parametrize("changed", [64, 3072, 16 * 1024], ids=lambda n: f"{n} bytes")
 def test_what_changes_is_looked_at_as_often_as_the_limits_say(changed: int) -> None:
-    """docs/LIMITS.md: n neighbouring bytes by a chance of n in 256 KiB at each save, wherever they are."""
+    """docs/SAVING.md: n neighbouring bytes by a chance of n in 256 KiB at each save, wherever they are."""
     saves, rows = 2000, 25
     looks = begins(1 << 20, np.concatenate([_seeds(rows, step) for step in range(saves)]))
     for start in (0, 100 * 64, QUARTER - changed, QUARTER + 77 * 64):

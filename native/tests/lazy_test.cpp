@@ -132,7 +132,7 @@ TEST_CASE("a source that changes before it is captured fails the job, and says w
 }
 
 TEST_CASE("of every quarter of a chunk, whole or not, 64 bytes are sampled") {
-    // docs/LIMITS.md: a single changed byte of a sampled row is detected in 1 of 4,096 cases.
+    // docs/SAVING.md: a single changed byte of a sampled row is detected in 1 of 4,096 cases.
     for (const auto& [bytes, seen] : {std::pair{mib, 4 * 64U}, {mib + 100, 5 * 64U}, {64 * mib / 1024, 64U}}) {
         CAPTURE(bytes);
         const Memory memory(bytes, 0);

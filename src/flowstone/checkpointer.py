@@ -158,7 +158,7 @@ class Checkpointer(TierVerbs):
         modules and states of optimizers. Captured before this returns: buffers, tensors below 64 KiB,
         those of unknown objects, Python values; and everything, if no optimizer step would wait for the rest.
         If a lazily captured tensor changes before its capture, this save fails and names the tensor;
-        docs/LIMITS.md says which changes are detected, and how reliably.
+        docs/SAVING.md says which changes are detected, and how reliably.
 
         fence   "auto": the next step of any optimizer in `state` waits until everything is captured.
                 "manual": the caller promises to call `fence()` before anything of `state` changes;

@@ -308,8 +308,8 @@ class EngineOptions:
     With each but "off", tensors that follow from others are not stored: copies, and 16-bit weights that are a
     rounded float32 master copy. "derived": nothing else is done
     kept_bytes      host memory of this rank for what chunks were when they were last stored by themselves: with
-    `compress`, later saves encode what has changed of them, as long as that is shorter (docs/LIMITS.md). 0: none
-    watch           how changes before capture are detected in tensors captured after `save` returned (docs/LIMITS.md).
+    `compress`, later saves encode what has changed of them, as long as that is shorter (docs/SMALLER.md). 0: none
+    watch           how changes before capture are detected in tensors captured after `save` returned (docs/SAVING.md).
     "auto": every write to host memory that the system can watch is detected; of other memory, some bytes are compared.
     "exact": every write is detected, on a GPU every one that the capture shows, or the save is refused.
     "samples": some bytes are compared.

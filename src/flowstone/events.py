@@ -53,7 +53,7 @@ class Captured:
     captured_s     since `save` was called
     early_bytes    captured before `save` returned; the rest was captured later
     exact_bytes    of the later bytes: a change of any of them that was captured would have been detected; on the host
-                   any write, also of the same bytes (docs/LIMITS.md)
+                   any write, also of the same bytes (docs/SAVING.md)
     sampled_bytes  of the later bytes: only samples were compared
     huge_bytes     of the exact bytes: in huge pages of the host, where watching costs next to nothing; or a few less
     """

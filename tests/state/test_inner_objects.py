@@ -219,6 +219,6 @@ def test_one_list_at_two_places_is_two_equal_lists_for_an_object_and_stays_one_i
     held = {"h": target, "d": {"a": fresh, "b": fresh}}
     load(save({"h": holder, "d": {"a": line, "b": line}}), held)
     assert target.a == target.b == line
-    assert target.a is not target.b, "as LIMITS says"
+    assert target.a is not target.b, "as docs/STATE.md says"
     assert held["d"]["a"] is held["d"]["b"] is fresh  # type: ignore[index]
     assert fresh == line

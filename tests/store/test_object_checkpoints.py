@@ -97,7 +97,7 @@ def test_a_load_and_a_save_make_few_requests(url: str, server: Server) -> None:
 
 
 def test_requests_of_saves_and_loads_are_as_many_as_the_limits_say(url: str, server: Server) -> None:
-    text = " ".join(Path(__file__).parents[2].joinpath("docs/LIMITS.md").read_text().split())
+    text = " ".join(Path(__file__).parents[2].joinpath("docs/BUCKETS.md").read_text().split())
     told = re.search(r"first save of a job of one rank makes (\d+) .*? a later one (\d+), .*? a load (\d+),", text)
     assert told is not None
     first, later, load = map(int, told.groups())

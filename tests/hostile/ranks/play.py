@@ -131,7 +131,7 @@ class Look:
 
     def at_the_end(self) -> None:
         """What may be in a store whose jobs have all ended in order."""
-        allowed = ("step-", "flowstone.", ".superseded-")  # the last by hand: LIMITS
+        allowed = ("step-", "flowstone.", ".superseded-")  # the last by hand: docs/LOADING.md
         left = [at.name for at in self.root.iterdir() if not at.name.startswith(allowed)]
         if left:
             self.problems.append(f"left in the store: {left}")

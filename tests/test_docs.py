@@ -73,6 +73,11 @@ def test_links_lead_somewhere(document: Path) -> None:
         assert (document.parent / target).exists(), f"{document.name} links to {target}"
 
 
+def test_the_page_of_ideas_names_modules_that_exist() -> None:
+    for name in re.findall(r"`([\w/]+/|[\w/]+\.(?:py|cpp|h))`", (ROOT / "docs/IDEAS.md").read_text()):
+        assert (ROOT / "src/flowstone" / name).exists() or (ROOT / name).exists(), f"IDEAS.md names {name}"
+
+
 def test_readme_example_is_short() -> None:
     example = next(text for fence, text in _blocks(ROOT / "README.md") if fence == "python")
     lines = [line for line in example.splitlines() if line.strip()]

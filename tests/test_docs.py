@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import subprocess
@@ -67,10 +68,25 @@ def test_a_block_that_does_not_run_says_what_it_needs(document: Path) -> None:
         assert not name or name in NEEDS or re.search(rf"\b{name}\b", integrations), f"{document.name}: ```{fence}"
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: d.name)
+@functools.cache
+def _prose(document: Path) -> str:
+    return BLOCK.sub("", document.read_text())
+
+
+@functools.cache
+def _anchors(document: Path) -> set[str]:
+    """The places of a page that links can name, as the site makes them of headings."""
+    headings = re.findall(r"^#+ (.*)$", _prose(document), flags=re.MULTILINE)
+    return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
+
+
+@pytest.mark.parametrize("document", [*DOCUMENTS, ROOT / "CHANGELOG.md"], ids=lambda d: d.name)
 def test_links_lead_somewhere(document: Path) -> None:
-    for target in re.findall(r"\]\((?!https?:)([^)#]+)", document.read_text()):
-        assert (document.parent / target).exists(), f"{document.name} links to {target}"
+    for link in re.findall(r"\]\((?!https?:)([^)]+)\)", _prose(document)):
+        name, _, anchor = link.partition("#")
+        target = (document.parent / name).resolve() if name else document
+        assert target.exists(), f"{document.name} links to {link}"
+        assert not anchor or anchor in _anchors(target), f"{document.name} links to {link}, a place that is not there"
 
 
 def test_the_page_of_ideas_names_modules_that_exist() -> None:

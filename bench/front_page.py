@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import sys
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -97,10 +98,17 @@ def front_page(folder: Path) -> str:
     ]
     rows = map(_row, pages.values())
     *first, last = (f"[{pages[name].title}]({FOLDER}/{name}.md)" for name in IN_WORDS)
+    in_words = "; ".join(first) + f"; and {last} tell of their goals in words: some of these were missed, too."
     return _TEXT.format(
-        answers="\n".join(answers), pages="\n".join(rows), missed="\n".join(missed),
-        in_words="; ".join(first) + f"; and {last}",
+        answers="\n".join(answers), pages="\n".join(rows), missed="\n".join(map(_filled, missed)),
+        in_words=_filled(in_words),
     )
+
+
+def _filled(text: str) -> str:
+    """A paragraph, or an item of a list, in lines of 120 columns."""
+    indent = "  " if text.startswith("- ") else ""
+    return textwrap.fill(text, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def renew(updated: Path) -> None:
@@ -149,7 +157,7 @@ against another commit, in pairs ([TESTING](TESTING.md#what-a-change-costs)).
 
 {missed}
 
-{in_words} tell of their goals in words: some of these were missed, too.
+{in_words}
 """
 
 

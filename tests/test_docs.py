@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 import re
 import subprocess
@@ -66,6 +67,17 @@ def test_a_block_that_does_not_run_says_what_it_needs(document: Path) -> None:
         assert language in ("", "python", "sh", "toml"), f"{document.name}: ```{fence}"
         assert language or not COMMAND.search(text), f"{document.name}: these commands are not marked as sh:\n{text}"
         assert not name or name in NEEDS or re.search(rf"\b{name}\b", integrations), f"{document.name}: ```{fence}"
+
+
+@pytest.mark.parametrize("document", sorted((ROOT / "docs").rglob("*.md")), ids=lambda d: d.name)
+def test_lines_end_by_column_120(document: Path) -> None:
+    spec = importlib.util.spec_from_file_location("wrap_documents", ROOT / "tools" / "wrap_documents.py")
+    assert spec is not None
+    assert spec.loader is not None
+    wrap_documents = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(wrap_documents)
+    long = [number for number, line in wrap_documents.prose(document.read_text()) if wrap_documents.is_too_long(line)]
+    assert long == [], f"lines of {document.name} are too long: run python tools/wrap_documents.py"
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Fill paragraphs of documents anew if a line is too long: `python tools/wrap_documents.py [FILE...]`; else all of docs/.
+"""Fill paragraphs of documents anew if a line is too long: `python tools/wrap_documents.py [FILE...]`, or all of docs/.
 
 Tables, headings, samples, and sections that benchmarks write stay as they are.
 """

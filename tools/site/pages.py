@@ -27,15 +27,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Fences may name their sample behind the language; links to the README lead to the start page."""
-    markdown = re.sub(r"^(```\w+) [\w-]+$", r"\1", markdown, flags=re.MULTILINE)
-    markdown = re.sub(r"\]\(decisions/?\)", "](decisions/001-phase-always.md)", markdown)  # a folder, and no page
-    return re.sub(r"\]\((?:\.\./)+README\.md(#[\w-]+)?\)", lambda found: f"]({start(page)}{found[1] or ''})", markdown)
-
-
-def start(page: Page) -> str:
-    """The start page's source, as a link from `page`."""
-    return "../" * page.file.src_uri.count("/") + "index.md"
+    """Fences may name their sample behind the language, which the site does not show."""
+    return re.sub(r"^(```\w+) [\w-]+$", r"\1", markdown, flags=re.MULTILINE)
 
 
 def start_page() -> str:

@@ -35,7 +35,7 @@ demo: setup
 # OpenMP's threads would wait by spinning, and take the processor from the others. The native tests are built (with
 # sanitizers: the release build is what Python's tests run; `make check-native` has all four) and run beside them, and
 # give way to all. They begin before the check, which has work for one processor.
-CHECK := $(BIN)/ruff check . && $(BIN)/mypy
+CHECK := $(BIN)/ruff check . && $(BIN)/mypy && sh native/format.sh --check
 TOOLS := $(addprefix tests/,bench demo site study wheels)
 PYTEST := OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n 3 --dist worksteal $(if $(K),-k '$(K)')
 test: setup
@@ -85,8 +85,8 @@ test-upstream-dcp: setup
 # The oldest torch, in a bare Debian 13 that this makes under build/: needs root. A part of the tests, those of one rank;
 # several ranks are the demo's.
 test-oldest-torch: wheel
-	sh tools/oldest_torch.sh dist build/debian-13 tests/test_checkpointer.py tests/test_load.py tests/test_lazy.py \
-	    tests/test_threads.py tests/test_examples.py tests/state
+	sh tools/oldest_torch.sh dist build/debian-13 tests/test_checkpointer.py tests/load/test_load.py \
+	    tests/save/test_lazy.py tests/runtime/test_threads.py tests/test_examples.py tests/state
 
 check: setup
 	$(CHECK)

@@ -1,11 +1,11 @@
-"""What a step's bytes cost a training by themselves: read once, or written once, by a thread that does nothing else.
+"""The cost for a training when another thread only reads, or only writes, as many bytes as a step's gradients have.
 
     python -m bench.bare_bytes [--directory DIR] [--rounds 18] [--steps 6]
 
-The training is that of bench/journal_parts.py, and so are blocks and pairs. Nothing of Flowstone runs beside it. After
-each step a thread is given as many bytes as the gradients are, in huge pages that are mapped already and never change,
-and either adds them up, or writes them over the blocks of a file that has all of them, with direct I/O and one sync.
-So this is the least that a journal of every step costs on this machine, however it is made, unless it has fewer bytes.
+Training, blocks and pairs are those of bench/journal_parts.py, but Flowstone does not run. After each step, a thread
+gets as many bytes as the gradients have, in huge pages that are mapped already and never change. It either adds them
+up, or writes them into an allocated file with direct I/O and one sync. So this is the minimum cost on this machine of
+any journal of every step, unless it writes fewer bytes.
 """
 
 from __future__ import annotations
@@ -36,27 +36,27 @@ REQUEST_BYTES = 8 << 20
 
 
 def _huge(length: int) -> memoryview:
-    """So many bytes, touched."""
+    """Memory of that size, touched."""
     memory = mmap.mmap(-1, length)
     memory.madvise(mmap.MADV_HUGEPAGE)
-    room = memoryview(memory)
-    np.frombuffer(room, np.uint8)[:] = np.random.default_rng(1).integers(0, 256, length, np.uint8)
-    return room
+    buffer = memoryview(memory)
+    np.frombuffer(buffer, np.uint8)[:] = np.random.default_rng(1).integers(0, 256, length, np.uint8)
+    return buffer
 
 
 @contextmanager
-def _writer(path: Path, room: memoryview) -> Iterator[Callable[[], None]]:
-    """A function that writes all of `room` over the same blocks, and waits until the device has them."""
+def _writer(path: Path, buffer: memoryview) -> Iterator[Callable[[], None]]:
+    """A function that writes all of `buffer` to the same blocks of the file, and waits until the device has them."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
 
     def write() -> None:
-        for at in range(0, len(room), REQUEST_BYTES):
-            part = room[at : at + REQUEST_BYTES]
-            assert os.pwrite(fd, part, at) == len(part)
+        for offset in range(0, len(buffer), REQUEST_BYTES):
+            part = buffer[offset : offset + REQUEST_BYTES]
+            assert os.pwrite(fd, part, offset) == len(part)
         os.fdatasync(fd)
 
     try:
-        write()  # from now on the file has its blocks
+        write()  # from now on the file's blocks are allocated
         yield write
     finally:
         os.close(fd)
@@ -74,7 +74,7 @@ class _Beside:
         self._thread.start()
 
     def step(self) -> None:
-        """Hand one step over. Waits for the one before."""
+        """Pass one step to the thread. Waits for the previous one."""
         self._idle.wait()
         self._idle.clear()
         self._due.put(True)
@@ -93,25 +93,25 @@ class _Beside:
 
 
 def _steps_beside(training: Training, act: Callable[[], None], steps: int) -> tuple[list[float], list[float]]:
-    """Seconds of each step, and of what the thread did for each."""
-    beside, found = _Beside(act), []
+    """Seconds of each step, and of the thread's work for each."""
+    beside, laps = _Beside(act), []
     for _ in range(steps + 1):
         begin = time.perf_counter()
-        training.learn()
+        training.train_step()
         beside.step()
-        found.append(time.perf_counter() - begin)
+        laps.append(time.perf_counter() - begin)
     beside.end()
-    return found[1:], beside.seconds[:-1]  # the first step has nothing beside it
+    return laps[1:], beside.seconds[:-1]  # the thread does nothing beside the first step
 
 
 def ways(training: Training, work: Path, *, rounds: int, steps: int) -> dict[str, dict[str, object]]:
-    """What each way costs the training's steps, and `beside_ms`, how long the thread takes for what it does."""
-    length = -(-sum(one.nbytes for one in training.model.parameters()) // REQUEST_BYTES) * REQUEST_BYTES
-    room = _huge(length)
-    numbers = np.frombuffer(room, np.uint64)
+    """The cost of each way for the training's steps, and `beside_ms`, the time of the thread's work."""
+    length = -(-sum(parameter.nbytes for parameter in training.model.parameters()) // REQUEST_BYTES) * REQUEST_BYTES
+    buffer = _huge(length)
+    numbers = np.frombuffer(buffer, np.uint64)
     blocks: dict[str, list[Block]] = {"read": [], "written": []}
     alone: dict[str, list[float]] = {"read": [], "written": []}
-    with _writer(work / "bytes", room) as write:
+    with _writer(work / "bytes", buffer) as write:
         acts: dict[str, Callable[[], None]] = {"read": lambda: _add_up(numbers), "written": write}
         plain(training, 3)
         before = plain(training, steps)
@@ -141,10 +141,10 @@ def main(arguments: Sequence[str]) -> None:
     chosen = parser.parse_args(arguments)
     work = Path(tempfile.mkdtemp(prefix="bare-bytes-", dir=chosen.directory))
     try:
-        found = ways(Training(FULL, seed=1), work, rounds=chosen.rounds, steps=chosen.steps)
+        measured = ways(Training(FULL, seed=1), work, rounds=chosen.rounds, steps=chosen.steps)
     finally:
         shutil.rmtree(work, ignore_errors=True)
-    print(json.dumps({"machine": machine.describe(work.parent), "ways": found}, indent=2))
+    print(json.dumps({"machine": machine.describe(work.parent), "ways": measured}, indent=2))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Trees of this repository to measure: the one at hand, and other commits, checked out and set up beside it."""
+"""Source trees to measure: this one, and other commits, checked out and set up beside it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ HASH_DIGITS = 12
 
 
 class CheckoutError(Exception):
-    """A commit is unknown, or cannot be checked out or set up; what git or make said."""
+    """A commit is unknown, or cannot be checked out or set up; the message is that of git or make."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tree:
     """A tree that is set up.
 
-    name    by which a comparison calls it
+    name    its name in a comparison
     commit  abbreviated
     title   commit, date, subject, and whether files are changed since
     """
@@ -32,12 +32,12 @@ class Tree:
 
 
 def resolve(repository: Path, commit: str) -> str:
-    """The abbreviated hash of what git takes for a commit. Raises CheckoutError."""
+    """The abbreviated hash of a commit that git knows. Raises CheckoutError."""
     try:
-        found = _git(repository, "rev-parse", "--verify", "--end-of-options", f"{commit}^{{commit}}")
+        commit_id = _git(repository, "rev-parse", "--verify", "--end-of-options", f"{commit}^{{commit}}")
     except CheckoutError as error:
         raise CheckoutError(f"{commit!r} is no commit of this repository ({error}); `git log` lists those") from error
-    return found[:HASH_DIGITS]
+    return commit_id[:HASH_DIGITS]
 
 
 def this_tree(repository: Path, name: str) -> Tree:
@@ -45,7 +45,7 @@ def this_tree(repository: Path, name: str) -> Tree:
 
 
 def other_tree(repository: Path, commit: str, name: str) -> Tree:
-    """Commit `commit`, an abbreviated hash, from where an earlier comparison left it, or made now."""
+    """The tree of `commit`, an abbreviated hash: left by an earlier comparison, or made now."""
     root = repository / FOLDER / commit
     if not root.exists():
         # By force: git still knows a worktree whose folder was removed by hand.
@@ -57,30 +57,30 @@ def other_tree(repository: Path, commit: str, name: str) -> Tree:
 
 
 def set_up(root: Path) -> None:
-    """By the tree's own Makefile, which knows what it has done already. Raises CheckoutError."""
+    """By the tree's own Makefile, which skips steps that are done. Raises CheckoutError."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(["make", "setup"], cwd=root, env=environment, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        said = "\n".join((done.stdout + done.stderr).strip().splitlines()[-10:])
-        raise CheckoutError(f"`make setup` in {root} failed:\n{said}")
+        text = "\n".join((done.stdout + done.stderr).strip().splitlines()[-10:])
+        raise CheckoutError(f"`make setup` in {root} failed:\n{text}")
 
 
 def tree(root: Path, name: str, commit: str) -> Tree:
-    """The tree at `root`. Raises CheckoutError where its environment has no Flowstone, or that of another tree."""
+    """The tree at `root`. Raises CheckoutError if its environment has no Flowstone, or that of another tree."""
     python = root / PYTHON
     program = "import flowstone; print(flowstone.__file__)"
     try:
-        said = _said([str(python), "-P", "-c", program])
+        output = _said([str(python), "-P", "-c", program])
     except CheckoutError as error:
         raise CheckoutError(f"{root} is not set up; `make setup` there does that: {error}") from error
-    if not Path(said).resolve().is_relative_to(root.resolve()):
-        raise CheckoutError(f"{python} imports Flowstone from {said}: `make setup` in {root} mends that")
+    if not Path(output).resolve().is_relative_to(root.resolve()):
+        raise CheckoutError(f"{python} imports Flowstone from {output}: `make setup` in {root} mends that")
     changed = ", and changes since" if _is_changed(root) else ""
     return Tree(name, commit, _git(root, "show", "--no-patch", "--format=%h %cs %s", commit) + changed, python)
 
 
 def _is_changed(root: Path) -> bool:
-    """Whether files that git knows differ from the commit."""
+    """Whether files that git tracks differ from the commit."""
     return bool(_git(root, "status", "--porcelain", "--untracked-files=no"))
 
 
@@ -89,13 +89,13 @@ def _git(repository: Path, *arguments: str) -> str:
 
 
 def _said(command: list[str]) -> str:
-    """On standard output. Raises CheckoutError with the last line of the other."""
+    """Run a command; returns its standard output. Raises CheckoutError with the last line of its standard error."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     except OSError as error:
         raise CheckoutError(str(error)) from error
     if done.returncode != 0:
-        said = done.stderr.strip().splitlines() or [f"ended with {done.returncode}"]
-        raise CheckoutError(f"{Path(command[0]).name}: {said[-1]}")
+        lines = done.stderr.strip().splitlines() or [f"ended with {done.returncode}"]
+        raise CheckoutError(f"{Path(command[0]).name}: {lines[-1]}")
     return done.stdout.strip()

@@ -1,10 +1,10 @@
-"""What others take to save a training's state step by step, with compression: one rival, in a process of its own.
+"""Measure one rival, in a process of its own, that saves a training's state step by step with compression.
 
     python -m bench.codec_rivals KIND DIRECTORY STATES BYTES_PER_S
 
-STATES holds, by torch.save, a list of states, each a step after the one before. KIND is one of KINDS; bench.codecs
-starts this with an interpreter that has its packages. Printed are, as JSON, the medians of all saves but the first two:
-seconds until everything is durable, bytes written, processor seconds.
+STATES is a file by torch.save with a list of states, each a step after the one before. KIND is one of KINDS;
+bench.codecs starts this with an interpreter that has its packages. Prints, as JSON, the medians of all saves but the
+first two: seconds until everything is durable, bytes written, processor seconds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from bench.meter import files_below, make_durable
 from bench.throttle import held_to
 
-KINDS = {  # by name: the environment that has its packages (bench/pins)
+KINDS = {  # each with the environment that has its packages (bench/pins)
     "Orbax, its zstd": "orbax", "Orbax, uncompressed": "orbax", "difference, zstd 1": "codecs",
 }
 LEVEL = 1
@@ -33,7 +33,7 @@ Save = Callable[[State, Path], None]
 
 
 def orbax(*, compressed: bool) -> Save:
-    """As bench/rivals/orbax_pytree.py has it."""
+    """Orbax as in bench/rivals/orbax_pytree.py."""
     from bench.rivals.orbax_pytree import Orbax
 
     rival = Orbax(Path("/"), compressed=compressed)
@@ -47,9 +47,9 @@ def orbax(*, compressed: bool) -> Save:
 
 
 def difference() -> Save:
-    """The baseline of papers on differential checkpoints: what differs from the step before, by zstd, in one file.
+    """The baseline of papers on differential checkpoints: the difference from the step before, by zstd, in one file.
 
-    The difference is by exclusive or, so that nothing is lost. The first state is compressed whole.
+    The difference is computed by exclusive or, so that nothing is lost. The first state is compressed in full.
     """
     import zstandard
 
@@ -71,16 +71,16 @@ def difference() -> Save:
 def main() -> None:
     kind, directory, states, rate = sys.argv[1], Path(sys.argv[2]), sys.argv[3], float(sys.argv[4])
     save = difference() if KINDS[kind] == "codecs" else orbax(compressed=kind == "Orbax, its zstd")
-    found = []
+    rows = []
     with tempfile.TemporaryDirectory(dir=directory) as own, held_to(rate, directory):
         for step, state in enumerate(torch.load(states)):
             folder = Path(own).absolute() / str(step)
             begin, cpu = time.perf_counter(), time.process_time()
             save(state, folder)
             spent = time.perf_counter() - begin, time.process_time() - cpu
-            found.append((spent[0], sum(path.stat().st_size for path in files_below(folder)), spent[1]))
-    print(json.dumps([statistics.median(column) for column in zip(*found[2:], strict=True)]), flush=True)
-    os._exit(0)  # Orbax's threads would be waited for
+            rows.append((spent[0], sum(path.stat().st_size for path in files_below(folder)), spent[1]))
+    print(json.dumps([statistics.median(column) for column in zip(*rows[2:], strict=True)]), flush=True)
+    os._exit(0)  # without waiting for Orbax's threads
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What bench.codecs encodes: the state of a GPT in training, and states of any size that are made up like one."""
+"""The states that bench.codecs encodes: that of a GPT in training, and synthetic states of any size like it."""
 
 from __future__ import annotations
 
@@ -16,42 +16,42 @@ Chunks = list[np.ndarray]
 
 
 def after(steps: int) -> Training:
-    """A training that has made so many."""
+    """A training after that many steps."""
     run = Training(SIZES, seed=1)
     for _ in range(steps):
-        run.learn()
+        run.train_step()
     return run
 
 
 def trained(steps: int) -> dict[str, tuple[Chunks, int]]:
-    """Whole chunks of each part of a training's state, and the length of their numbers in bytes."""
+    """Full chunks of each part of a training's state, and the length of their numbers in bytes."""
     run = after(steps)
     weights = [parameter.detach() for parameter in run.model.parameters()]
     states = list(run.optimizer.state.values())
     parts = {
-        "weights": (weights, 4), "exp_avg": ([one["exp_avg"] for one in states], 4),
-        "exp_avg_sq": ([one["exp_avg_sq"] for one in states], 4),
+        "weights": (weights, 4), "exp_avg": ([state["exp_avg"] for state in states], 4),
+        "exp_avg_sq": ([state["exp_avg_sq"] for state in states], 4),
         "weights, bf16": ([weight.bfloat16().view(torch.int16) for weight in weights], 2),
     }
-    found = {}
+    chunked = {}
     for name, (tensors, width) in parts.items():
         data = torch.cat([tensor.flatten() for tensor in tensors]).numpy().view(np.uint8)
-        found[name] = ([data[at : at + CHUNK] for at in range(0, len(data) - CHUNK + 1, CHUNK)], width)
-    return found
+        chunked[name] = ([data[offset : offset + CHUNK] for offset in range(0, len(data) - CHUNK + 1, CHUNK)], width)
+    return chunked
 
 
 def mixed(run: Training) -> dict[str, torch.Tensor]:
-    """The state of a training in mixed precision: fp32 weights, what they are rounded to, two moments."""
-    found: dict[str, torch.Tensor] = {}
-    for at, (parameter, state) in enumerate(run.optimizer.state.items()):
+    """The state of a training in mixed precision: fp32 weights, their bf16 roundings, two moments."""
+    tensors: dict[str, torch.Tensor] = {}
+    for index, (parameter, state) in enumerate(run.optimizer.state.items()):
         weight = parameter.detach()  # type: ignore[attr-defined]
-        found |= {f"{at}.master": weight, f"{at}.weight": weight.bfloat16()}
-        found |= {f"{at}.{slot}": state[slot] for slot in ("exp_avg", "exp_avg_sq")}
-    return found
+        tensors |= {f"{index}.master": weight, f"{index}.weight": weight.bfloat16()}
+        tensors |= {f"{index}.{slot}": state[slot] for slot in ("exp_avg", "exp_avg_sq")}
+    return tensors
 
 
 def mixed_of(total_bytes: int) -> dict[str, torch.Tensor]:
-    """As `mixed`, of any size: normal numbers in the place of trained ones."""
+    """Like `mixed`, of any size, with normally distributed numbers instead of trained ones."""
     torch.manual_seed(0)
     elements, layers = total_bytes // 14, max(1, total_bytes // 14 // 4_000_000)
     size = elements // layers
@@ -65,8 +65,9 @@ def mixed_of(total_bytes: int) -> dict[str, torch.Tensor]:
 
 
 def change(tensors: dict[str, torch.Tensor]) -> None:
-    """Change something in each chunk of a `mixed_of`; the working weights are the master copy's again, of which
-    enough changes to be seen in them.
+    """Change something in each chunk of a `mixed_of`, and round the master copy to the working weights again.
+
+    The changes are large enough to change the working weights as well.
     """
     for name, tensor in tensors.items():
         if not name.endswith(".weight"):

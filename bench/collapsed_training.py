@@ -1,11 +1,11 @@
-"""What training gains or loses when the memory of its state is collapsed into huge pages, while that is done and after.
+"""The effect on training when the memory of its state is collapsed into huge pages, during that and afterwards.
 
     PYTHONPATH=src python -m bench.collapsed_training DIRECTORY [--rounds 5] [--layers 120] [--seconds 20]
 
-A model of linear layers and its AdamW train on the processor. Each round has two processes, by turns which of them
-first: one saves as by default, and one with collapse=False. Both save once, then train on for so many seconds ("while":
-the pass is under way in the one of them), wait for the pass, and train so long again ("after"). Told are pairs: seconds
-and processor seconds of a step, of the process that collapses in parts of the other one.
+A model of linear layers and its AdamW train on the processor. Each round has two processes, in alternating order: one
+with the defaults, and one with collapse=False. Both save once, then train for --seconds ("while": the pass runs in one
+of them), wait for the pass, and train as long again ("after"). Prints the ratios of each pair: seconds and processor
+seconds of a step, with collapsing divided by without.
 """
 
 from __future__ import annotations
@@ -69,21 +69,21 @@ def act(options: argparse.Namespace, directory: Path, collapse: bool) -> tuple[P
 
 
 def pair(options: argparse.Namespace, number: int) -> dict[bool, tuple[Phase, Phase]]:
-    found = {}
+    measured = {}
     for collapse in (True, False) if number % 2 else (False, True):
         spawn = multiprocessing.get_context("spawn")
         with folder_in(options.directory) as directory, ProcessPoolExecutor(1, mp_context=spawn) as pool:
-            found[collapse] = pool.submit(act, options, directory, collapse).result(60 * MINUTES_MAX)
-    return found
+            measured[collapse] = pool.submit(act, options, directory, collapse).result(60 * MINUTES_MAX)
+    return measured
 
 
 def lines(pairs: Sequence[dict[bool, tuple[Phase, Phase]]]) -> list[str]:
-    told = []
-    for at, name in enumerate(("while", "after")):
-        for what in ("step_s", "step_cpu_s"):
-            ratios = [getattr(one[True][at], what) / getattr(one[False][at], what) for one in pairs]
-            told.append(f"{name}: {what} {median(ratios):.3f} ({min(ratios):.3f}-{max(ratios):.3f}) of that without")
-    return told
+    lines = []
+    for index, name in enumerate(("while", "after")):
+        for metric in ("step_s", "step_cpu_s"):
+            ratios = [getattr(pair[True][index], metric) / getattr(pair[False][index], metric) for pair in pairs]
+            lines.append(f"{name}: {metric} {median(ratios):.3f} ({min(ratios):.3f}-{max(ratios):.3f}) of that without")
+    return lines
 
 
 def main() -> None:

@@ -1,13 +1,13 @@
-"""What import, export and a stream of tensors reach of the device, and the memory that they take.
+"""The rates of import, export and a stream of tensors relative to the device, and the memory that they use.
 
     PYTHONPATH=src python -m bench.conversion DIRECTORY [--bytes 4e9] [--rounds 3] [--budget 512e6] [--update PAGE]
 
-A safetensors file of equal tensors of noise is imported, and exported again, in processes of their own; by turns with
-fio, which reads and writes as much by one job each (8 MiB, 16 in flight, registered memory, fsync inside the timer):
-first alone, then both at once. A conversion reads and writes at once; where both sides lie on one device, as here, its
-limit is the slower of the two jobs that share it. The peak is how much the most memory that the process has had grows
-by the call. `Checkpoint.stream` of what was imported reads alone: its limit is fio's job that only reads. No more than
-two copies of the tensors lie in DIRECTORY at once.
+A safetensors file of equal tensors of noise is imported, and exported again, in separate processes. Alternately, fio
+reads and writes as much with one job each (8 MiB, 16 in flight, registered memory, fsync inside the timer): first
+alone, then both at once. A conversion reads and writes at the same time. Both sides are on one device here, so its
+limit is the slower of the two jobs that share it. The peak is the growth of the process's peak memory during the call.
+`Checkpoint.stream` of the imported tensors only reads, so its limit is the fio job that only reads. DIRECTORY holds at
+most two copies of the tensors at once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from bench.goals import Goal, cell
 
 MIB = 1 << 20
 TENSORS = 100
-FIO_BYTES_MAX = 4_000_000_000  # its rate does not depend on more
+FIO_BYTES_MAX = 4_000_000_000  # its rate does not depend on more bytes
 OF_SLOWER_SIDE, PEAK_MB, OF_READS = 0.8, 1000, 0.9  # the goals
 _MARKED = re.compile(r"(?<=<!-- conversion:start -->\n).*(?=<!-- conversion:end -->)", re.DOTALL)
 _CHILD = """
@@ -51,7 +51,7 @@ _STREAMING = """
 import json, sys, time
 import torch
 import flowstone as fs
-import flowstone.streaming
+import flowstone.torch.streaming
 checkpoint, total, started = fs.open(sys.argv[1]), 0, time.perf_counter()
 for _, tensor in checkpoint.stream():
     total += tensor.nbytes
@@ -60,7 +60,7 @@ print(json.dumps(total / (time.perf_counter() - started)))
 
 
 def write_source(path: Path, total_bytes: int) -> None:
-    """A safetensors file of float32 noise, never whole in memory."""
+    """A safetensors file of float32 noise, never completely in memory."""
     elements = int(total_bytes) // TENSORS // 4
     entries = {
         f"layer.{number}": {
@@ -78,7 +78,7 @@ def write_source(path: Path, total_bytes: int) -> None:
 
 
 def convert(verb: str, source: Path, target: Path, budget: int) -> tuple[float, int]:
-    """Bytes a second, and by how much the peak of memory grows."""
+    """Bytes per second, and the growth of peak memory."""
     command = [sys.executable, "-c", _CHILD, verb, str(source), str(target), str(budget)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     rate, peak = json.loads(done.stdout)
@@ -86,14 +86,14 @@ def convert(verb: str, source: Path, target: Path, budget: int) -> tuple[float, 
 
 
 def stream(source: Path) -> float:
-    """Bytes a second of a stream of all tensors, each verified, in host memory."""
+    """Bytes per second of a stream of all tensors, each verified, in host memory."""
     command = [sys.executable, "-c", _STREAMING, str(source)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return float(json.loads(done.stdout))
 
 
 def at_once(work: Path, total_bytes: int, setting: fio.Setting) -> float:
-    """Bytes a second of the slower of two jobs: one reads what `fio.write` left, one writes as much."""
+    """Bytes per second of the slower of two jobs: one reads the files of `fio.write`, one writes as much."""
     beside = work / "beside"
     beside.mkdir()
     with ThreadPoolExecutor(2) as pool:
@@ -116,7 +116,7 @@ def measure(directory: Path, total_bytes: int, rounds: int, budget: int) -> list
             together = at_once(work, fio_bytes, setting)
             fio.clear(work)
             write_source(work / "model.safetensors", total_bytes)
-            os.sync()  # what is left to write would take the device's time
+            os.sync()  # otherwise unwritten data would use the device later
             imported, import_peak = convert("import_checkpoint", work / "model.safetensors", work / "run", budget)
             (work / "model.safetensors").unlink()
             streamed = stream(work / "run")
@@ -134,22 +134,22 @@ def measure(directory: Path, total_bytes: int, rounds: int, budget: int) -> list
 
 
 def goals(rows: list[dict[str, float]]) -> list[Goal]:
-    """Whether the goals were reached."""
+    """The goals, and whether they are met."""
     reached = [
         Goal(
-            f"{verb}, of the slower of two jobs of fio that read and write at once",
+            f"{verb}, relative to the slower of two fio jobs that read and write at once",
             spread(row[verb] / row["fio_at_once"] for row in rows), OF_SLOWER_SIDE,
         )
         for verb in ("import", "export")
     ]
     peak = Goal("peak of memory, MB", spread(row["peak"] / 1e6 for row in rows), PEAK_MB, at_most=True, digits=0)
     of_reads = spread(row["stream"] / row["fio_read"] for row in rows)
-    streamed = Goal("stream, of a job of fio that reads", of_reads, OF_READS)
+    streamed = Goal("stream, relative to a fio job that reads", of_reads, OF_READS)
     return [*reached, streamed, peak]
 
 
 def told(rows: list[dict[str, float]]) -> str:
-    """The goals, and what was measured, as a page has them: medians, and the range where there are several rounds."""
+    """The goals and the measurements, as on a page: medians, and the range if there are several rounds."""
     names = {
         "fio_write": "fio writes, alone", "fio_read": "fio reads, alone",
         "fio_at_once": "fio reads and writes at once: the slower job", "import": "import", "export": "export",
@@ -169,11 +169,11 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=512 * MIB)
     parser.add_argument("--update", type=Path, help="the page between whose marks the result is written")
     options = parser.parse_args()
-    found = told(measure(options.directory, int(options.bytes), options.rounds, int(options.budget)))
-    print(found)
+    table = told(measure(options.directory, int(options.bytes), options.rounds, int(options.budget)))
+    print(table)
     if options.update is not None:
         command = f"python -m bench.conversion DIRECTORY --bytes {options.bytes:.0e} --rounds {options.rounds}"
-        text = f"`PYTHONPATH=src {command}`, {datetime.now(UTC):%Y-%m-%d}\n\n{found}\n"
+        text = f"`PYTHONPATH=src {command}`, {datetime.now(UTC):%Y-%m-%d}\n\n{table}\n"
         options.update.write_text(_MARKED.sub(lambda _: text, options.update.read_text()))
 
 

@@ -1,12 +1,12 @@
-"""What saves cost of which most is in the checkpoint before: a frozen base, and an adapter that is trained.
+"""The cost of saves when most of the state is unchanged: a frozen base, and a trained adapter.
 
     PYTHONPATH=src python -m bench.deltas DIRECTORY [--base 1e9] [--adapter 2e7] [--saves 20] [--restart]
 
 The base is linear layers of float32 that no optimizer owns. The adapter's bytes are those of its weights and of both
-moments of AdamW. After each save comes a step of `--step-s` seconds that trains the adapter. With `--restart` each save
-is made by a process of its own, which has loaded the one before: a job that restarts each day. Told are the bytes that
-each save has written, how long `save` and the next step's fence held up training, and what the store takes of the disk,
-each file once. Every byte of the last step is verified at the end.
+moments of AdamW. A step of `--step-s` seconds after each save trains the adapter. With `--restart` each save is made by
+a new process, which has loaded the one before, like a job that restarts each day. Prints the bytes that each save has
+written, how long `save` and the next step's fence blocked training, and the space of the store on disk, with each file
+counted once. At the end, every byte of the last step is verified.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import nn
 
 import flowstone as fs
 from bench.script import folder_in
-from flowstone.commit.disk_usage import Disk
+from flowstone.cli.disk_usage import Disk
 
 SIDE = 2048  # of a layer of the base
 MINUTES_MAX = 20
@@ -32,7 +32,7 @@ MINUTES_MAX = 20
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One save. `blocked_s`: the call; `fenced_s`: what the next step waited; `durable_s`: until it was committed."""
+    """One save. `blocked_s`: the call; `fenced_s`: the next step's wait; `durable_s`: until it was committed."""
 
     written_bytes: int
     blocked_s: float
@@ -41,7 +41,7 @@ class Sample:
 
 
 class Job:
-    """A process that trains, and has loaded the newest step if there is one."""
+    """A training process, which has loaded the newest step if there is one."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         torch.manual_seed(1)
@@ -62,7 +62,7 @@ class Job:
         return {"model": self.model, "optimizer": self.optimizer}
 
     def train(self) -> float:
-        """A step, as long as told; returns how long it waited for a save."""
+        """A step of the given length; returns how long it waited for a save."""
         begun = len(self.told)
         for parameter in self.model["adapter"].parameters():
             parameter.grad = torch.randn_like(parameter)
@@ -81,7 +81,7 @@ class Job:
 
 
 def saves(options: argparse.Namespace, steps: Sequence[int]) -> list[Sample]:
-    """In one process, which ends by itself."""
+    """Save in one process, which then ends."""
     job = Job(options)
     with job.checkpointer:
         job.train()
@@ -91,28 +91,28 @@ def saves(options: argparse.Namespace, steps: Sequence[int]) -> list[Sample]:
 def measured(options: argparse.Namespace) -> list[Sample]:
     steps = range(1, options.saves + 1)
     runs = [[step] for step in steps] if options.restart else [list(steps)]
-    found = []
+    samples = []
     for run in runs:
         with multiprocessing.get_context("spawn").Pool(1) as pool:
-            found += pool.apply_async(saves, (options, run)).get(60 * MINUTES_MAX)
-    return found
+            samples += pool.apply_async(saves, (options, run)).get(60 * MINUTES_MAX)
+    return samples
 
 
 def lines(samples: Sequence[Sample], store: Path) -> Iterator[str]:
     first, *later = samples
-    yield "| | written MB | blocked ms | next step waited ms | durable after s |"
+    yield "| | written, MB | blocked, ms | the next step waited, ms | durable after, s |"
     yield "|---|---|---|---|---|"
     yield _row("the first save", [first])
-    yield _row(f"each of {len(later)} later ones", later)
+    yield _row(f"each of {len(later)} later saves", later)
     usage = Disk(store).usage()
-    largest = max(one.bytes for one in usage.steps)
-    yield f"\n{usage.bytes / 1e9:.3f} GB on disk, for {len(usage.steps)} steps of {largest / 1e9:.3f} GB each."
+    largest = max(step.bytes for step in usage.steps)
+    yield f"\nThe {len(usage.steps)} steps of {largest / 1e9:.3f} GB each take {usage.bytes / 1e9:.3f} GB on disk."
 
 
 def _row(title: str, samples: Sequence[Sample]) -> str:
     columns = (
-        _cell([one.written_bytes / 1e6 for one in samples]), _cell([one.blocked_s * 1e3 for one in samples]),
-        _cell([one.fenced_s * 1e3 for one in samples]), _cell([one.durable_s for one in samples], 2),
+        _cell([sample.written_bytes / 1e6 for sample in samples]), _cell([save.blocked_s * 1e3 for save in samples]),
+        _cell([sample.fenced_s * 1e3 for sample in samples]), _cell([sample.durable_s for sample in samples], 2),
     )
     return f"| {title} | {' | '.join(columns)} |"
 
@@ -134,9 +134,9 @@ def main() -> None:
     parser.add_argument("--restart", action="store_true", help="a process for each save")
     options = parser.parse_args()
     with folder_in(options.directory) as options.directory:
-        found = measured(options)
+        samples = measured(options)
         fs.open(options.directory / "run").verify()
-        print("\n".join(lines(found, options.directory / "run")))
+        print("\n".join(lines(samples, options.directory / "run")))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""What it gains, and costs, to leave out working weights that are a rounded master copy: `compress="derived"`.
+"""The gain and cost of `compress="derived"`: working weights that are a rounded master copy are not stored.
 
     PYTHONPATH=src python -m bench.derived DIRECTORY [--parameters 3e7] [--rounds 7]
 
 The state is that of training in mixed precision: bfloat16 weights, their float32 master copy, and two float32 moments,
-14 bytes a parameter. Each round saves it with and without, one after the other, in changing order; waits until it
-is durable; and loads it, from the page cache. Told are medians: bytes in files, durable seconds, processor seconds of
-this process, seconds of a load, and the ratios of what was measured side by side.
+14 bytes a parameter. Each round saves it with the option and without, in changing order, waits until it is durable, and
+loads it from the page cache. Prints medians: bytes in files, seconds until durable, processor seconds of this process,
+seconds of a load, and the ratios of neighbouring measurements.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class Sample:
 
 
 def state(parameters: int) -> dict[str, dict[str, torch.Tensor]]:
-    """Weights as they are after some training: normal numbers; moments of the size of gradients."""
+    """Weights like those after some training: normal numbers; moments of the size of gradients."""
     torch.manual_seed(1)
     count = max(1, parameters // (SIDE * SIDE))
-    master = {f"{at}.weight": torch.randn(SIDE, SIDE) * 0.02 for at in range(count)}
+    master = {f"{index}.weight": torch.randn(SIDE, SIDE) * 0.02 for index in range(count)}
     return {
         "model": {name: tensor.bfloat16() for name, tensor in master.items()},
         "master": master,
@@ -68,16 +68,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args(arguments)
     saved = state(int(options.parameters))
-    found: dict[Compress, list[Sample]] = {mode: [] for mode in MODES}
+    samples: dict[Compress, list[Sample]] = {mode: [] for mode in MODES}
     with folder_in(options.directory) as root:
         for round_ in range(options.rounds + 1):
             for mode in MODES if round_ % 2 else MODES[::-1]:
                 store = root / f"{mode}-{round_}"
                 with fs.Checkpointer(store, engine=fs.EngineOptions(compress=mode)) as checkpointer:
-                    found[mode].append(sample(checkpointer, 1, saved))
+                    samples[mode].append(sample(checkpointer, 1, saved))
                 shutil.rmtree(store)
     for name, column in zip(("stored bytes", "durable s", "processor s", "load s"), range(4), strict=True):
-        off, derived = ([float(astuple(one)[column]) for one in found[mode][1:]] for mode in MODES)  # one to warm up
+        off, derived = (
+            [float(astuple(sample)[column]) for sample in samples[mode][1:]] for mode in MODES  # after a warm-up
+        )
         ratios = [mine / theirs for mine, theirs in zip(derived, off, strict=True)]
         print(f"{name:14} off {median(off):14.4g}  derived {median(derived):14.4g}  ratio {median(ratios):.3f}")
 

@@ -1,10 +1,10 @@
-"""What `save` blocks for a state of many tensors on a device: p50 and p95, by phase, and how often Python was called.
+"""How long `save` blocks for a state of many tensors on a device: p50, p95, phases, and the number of Python calls.
 
     python -m bench.device_tensors DIRECTORY [--simulate] [--parameters 450] [--bytes 65536] [--rounds 60]
 
-A model of so many parameters, and its capturable Adam: four tensors for each parameter, of which one is the count of
-steps. Each save is durable before the next step, so that nothing is waited for but the save itself. `--first` measures
-first saves instead, each by a new Checkpointer.
+A model with that many parameters, and its capturable Adam: four tensors for each parameter, one of which is the step
+count. Each save is durable before the next step, so no save waits for an earlier one. `--first` measures first saves
+instead, each by a new Checkpointer.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from bench.script import folder_in
 from bench.small_tensors import Clock, print_table
 
 SAVE = {
-    "describe": "flowstone.pipeline.save.describe", "plan": "flowstone.pipeline.save.plan_save",
-    "begin: watch": "flowstone.pipeline.capturing.watch_sources", "begin: gather": "flowstone.stage.gather.gather_for",
-    "begin: draft": "flowstone.commit.publish.begin", "begin: stage": "flowstone.pipeline.capturing.start_capture",
-    "objects": "flowstone.pipeline.save_run.encode_sections",
-    "early": "flowstone.store.jobs.JobWriting.wait_early",
+    "describe": "flowstone.save.planning.describe", "plan": "flowstone.save.planning.plan_save",
+    "begin: watch": "flowstone.save.capturing.watch_sources", "begin: gather": "flowstone.stage.gather.gather_for",
+    "begin: draft": "flowstone.commit.publish.begin_draft", "begin: stage": "flowstone.save.capturing.start_capture",
+    "objects": "flowstone.save.pending_save.encode_sections",
+    "early": "flowstone.store.jobs.JobWriteHandle.wait_early",
 }
 
 
@@ -56,7 +56,7 @@ def later(state: dict[str, object], directory: Path, rounds: int) -> tuple[list[
     with fs.Checkpointer(directory, keep=fs.Keep(last=1)) as checkpointer:
         _blocked(checkpointer, 0, state)
         blocked = [_blocked(checkpointer, step, state) for step in range(1, rounds + 1)]
-        for step in range(rounds + 1, rounds + 1 + rounds // 4):  # clocks cost time: saves of their own
+        for step in range(rounds + 1, rounds + 1 + rounds // 4):  # separate saves: clocks take time
             clocks.append(clock := Clock(SAVE))
             with clock.running():
                 _blocked(checkpointer, step, state, clock)
@@ -64,7 +64,7 @@ def later(state: dict[str, object], directory: Path, rounds: int) -> tuple[list[
 
 
 def first(state: dict[str, object], directory: Path, rounds: int) -> tuple[list[float], list[Clock]]:
-    """The same of saves by new Checkpointers."""
+    """The same for the first saves of new Checkpointers."""
     blocked = []
     for number in range(rounds):
         with fs.Checkpointer(directory / str(number)) as checkpointer:
@@ -86,16 +86,15 @@ def _blocked(checkpointer: fs.Checkpointer, step: int, state: dict[str, object],
 
 
 def calls(state: dict[str, object], directory: Path) -> Counter[tuple[str, str]]:
-    """How often a later save calls functions before it returns, by file and function: Python's, and those of C by the
-    function that calls them.
+    """The calls that a later save makes before it returns, by file and function; calls of C count for their caller.
 
-    On a thread of its own, since profiles are of one thread: on the main one a save has others act.
+    On a thread of its own, since a profile covers one thread: on the main thread, a save delegates to another one.
     """
-    found: Counter[tuple[str, str]] = Counter()
+    calls: Counter[tuple[str, str]] = Counter()
 
     def count(frame: FrameType, event: str, _: object) -> None:
         if event in ("call", "c_call"):
-            found[frame.f_code.co_filename, frame.f_code.co_name] += 1
+            calls[frame.f_code.co_filename, frame.f_code.co_name] += 1
 
     def save() -> fs.Save:
         sys.setprofile(count)
@@ -110,17 +109,17 @@ def calls(state: dict[str, object], directory: Path) -> Counter[tuple[str, str]]
         state["optimizer"].step()  # type: ignore[attr-defined]
         with ThreadPoolExecutor(1) as thread:
             thread.submit(save).result().committed.result()
-    return found
+    return calls
 
 
 @contextmanager
 def opened(*, simulate: bool, memory_bytes: int) -> Iterator[Accelerator]:
-    """A CUDA GPU, or the simulated device of the tests with so much memory."""
+    """A CUDA GPU, or the simulated device of the tests with that much memory."""
     if not simulate:
         yield Cuda()
         return
     with simulated(memory_bytes) as device:
-        device.far.sync = False  # no kernel of training follows a save: the processor has no device's work to wait for
+        device.far.sync = False  # no kernel of training follows a save, so the processor need not wait for the device
         yield device
 
 
@@ -133,8 +132,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--first", action="store_true", help="first saves")
     options = parser.parse_args()
-    room = (options.parameters * 4 + 8) * (options.bytes + 512)
-    with opened(simulate=options.simulate, memory_bytes=room) as device, folder_in(options.directory) as own:
+    memory_bytes = (options.parameters * 4 + 8) * (options.bytes + 512)
+    with opened(simulate=options.simulate, memory_bytes=memory_bytes) as device, folder_in(options.directory) as own:
         state = made(device, options.parameters, options.bytes)
         blocked, clocks = (first if options.first else later)(state, own / "run", options.rounds)
         called = 0 if options.first else calls(state, own / "calls").total()

@@ -1,8 +1,8 @@
-"""Environments for rivals whose packages are not the project's own, made when first needed and kept.
+"""Environments for rivals whose packages are not dependencies of the project, created on first use and kept.
 
-Each lies above the interpreter that runs the benchmark: it finds that one's packages behind its own,
-so torch is the same for all and is not installed again. What it adds is pinned, line by line,
-in bench/pins/NAME.txt, and installed without dependencies: nothing can pull in another torch.
+Each is based on the interpreter that runs the benchmark and finds its packages after its own, so torch is the same for
+all and is not installed again. bench/pins/NAME.txt pins the additional packages, which are installed without
+dependencies, so that none can install another torch.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PINS = Path(__file__).resolve().parent / "pins"
-MARK = "made"  # written last; holds what the environment was made of
+MARK = "made"  # written last; contains what the environment was made from
 TIMEOUT_S = 900.0
 
 
 class CannotInstallError(Exception):
-    """An environment could not be made; what the installer said."""
+    """An environment could not be created; the installer's message."""
 
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """Where the environments of this benchmark lie."""
+    """The folder of this benchmark's environments."""
 
     root: Path
 
     def python(self, name: str) -> Path:
-        """The interpreter of environment `name`, made now if it is not there or its pins have changed."""
+        """The interpreter of environment `name`; creates it if it is missing or its pins have changed."""
         directory = self.root / name
         if not is_made(directory, name):
             shutil.rmtree(directory, ignore_errors=True)
@@ -47,13 +47,13 @@ def is_made(directory: Path, name: str) -> bool:
 
 
 def origin(name: str) -> str:
-    """What an environment depends on: pins and the interpreter below."""
+    """The inputs of an environment: pins and the base interpreter."""
     below = f"{Path(sys.prefix).resolve()} {sys.version}".encode()
     return hashlib.sha256((PINS / f"{name}.txt").read_bytes() + below).hexdigest()
 
 
 def pinned(name: str) -> str:
-    """The package that an environment is for, with its version: the first one pinned."""
+    """The package that an environment is for, with its version: the first pinned one."""
     lines = (line.strip() for line in (PINS / f"{name}.txt").read_text().splitlines())
     return next(line for line in lines if line and not line.startswith("#")).replace("==", " ")
 
@@ -78,6 +78,6 @@ def _call(command: list[str]) -> str:
     except subprocess.TimeoutExpired as error:
         raise CannotInstallError(f"no end after {TIMEOUT_S:.0f} s") from error
     if done.returncode != 0:
-        said = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
-        raise CannotInstallError(" ".join(said[-2:]) or f"ended with {done.returncode}")
+        lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
+        raise CannotInstallError(" ".join(lines[-2:]) or f"ended with {done.returncode}")
     return done.stdout

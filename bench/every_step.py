@@ -1,12 +1,12 @@
-"""What a durable checkpoint of every step costs a training, and how fast its journal replays.
+"""The cost of a durable checkpoint of every step for a training, and the rate at which its journal replays.
 
     python -m bench.every_step [--directory DIR] [--rounds 4] [--steps 25] [--lags 1 4] [--sync-ms 0]
 
-The demo's GPT (25.4 million parameters, fp32, fused AdamW, both cores) trains in one process; blocks of steps with
-`every_step`, of each `lag_steps` by turns, each between two blocks without (bench/paired.py), so that all meet the same
-machine. A step's time includes its call of `save`. Then a fresh training loads, which replays the last block.
+The demo's GPT (25.4 million parameters, fp32, fused AdamW, both cores) trains in one process. Blocks of steps with
+`every_step`, with each `lag_steps` in turn, are each between two blocks without (bench/paired.py), so that all run in
+the same conditions. A step's time includes its call of `save`. Then a new training loads, which replays the last block.
 
-With `--sync-ms`, each sync of a journal takes that much longer, as one of a network file system does: the thread waits.
+`--sync-ms` makes each sync of a journal take that much longer, as on a network file system: the thread waits.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ import torch
 
 import flowstone as fs
 from bench.paired import Block, summary
-from flowstone.events import Event
-from flowstone.store.appends import Appending
+from flowstone.events.phases import Event
+from flowstone.store.appendable import AppendFile
 from flowstone.store.base import Store
 from flowstone.store.local import LocalStore
 from flowstone.store.wrap import Wrapper
@@ -38,30 +38,30 @@ from flowstone_study import machine
 
 
 def plain(training: Training, steps: int) -> list[float]:
-    """Seconds of each step, nothing saved."""
-    found = []
+    """Seconds of each step, without saves."""
+    step_s = []
     for _ in range(steps):
         begin = time.perf_counter()
-        training.learn()
-        found.append(time.perf_counter() - begin)
-    return found
+        training.train_step()
+        step_s.append(time.perf_counter() - begin)
+    return step_s
 
 
 def journal_cpu_s() -> float:
-    """Seconds of a processor that the journal's threads have taken."""
+    """Processor seconds of the journal's threads."""
     names = ("flowstone-journal", "flowstone-fingerprint")
-    own = [one.native_id for one in threading.enumerate() if one.name.startswith(names)]
+    own = [thread.native_id for thread in threading.enumerate() if thread.name.startswith(names)]
     return sum(int(Path(f"/proc/self/task/{number}/schedstat").read_text().split()[0]) for number in own) / 1e9
 
 
 class SlowSyncs(Wrapper):
-    """A store in which each sync of a file that grows takes longer by `seconds`."""
+    """A store in which each sync of a growing file takes longer by `seconds`."""
 
     def __init__(self, inner: Store, seconds: float, sleep: Callable[[float], None] = time.sleep) -> None:
         super().__init__(inner)
         self._seconds, self._sleep = seconds, sleep
 
-    def append_to_new(self, path: str) -> Appending:
+    def append_to_new(self, path: str) -> AppendFile:
         appending = super().append_to_new(path)
         sync = appending.sync
 
@@ -76,14 +76,16 @@ class SlowSyncs(Wrapper):
 def journaled(
     training: Training, root: Path, steps: int, lag_steps: int, sync_s: float = 0.0
 ) -> tuple[list[float], list[Event], int, list[float]]:
-    """Seconds of each step, all of them durable in the end; what was told; how many steps, at most, were not durable
-    yet when a `save` had returned; seconds of a processor, of each `save`, and last the mean of the journal's threads.
+    """Seconds of each step, all durable in the end; events; and further measurements.
 
-    The whole checkpoint that the journal begins with, and the step that copies gradients as the loop is not known yet,
-    come before.
+    These are the most steps that were not durable when a `save` had returned, the processor seconds of each `save`, and
+    the mean processor seconds of the journal's threads.
+
+    Two steps come before the measured ones: the full checkpoint, and a step that copies gradients because the loop is
+    not known yet.
     """
     events: list[Event] = []
-    found, behind, cpu, before = [], 0, list[float](), 0.0
+    step_s, behind, cpu, before = [], 0, list[float](), 0.0
     place = SlowSyncs(LocalStore(root), sync_s) if sync_s else root
     with fs.Checkpointer(
         place, every_step=True, recovery_s=600, lag_steps=lag_steps, on_event=events.append
@@ -91,33 +93,33 @@ def journaled(
         saves = []
         for step in range(1, steps + 4):
             begin = time.perf_counter()
-            training.learn()
+            training.train_step()
             cpu.append(-time.thread_time())
             saves.append(checkpointer.save(step, training.state(step)))
             cpu[-1] += time.thread_time()
-            found.append(time.perf_counter() - begin)
+            step_s.append(time.perf_counter() - begin)
             if step < 4:
                 saves[-1].committed.result()
             behind = max(behind, sum(not save.committed.done() for save in saves))
             before = journal_cpu_s() if step == 3 else before
         saves[-1].committed.result()
         cpu.append((journal_cpu_s() - before) / steps)
-    return found[3:], events, behind, cpu[3:]
+    return step_s[3:], events, behind, cpu[3:]
 
 
 def replayed(training: Training, root: Path) -> tuple[fs.Replay, bool]:
-    """What a fresh training's load has replayed, and whether it is bit for bit what the other one is."""
+    """The replay of a new training's load, and whether its state equals the other one's bit for bit."""
     fresh = Training(FULL, seed=2)
-    fresh.learn()  # torch's first step imports its compiler
+    fresh.train_step()  # torch's first step imports its compiler
     with fs.Checkpointer(root) as checkpointer:
         report = checkpointer.load(fresh.state(0))
     assert report.replay is not None
     mine, theirs = training.model.parameters(), fresh.model.parameters()
-    return report.replay, all(torch.equal(one, other) for one, other in zip(mine, theirs, strict=True))
+    return report.replay, all(torch.equal(tensor, other) for tensor, other in zip(mine, theirs, strict=True))
 
 
 class Measured:
-    """What blocks of one `lag_steps` have come to."""
+    """The measurements of blocks with one `lag_steps`."""
 
     def __init__(self) -> None:
         self.blocks: list[Block] = []
@@ -129,16 +131,16 @@ class Measured:
     def row(self) -> dict[str, object]:
         written = [event for event in self.events if isinstance(event, fs.Journaled)]
         return summary(self.blocks) | {
-            "with_ms": round(1e3 * statistics.median(step for one in self.blocks for step in one.within), 1),
+            "with_ms": round(1e3 * statistics.median(step for block in self.blocks for step in block.within), 1),
             "steps_not_durable_max": self.behind,
-            "bytes_per_step": int(statistics.median(one.bytes for one in written)),
-            "synced": {"mean": round(statistics.mean(one.synced for one in written), 2),
-                       "max": max(one.synced for one in written)},
+            "bytes_per_step": int(statistics.median(event.bytes for event in written)),
+            "synced": {"mean": round(statistics.mean(event.synced for event in written), 2),
+                       "max": max(event.synced for event in written)},
             "cpu_ms_per_step": {
                 "save": round(1e3 * statistics.median(self.cpu), 1),
                 "journal": round(1e3 * statistics.mean(self.journal_cpu), 1),
             },
-            "durable_after_ms": round(1e3 * statistics.median(one.seconds for one in written), 1),
+            "durable_after_ms": round(1e3 * statistics.median(event.seconds for event in written), 1),
         }
 
 
@@ -152,32 +154,32 @@ def main(arguments: Sequence[str]) -> None:
     chosen = parser.parse_args(arguments)
     work = Path(tempfile.mkdtemp(prefix="every-step-", dir=chosen.directory))
     training = Training(FULL, seed=1)
-    found = {lag_steps: Measured() for lag_steps in chosen.lags}
+    by_lag = {lag_steps: Measured() for lag_steps in chosen.lags}
     turns = [lag for number in range(chosen.rounds) for lag in (chosen.lags if number % 2 else chosen.lags[::-1])]
     try:
         plain(training, 3)
         without = plain(training, chosen.steps)
         for number, lag_steps in enumerate(turns):
-            last, one = number == len(turns) - 1, found[lag_steps]
+            last, measured = number == len(turns) - 1, by_lag[lag_steps]
             steps = chosen.steps * (2 if last else 1)
-            times, told, most, cpu = journaled(
+            times, emitted, most, cpu = journaled(
                 training, work / str(number), steps, lag_steps, chosen.sync_ms / 1e3
             )
             replay, is_same = replayed(training, work / str(number)) if last else (None, False)
             shutil.rmtree(work / str(number))
-            os.sync()  # what is removed is on the device before plain steps are counted again
+            os.sync()  # removals are on the device before plain steps are measured again
             plain(training, 1)
             behind = plain(training, chosen.steps)
-            one.blocks.append(Block(times, [*without, *behind]))
-            one.events, one.behind, without = one.events + told, max(one.behind, most), behind
-            one.cpu, one.journal_cpu = [*one.cpu, *cpu[:-1]], [*one.journal_cpu, cpu[-1]]
+            measured.blocks.append(Block(times, [*without, *behind]))
+            measured.events, measured.behind, without = measured.events + emitted, max(measured.behind, most), behind
+            measured.cpu, measured.journal_cpu = [*measured.cpu, *cpu[:-1]], [*measured.journal_cpu, cpu[-1]]
     finally:
         shutil.rmtree(work, ignore_errors=True)
     assert replay is not None
-    median = statistics.median(step for one in found.values() for block in one.blocks for step in block.without)
+    median = statistics.median(step for result in by_lag.values() for block in result.blocks for step in block.without)
     print(json.dumps({
         "machine": machine.describe(work.parent), "sync_ms": chosen.sync_ms,
-        "lag_steps": {str(lag_steps): one.row() for lag_steps, one in found.items()},
+        "lag_steps": {str(lag_steps): result.row() for lag_steps, result in by_lag.items()},
         "replay": {
             "steps": replay.steps, "seconds": round(replay.seconds, 2), "exactness": replay.exactness,
             "same_bits": is_same, "share_of_training": round(replay.seconds / (replay.steps * median), 3),

@@ -1,4 +1,4 @@
-"""The arithmetic of the tables: medians, spreads, and ratios of what was measured in the same round."""
+"""The arithmetic of the tables: medians, ranges, and ratios of measurements in the same round."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Series = Mapping[int, Sequence[Sample]]
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """A median and what it stands for."""
+    """A median and its range."""
 
     median: float
     low: float
@@ -24,21 +24,21 @@ class Spread:
 
 
 def spread(values: Iterable[float]) -> Spread | None:
-    """None of no values."""
+    """None if there are no values."""
     values = list(values)
     return Spread(median(values), min(values), max(values)) if values else None
 
 
 def ratios(numerator: Mapping[int, float], denominator: Mapping[int, float]) -> list[float]:
     """One for each round that both have."""
-    return [numerator[at] / denominator[at] for at in sorted(numerator.keys() & denominator.keys())]
+    return [numerator[key] / denominator[key] for key in sorted(numerator.keys() & denominator.keys())]
 
 
 def by_round(
     series: Series[Sample], value: Callable[[Sample], float], *, of: Callable[[Iterable[float]], float] = median
 ) -> dict[int, float]:
-    """The median of each round, or what else `of` makes of its values."""
-    return {at: of(map(value, samples)) for at, samples in series.items() if samples}
+    """The median of each round, or another function `of` its values."""
+    return {key: of(map(value, samples)) for key, samples in series.items() if samples}
 
 
 def values(series: Series[Sample], value: Callable[[Sample], float]) -> list[float]:
@@ -48,19 +48,19 @@ def values(series: Series[Sample], value: Callable[[Sample], float]) -> list[flo
 def saves(run: Run, rival: str, *, first: bool) -> Series[SaveSample]:
     """The first save of each process, or the later ones."""
     return {
-        at: [sample for outcome in outcomes for sample in outcome.saves if (sample.number == 1) == first]
-        for at, outcomes in _outcomes(run, rival).items()
+        key: [sample for outcome in outcomes for sample in outcome.saves if (sample.number == 1) == first]
+        for key, outcomes in _outcomes(run, rival).items()
     }
 
 
 def loads(run: Run, rival: str, how: str, *, first: bool = True) -> Series[LoadSample]:
     """The first load of each process, or the later ones."""
     return {
-        at: [
+        key: [
             sample for outcome in outcomes for sample in outcome.loads
             if sample.how == how and (sample.number == 1) == first
         ]
-        for at, outcomes in _outcomes(run, rival).items()
+        for key, outcomes in _outcomes(run, rival).items()
     }
 
 
@@ -109,35 +109,35 @@ def load_cpu(run: Run, rival: str, how: str) -> list[float]:
 
 
 def device_shares(run: Run, rival: str, how: str) -> list[float]:
-    """Bytes that loads have read from the device, of the state's own."""
+    """Bytes that loads have read from the device, relative to the state's bytes."""
     payload = payload_bytes(run, rival)
     return values(loads(run, rival, how), lambda s: (s.device_bytes or 0) / payload)
 
 
 def payload_bytes(run: Run, rival: str) -> int:
-    """Of the state that this rival saved; the run's own where it did not come so far."""
+    """The bytes of the state that this rival saved; those of the run if it did not save."""
     outcomes = (m.outcome for m in run.measured if m.rival == rival and m.outcome is not None)
     return next((outcome.payload_bytes for outcome in outcomes), run.state_bytes)
 
 
 def rounds(run: Run, rival: str) -> int:
-    """In which this rival did something."""
+    """The number of rounds in which this rival was measured."""
     return len(_outcomes(run, rival))
 
 
 def note(run: Run, rival: str) -> str:
-    """How its bytes moved, by its own word in the last round."""
+    """How its bytes moved, as it reported in the last round."""
     outcomes = (m.outcome for m in reversed(run.measured) if m.rival == rival and m.outcome is not None)
     return next((outcome.note for outcome in outcomes if outcome.note), "")
 
 
 def _rates(samples: Sequence[FioSample]) -> dict[int, float]:
-    return {at: sample.gb_per_s for at, sample in enumerate(samples, 1)}
+    return {index: sample.gb_per_s for index, sample in enumerate(samples, 1)}
 
 
 def _outcomes(run: Run, rival: str) -> dict[int, list[Outcome]]:
-    found: dict[int, list[Outcome]] = {}
+    outcomes: dict[int, list[Outcome]] = {}
     for measured in run.measured:
         if measured.rival == rival and measured.outcome is not None:
-            found.setdefault(measured.round, []).append(measured.outcome)
-    return found
+            outcomes.setdefault(measured.round, []).append(measured.outcome)
+    return outcomes

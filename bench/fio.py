@@ -1,9 +1,9 @@
-"""The device's own rate, as fio finds it: what every ratio is to.
+"""The device's own rate, measured by fio, as the base of all ratios.
 
-Where fio's buffers lie decides as much as request size and depth: plain memory is scattered over
-4 KiB pages, so the device gets four times as many, smaller requests, and a read touches its buffers
-for the first time inside the timer. On a virtio disk that read at 0.8 to 1.9 GB/s, registered huge
-pages at 2.6 to 3.0. So both are tried, and the best counts.
+The memory of fio's buffers matters as much as request size and depth. Plain memory consists of scattered pages of 4
+KiB, so the device gets four times as many, smaller requests, and a read touches its buffers for the first time inside
+the timer. A virtio disk read 0.8 to 1.9 GB/s with plain memory, and 2.6 to 3.0 with registered huge pages. So both are
+tried, and the better one counts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PLAIN, REGISTERED = "plain", "registered"
 MEMORY = (PLAIN, REGISTERED)
 REQUEST_BYTES = (1 * MIB, 4 * MIB, 8 * MIB)
 DEPTHS = (8, 16, 32)
-PASSES = 2  # over all candidates, as a rule: a shared device's rate can double from one second to the next
+PASSES = 2  # over all candidates by default, since a shared device's rate can double from one second to the next
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ CANDIDATES = tuple(
 
 
 class FioError(Exception):
-    """fio ended with an error; what it said."""
+    """fio ended with an error; its message."""
 
 
 def is_installed() -> bool:
@@ -48,13 +48,13 @@ def is_installed() -> bool:
 
 
 def write(directory: Path, total_bytes: int, setting: Setting, jobs: int = 1) -> FioSample:
-    """Fresh files, fsync inside the timer. They stay, for `read`; fio allocates them before its timer starts."""
+    """Write new files, fsync inside the timer. They stay, for `read`; fio allocates them before its timer starts."""
     clear(directory)
     return _run(directory, total_bytes, setting, "write", jobs)
 
 
 def read(directory: Path, total_bytes: int, setting: Setting, jobs: int = 1) -> FioSample:
-    """The files that `write` left."""
+    """Read the files that `write` left."""
     return _run(directory, total_bytes, setting, "read", jobs)
 
 
@@ -74,7 +74,7 @@ def choose(
             try:
                 samples.append(job(directory, file_bytes, setting))
             except FioError:
-                if setting.memory == PLAIN:  # the others need a higher limit on locked memory than usual
+                if setting.memory == PLAIN:  # the others need a higher limit on locked memory than the usual one
                     raise
             on_done()
     return tuple(samples)
@@ -93,18 +93,18 @@ def best(samples: Iterable[FioSample], direction: str, memory: Sequence[str] = M
 def measure_round(
     directory: Path, file_bytes: int, candidates: Sequence[FioSample], settle: Callable[[], None], jobs: int
 ) -> Device:
-    """One sample of each kind. `jobs` at once share the bytes; 1: none are measured at once."""
-    found: dict[tuple[str, str], FioSample] = {}
+    """One sample of each kind. `jobs` at once share the bytes; 1: no such sample is taken."""
+    best_by: dict[tuple[str, str], FioSample] = {}
     kinds = [("best", MEMORY, 1), ("plain", (PLAIN,), 1), *([("many", MEMORY, jobs)] if jobs > 1 else ())]
     for kind, memory, at_once in kinds:
         for direction, job in (("write", write), ("read", read)):
             settle()
             setting = best(candidates, direction, memory)
-            found[direction, kind] = job(directory, file_bytes, setting, at_once)
+            best_by[direction, kind] = job(directory, file_bytes, setting, at_once)
     clear(directory)
 
     def of(direction: str, kind: str) -> tuple[FioSample, ...]:
-        return (found[direction, kind],) if (direction, kind) in found else ()
+        return (best_by[direction, kind],) if (direction, kind) in best_by else ()
 
     return Device(
         tuple(candidates), of("write", "best"), of("read", "best"), of("write", "plain"), of("read", "plain"),
@@ -131,7 +131,7 @@ def _run(directory: Path, total_bytes: int, setting: Setting, direction: str, jo
     environment = dict(os.environ)
     if setting.memory == REGISTERED:
         command.append("--fixedbufs=1")
-        environment["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"  # malloc then asks for transparent huge pages
+        environment["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"  # malloc then requests transparent huge pages
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode != 0:
         raise FioError(f"fio failed ({done.returncode}): {done.stderr.strip() or done.stdout.strip()}")

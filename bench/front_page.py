@@ -1,8 +1,8 @@
-"""docs/PERFORMANCE.md, the page that a person reads first: made of what the pages of the benchmarks say.
+"""Make docs/PERFORMANCE.md, the first page to read, from the pages of the benchmarks.
 
     PYTHONPATH=src python -m bench.front_page docs/PERFORMANCE.md
 
-Every figure on it stands, with its spread, on the page that a benchmark has written; this makes no measurement.
+Each of its figures is also, with its range, on the page that a benchmark has written. This program measures nothing.
 """
 
 from __future__ import annotations
@@ -20,48 +20,52 @@ PAGES = ("rivals", "ranks", "dcp", "training", "watching", "tracing", "in-place"
 _GOAL = re.compile(r"^- (pass|miss)  (.+): ([^:]+), goal (.+)$", re.MULTILINE)
 _COMMAND = re.compile(r"^`([^`]+)`, (\d{4}-\d\d-\d\d)$", re.MULTILINE)
 
-# These pages tell of their goals in words.
+# These pages describe their goals in the text.
 IN_WORDS = ("codecs", "deltas", "every-step", "compressed-gradients", "objects", "memory-tier", "striped")
 
-# The questions that a choice depends on, each answered by the goal of a page that begins with these words.
+# The questions for a choice of a system. The goal of a page that begins with these words answers each.
 QUESTIONS = (
-    ("Durable saves, of the rate at which fio writes", "rivals", "durable save, later saves, of fio's write rate"),
-    ("... the first of a process", "rivals", "durable save, first save of a process, of fio's write rate"),
-    ("Cold load in a fresh process, of the rate at which fio reads", "rivals", "cold load into existing tensors"),
+    ("Durable saves, relative to fio's write rate", "rivals", "durable save, later saves, relative to fio"),
+    ("Durable saves that are the first of a process, relative to fio's write rate", "rivals",
+     "durable save, first save of a process, relative to fio"),
+    ("Cold load in a new process, relative to fio's read rate", "rivals", "cold load into existing tensors"),
     ("Durable saves, times as fast as torch.save", "rivals", "durable save, later saves, times the rate of torch.save"),
-    ("... as DCP async", "rivals", "durable save, later saves, times the rate of DCP async"),
-    ("... as TorchSnapshot", "rivals", "durable save, later saves, times the rate of TorchSnapshot take"),
+    ("Durable saves, times as fast as DCP async", "rivals", "durable save, later saves, times the rate of DCP async"),
+    ("Durable saves, times as fast as TorchSnapshot", "rivals",
+     "durable save, later saves, times the rate of TorchSnapshot take"),
     ("Processor seconds for each GB saved", "rivals", "CPU-seconds per GB, save through the arena"),
-    ("One job of four ranks, saves, of four fio jobs", "ranks", "one job of four ranks, later saves"),
-    ("... cold load", "ranks", "one job of four ranks, cold load"),
+    ("One job of four ranks, saves, relative to four fio jobs", "ranks", "one job of four ranks, later saves"),
+    ("One job of four ranks, cold load, relative to four fio jobs", "ranks", "one job of four ranks, cold load"),
     ("dcp.save with Flowstone's writer, times as fast as with DCP's own", "dcp",
      "dcp.save through Flowstone, later saves, times the rate of DCP, 1 thread"),
-    ("Blocked by dcp.async_save, of what it blocks with DCP's own writer", "dcp", "dcp.async_save through Flowstone"),
-    ("Import of a foreign checkpoint, of fio that reads and writes at once", "conversion", "import, of the slower"),
-    ("Training time with a save every 5 steps, of none", "training", "training time, a save every 5 steps"),
-    ("Milliseconds for which training waits for such a save", "training", "blocked in total"),
-    ("Milliseconds inside `save` of 5 GB in 1,800 tensors", "training", "`save` of 1,800 tensors of 5 GB blocks, plan"),
-    ("Processor seconds to plan 405B on 8,192 ranks", "scale", "Llama-3 405B, FSDP over all, 8,192 ranks"),
+    ("Time for which dcp.async_save blocks, relative to DCP's own writer", "dcp", "dcp.async_save through Flowstone"),
+    ("Rate of an import, relative to fio that reads and writes at the same time", "conversion", "import, relative to"),
+    ("Training time with a save every 5 steps, relative to no saves", "training", "training time, a save every 5"),
+    ("Milliseconds for which a save every 5 steps blocks training", "training", "blocked in total"),
+    ("Milliseconds inside `save` of 5 GB in 1,800 tensors", "training",
+     "`save` of 1,800 tensors of 5 GB blocks, later"),
+    ("Processor seconds to plan the first save of Llama-3 405B on 8,192 ranks", "scale",
+     "Llama-3 405B, FSDP over all, 8,192 ranks"),
 )
 
 
 class MissingGoalError(Exception):
-    """A page does not tell about a goal that the front page quotes."""
+    """A page does not have a goal that the front page quotes."""
 
 
 @dataclass(frozen=True, slots=True)
 class GoalLine:
-    """One line of a page. `reached`: the median, with the spread in parentheses; `wanted`: with "at least"."""
+    """A goal's line in a page. `reached` is the median with the range in parentheses; `target` begins "at least"."""
 
     is_met: bool
     text: str
     reached: str
-    wanted: str
+    target: str
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """What the page of a benchmark says. `command` and `date` are empty for what no benchmark has written."""
+    """The page of a benchmark. `command` and `date` are empty if no benchmark has written it."""
 
     name: str
     title: str
@@ -89,16 +93,17 @@ def front_page(folder: Path) -> str:
     """The page, from the pages in `folder`."""
     pages = {name: Page.read(folder / f"{name}.md") for name in PAGES}
     answers = [
-        f"| {question} | {goal.reached} | {goal.wanted} | {'yes' if goal.is_met else '**no**'} |"
+        f"| {question} | {goal.reached} | {goal.target} | {'yes' if goal.is_met else '**no**'} |"
         for question, page, words in QUESTIONS for goal in [pages[page].goal(words)]
     ]
     missed = [
-        f"- {goal.text}: {goal.reached}, goal {goal.wanted} ([{page.title}]({FOLDER}/{page.name}.md))"
+        f"- {goal.text}: {goal.reached}, goal {goal.target} ([{page.title}]({FOLDER}/{page.name}.md))"
         for page in pages.values() for goal in page.goals if not goal.is_met
     ]
     rows = map(_row, pages.values())
     *first, last = (f"[{pages[name].title}]({FOLDER}/{name}.md)" for name in IN_WORDS)
-    in_words = "; ".join(first) + f"; and {last} tell of their goals in words: some of these were missed, too."
+    missed_too = "describe their goals in the text. Some of these goals were missed, too."
+    in_words = "; ".join(first) + f"; and {last} {missed_too}"
     return _TEXT.format(
         answers="\n".join(answers), pages="\n".join(rows), missed="\n".join(map(_filled, missed)),
         in_words=_filled(in_words),
@@ -112,7 +117,7 @@ def _filled(text: str) -> str:
 
 
 def renew(updated: Path) -> None:
-    """Make the front page anew, where the page that was `updated` is one of those that it is made of."""
+    """Make the front page again if it is made from the page that was `updated`."""
     page = updated.parent.parent / "PERFORMANCE.md"
     if updated.parent.name == FOLDER and page.exists():
         page.write_text(front_page(updated.parent))
@@ -128,10 +133,12 @@ def _row(page: Page) -> str:
 _TEXT = """\
 # Performance
 
-Every figure comes from a command, which stands beside it; those of a table from one run, unless it says otherwise.
-Machines are noisy: read the ratios, which are medians over interleaved rounds, and the spread in parentheses. Durable
-means that files and directories were synced inside the timer, for every system. All machines were virtual ones of two
-cores and one disk, and nothing here was measured on a GPU.
+Every figure was measured by the command that is named with it, and the figures of a table come from one run, unless
+the text says otherwise. Absolute times differ from run to run, so compare ratios, which are medians over several
+rounds, and the ranges in parentheses. fio is a program that measures a disk's own rate. *Durable* means for every
+system that files and directories were synced before the timer stopped. "(0.90 is tolerated)" is the least value that is
+acceptable although a goal is missed. All machines were virtual, with two cores and one disk. Nothing was measured on a
+GPU.
 
 | | median (lowest-highest) | goal | reached |
 |---|---|---|---|
@@ -141,13 +148,13 @@ cores and one disk, and nothing here was measured on a GPU.
 
 ![Cold load into existing tensors, GB/s](figures/cold-load.svg)
 
-![Training time, of no saves](figures/interference-total.svg)
+![Training time, relative to no saves](figures/interference-total.svg)
 
 ## Every measurement
 
-`make bench` measures your own disk in a quarter of an hour. The pages hold every rival and every row, how it was
-measured, and why goals were missed. `make bench-pairs AGAINST=COMMIT` measures what a change costs or gains: this tree
-against another commit, in pairs ([TESTING](TESTING.md#what-a-change-costs)).
+`make bench` measures your own disk in a quarter of an hour. Each page below has all results of one benchmark, and says
+how they were measured, and why goals were missed. `make bench-pairs AGAINST=COMMIT` measures what a change of the code
+costs or gains: it compares this source tree with another commit ([TESTING](TESTING.md#what-a-change-costs)).
 
 | page | goals reached | command | measured |
 |---|---|---|---|

@@ -1,4 +1,4 @@
-"""What Flowstone was to reach, and whether it did: a line for each goal that this run can tell about."""
+"""Flowstone's goals, and whether they are met: a line for each goal that this run has measured."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ TIMES_FASTER = (
 )
 THROUGH_DCP, BLOCKED_OF_DCP = (("dcp-1", 4.0), ("dcp-2", 2.5)), 0.1
 CPU_IN_PLACE, CPU_THROUGH_ARENA = 0.15, 0.30  # seconds for each GB, digests on
-ARENA_BYTES = (256 + 64) << 20  # the budget of "flowstone-arena-256", and what else may grow
+ARENA_BYTES = (256 + 64) << 20  # the budget of "flowstone-arena-256", and other memory that may grow
 OF_UNBOUNDED_ARENA, OF_BULK, OF_URING = 0.90, 0.5, 0.90
-OF_ALONE = 1.0  # reads are shared where they go past the page cache, and must not be slower for it
+OF_ALONE = 1.0  # reads that bypass the page cache are shared, which must not be slower
 READ_ONCE = 1.02  # of the state's bytes; the rest is index, manifest, objects
 
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """Something that was to be reached; `reached` is None where it could not be measured.
+    """A goal; `reached` is None if it could not be measured.
 
-    wanted   at least, or at most
-    floor    what a miss must not fall below
+    target   at least, or at most
+    floor    the least acceptable value of a missed goal
     """
 
     text: str
     reached: Spread | None
-    wanted: float
+    target: float
     floor: float | None = None
     at_most: bool = False
     digits: int = 2
@@ -43,14 +43,14 @@ class Goal:
     def is_met(self) -> bool:
         if self.reached is None:
             return False
-        return self.reached.median <= self.wanted if self.at_most else self.reached.median >= self.wanted
+        return self.reached.median <= self.target if self.at_most else self.reached.median >= self.target
 
     def __str__(self) -> str:
         verdict = "pass" if self.is_met else "miss"
         bound = "at most" if self.at_most else "at least"
-        floor = "" if self.floor is None else f" (floor {self.floor:.{self.digits}f})"
-        wanted = f"{bound} {self.wanted:.{self.digits}f}{floor}"
-        return f"{verdict}  {self.text}: {cell(self.reached, self.digits)}, goal {wanted}"
+        floor = "" if self.floor is None else f" ({self.floor:.{self.digits}f} is tolerated)"
+        target = f"{bound} {self.target:.{self.digits}f}{floor}"
+        return f"{verdict}  {self.text}: {cell(self.reached, self.digits)}, goal {target}"
 
 
 def cell(spread: Spread | None, digits: int = 2) -> str:
@@ -63,13 +63,13 @@ def cell(spread: Spread | None, digits: int = 2) -> str:
 
 
 def goals(run: Run) -> tuple[Goal, ...]:
-    """In the order of the goals' table. A goal about a row that was not asked for is left out."""
-    found = [*_against_device(run), *_against_rivals(run), *_through_dcp(run), *_cpu(run), *_arena(run), *_small(run)]
-    return (*found, *_of_ranks(run), *_of_replicas(run), *_without_uring(run))
+    """In the order of the goals' table. A goal about a row that was not requested is left out."""
+    goals = [*_against_device(run), *_against_rivals(run), *_through_dcp(run), *_cpu(run), *_arena(run), *_small(run)]
+    return (*goals, *_of_ranks(run), *_of_replicas(run), *_without_uring(run))
 
 
 def _took_part(run: Run, *names: str) -> bool:
-    """Whether all were asked for; one that failed was."""
+    """Whether all were requested; one that failed was."""
     present = {measured.rival for measured in run.measured}
     return all(name in present for name in names)
 
@@ -89,37 +89,37 @@ def _against_device(run: Run) -> Iterator[Goal]:
     write, read = figures.device_rates(run, "write"), figures.device_rates(run, "read")
     for first, title in _when():
         reached = figures.ratios(figures.save_rates(run, OURS, first=first), write)
-        text = f"durable save, {title}, of fio's write rate"
+        text = f"durable save, {title}, relative to fio's write rate"
         yield Goal(text, figures.spread(reached), OF_DEVICE, FLOOR_OF_DEVICE)
     reached = figures.ratios(figures.load_rates(run, OURS, _how(OURS)), read)
-    text = "cold load into existing tensors, fresh process, of fio's read rate"
+    text = "cold load into existing tensors, fresh process, relative to fio's read rate"
     yield Goal(text, figures.spread(reached), OF_DEVICE, FLOOR_OF_DEVICE)
 
 
 def _against_rivals(run: Run) -> Iterator[Goal]:
-    for name, wanted in TIMES_FASTER:
+    for name, expected in TIMES_FASTER:
         if not _took_part(run, OURS, name):
             continue
         for first, title in _when():
             ours, theirs = (figures.save_rates(run, who, first=first) for who in (OURS, name))
             text = f"durable save, {title}, times the rate of {entry(name).title}"
-            yield Goal(text, figures.spread(figures.ratios(ours, theirs)), wanted, digits=1)
+            yield Goal(text, figures.spread(figures.ratios(ours, theirs)), expected, digits=1)
 
 
 def _through_dcp(run: Run) -> Iterator[Goal]:
-    """What dcp.save and dcp.async_save gain by another writer."""
-    for name, wanted in THROUGH_DCP:
+    """The gain of dcp.save and dcp.async_save with Flowstone's writer."""
+    for name, expected in THROUGH_DCP:
         if _took_part(run, "dcp-flowstone", name):
             ours, theirs = (figures.save_rates(run, who, first=False) for who in ("dcp-flowstone", name))
             text = f"dcp.save through Flowstone, later saves, times the rate of {entry(name).title}"
-            yield Goal(text, figures.spread(figures.ratios(ours, theirs)), wanted, digits=1)
+            yield Goal(text, figures.spread(figures.ratios(ours, theirs)), expected, digits=1)
     if _took_part(run, "dcp-flowstone-async", "dcp-async"):
         theirs, ours = (
             figures.by_round(figures.saves(run, who, first=False), lambda sample: sample.blocked_s)
             for who in ("dcp-async", "dcp-flowstone-async")
         )
         reached = figures.spread(figures.ratios(ours, theirs))
-        text = "dcp.async_save through Flowstone, later saves, blocked, of what DCP async blocks"
+        text = "dcp.async_save through Flowstone, later saves, blocked time relative to DCP's own"
         yield Goal(text, reached, BLOCKED_OF_DCP, at_most=True)
 
 
@@ -127,12 +127,14 @@ def _cpu(run: Run) -> Iterator[Goal]:
     in_place, arena = "flowstone-in-place", "flowstone-arena"
     if _took_part(run, in_place):
         reached = figures.spread(figures.load_cpu(run, in_place, _how(in_place)))
-        yield Goal("CPU-seconds per GB, load in phase", reached, CPU_IN_PLACE, at_most=True)
+        text = "CPU-seconds per GB, load into memory that is aligned like the file"
+        yield Goal(text, reached, CPU_IN_PLACE, at_most=True)
     if _took_part(run, arena):
         reached = figures.spread(figures.save_cpu(run, arena))
         yield Goal("CPU-seconds per GB, save through the arena, later saves", reached, CPU_THROUGH_ARENA, at_most=True)
         reached = figures.spread(figures.load_cpu(run, arena, _how(arena)))
-        yield Goal("CPU-seconds per GB, load out of phase", reached, CPU_THROUGH_ARENA, at_most=True)
+        text = "CPU-seconds per GB, load into memory that is not aligned like the file"
+        yield Goal(text, reached, CPU_THROUGH_ARENA, at_most=True)
 
 
 def _arena(run: Run) -> Iterator[Goal]:
@@ -140,7 +142,7 @@ def _arena(run: Run) -> Iterator[Goal]:
     if not _took_part(run, bounded, unbounded):
         return
     rates = [figures.save_rates(run, name, first=False) for name in (bounded, unbounded)]
-    text = "arena of 256 MiB, later saves, of the rate with an arena as large as the state"
+    text = "arena of 256 MiB, later saves, relative to the rate with an arena as large as the state"
     yield Goal(text, figures.spread(figures.ratios(*rates)), OF_UNBOUNDED_ARENA)
     peaks = [
         peak for first, _ in _when()
@@ -155,11 +157,11 @@ def _small(run: Run) -> Iterator[Goal]:
     if not _took_part(run, name, OURS):
         return
     saves = [figures.save_rates(run, who, first=False) for who in (name, OURS)]
-    text = "50,000 tensors of 4 KiB, later saves (plan cached), of the bulk rate"
+    text = "50,000 tensors of 4 KiB, later saves, relative to the rate with large tensors"
     yield Goal(text, figures.spread(figures.ratios(*saves)), OF_BULK)
     bulk = figures.load_rates(run, OURS, _how(OURS))
     loads = figures.load_rates(run, name, _how(name), first=False)
-    text = "50,000 tensors of 4 KiB, second cold load of a process, of the bulk rate"
+    text = "50,000 tensors of 4 KiB, second cold load of a process, relative to the rate with large tensors"
     yield Goal(text, figures.spread(figures.ratios(loads, bulk)), OF_BULK)
 
 
@@ -170,23 +172,23 @@ def _of_ranks(run: Run) -> Iterator[Goal]:
     write, read = figures.many_device_rates(run, "write"), figures.many_device_rates(run, "read")
     for first, title in _when():
         reached = figures.ratios(figures.save_rates(run, name, first=first), write)
-        yield Goal(f"one job of four ranks, {title}, of four fio jobs", figures.spread(reached), OF_JOBS)
+        yield Goal(f"one job of four ranks, {title}, relative to four fio jobs", figures.spread(reached), OF_JOBS)
     reached = figures.ratios(figures.load_rates(run, name, _how(name)), read)
-    yield Goal("one job of four ranks, cold load, of four fio jobs", figures.spread(reached), OF_DEVICE)
+    yield Goal("one job of four ranks, cold load, relative to four fio jobs", figures.spread(reached), OF_DEVICE)
 
 
 def _of_replicas(run: Run) -> Iterator[Goal]:
     if not _took_part(run, REPLICAS):
         return
-    text = f"four replicas, {CONDITIONS[0]}: load with reads shared, times the rate of each rank for itself"
+    text = f"four replicas, {CONDITIONS[0]}: load with reads shared, times the rate if each rank reads for itself"
     yield Goal(text, figures.spread(sharing_gains(run, CONDITIONS[0])), OF_ALONE)
     cold = replica_load(CONDITIONS[0], SHARED)
-    text = f"four replicas, {cold}: bytes read from the device, of the state's"
+    text = f"four replicas, {cold}: bytes read from the device, relative to the state's"
     yield Goal(text, figures.spread(figures.device_shares(run, REPLICAS, cold)), READ_ONCE, at_most=True)
 
 
 def sharing_gains(run: Run, condition: str) -> list[float]:
-    """By how much sharing makes a load of replicas faster, in each round."""
+    """How many times faster sharing makes a load of replicas, in each round."""
     return figures.ratios(*(figures.load_rates(run, REPLICAS, replica_load(condition, how)) for how in (SHARED, ALONE)))
 
 
@@ -196,8 +198,8 @@ def _without_uring(run: Run) -> Iterator[Goal]:
         return
     for first, title in _when():
         rates = [figures.save_rates(run, who, first=first) for who in (name, OURS)]
-        text = f"io_uring refused, {title}, of the rate with io_uring"
+        text = f"io_uring refused, {title}, relative to the rate with io_uring"
         yield Goal(text, figures.spread(figures.ratios(*rates)), OF_URING)
     rates = [figures.load_rates(run, who, _how(who)) for who in (name, OURS)]
-    text = "io_uring refused, cold load, of the rate with io_uring"
+    text = "io_uring refused, cold load, relative to the rate with io_uring"
     yield Goal(text, figures.spread(figures.ratios(*rates)), OF_URING)

@@ -1,11 +1,10 @@
-"""What huge pages bring to memory that saves go into: how long it takes to get it, to copy into it first, and again.
+"""The effect of huge pages on memory that saves write into: the times to allocate it, to copy into it, and to reuse it.
 
     PYTHONPATH=src python -m bench.huge_pages [--bytes 1e9] [--rounds 5]
 
-Files in memory (memfd), as the memory agent's, get huge pages only where an administrator allows it
-(/sys/kernel/mm/transparent_hugepage/shmem_enabled); what is chosen there is told, and nothing is changed. The arena's
-kind of memory is measured with huge pages and without, by advice. Ways take turns; told are medians, and the lowest and
-highest.
+Files in memory (memfd), like those of the memory agent, get huge pages only if an administrator allows it
+(/sys/kernel/mm/transparent_hugepage/shmem_enabled). The setting is printed and not changed. Anonymous memory, like the
+arena's, is measured with advice for and against huge pages. The kinds of memory take turns. Prints medians and ranges.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ _PAGE = 4096
 
 
 def ways(size: int, rounds: int) -> Mapping[str, Sequence[tuple[float, float, float]]]:
-    """By the name of a way: seconds of each round to get memory of that size, to copy as much into it, and again."""
+    """By kind of memory: seconds of each round to allocate that size, to copy as much into it, and to copy again."""
     source = _own(size, _HUGE)
-    found: dict[str, list[tuple[float, float, float]]] = {}
+    ways: dict[str, list[tuple[float, float, float]]] = {}
     acts: dict[str, Callable[[], tuple[float, float, float]]] = {
         "file, as saves reserve it": lambda: _file(source, size, by_fallocate=False),
         "file, by fallocate": lambda: _file(source, size, by_fallocate=True),
@@ -39,17 +38,17 @@ def ways(size: int, rounds: int) -> Mapping[str, Sequence[tuple[float, float, fl
     }
     for _ in range(rounds):
         for name, act in acts.items():
-            found.setdefault(name, []).append(act())
+            ways.setdefault(name, []).append(act())
     source.close()
-    return found
+    return ways
 
 
 def _own(size: int, advice: int) -> mmap.mmap:
-    """Memory of this process that was touched."""
+    """Touched memory of this process."""
     memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(advice)
-    for at in range(0, size, _PAGE):
-        memory[at] = 1
+    for offset in range(0, size, _PAGE):
+        memory[offset] = 1
     return memory
 
 
@@ -72,10 +71,10 @@ def _arena(source: mmap.mmap, size: int, advice: int) -> tuple[float, float, flo
     memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(advice)
     held = ctypes.c_char.from_buffer(memory)
-    told = _copied(source, ctypes.addressof(held), size, begin)
+    copied = _copied(source, ctypes.addressof(held), size, begin)
     del held
     memory.close()
-    return told
+    return copied
 
 
 def _copied(source: mmap.mmap, target: int, size: int, begin: float) -> tuple[float, float, float]:
@@ -97,7 +96,7 @@ def main() -> None:
     print(f"{size / 1e9:.3g} GB, {options.rounds} rounds; shmem_enabled: {chosen}; "
           f"by advice: {'yes' if _native.has_huge_pages_by_advice() else 'no'}")
     for name, rounds in ways(size, options.rounds).items():
-        columns = zip(*((*one, sum(one)) for one in rounds), strict=True)
+        columns = zip(*((*row, sum(row)) for row in rounds), strict=True)
         parts = zip(("reserved", "first copy", "second copy", "all"), columns, strict=True)
         print(f"{name}: " + "; ".join(
             f"{part} {median(values):.3f} s ({min(values):.3f}-{max(values):.3f})" for part, values in parts

@@ -1,12 +1,12 @@
-"""What `EngineOptions(read_in_place=True)` changes about a load: seconds, processor time and memory.
+"""The effect of `EngineOptions(read_in_place=True)` on a load: seconds, processor time and memory.
 
     PYTHONPATH=src python -m bench.in_place DIRECTORY [--bytes 2e9] [--tensors 120] [--rounds 7]
 
-A state of equal tensors is saved once. Each round then loads it twice, each time in a fresh process into fresh tensors:
-through the arena and in place, by turns which of the two first. The kernel is asked to drop the files from its page
-cache before each load, which a file system in memory (/dev/shm) ignores: it stands for a device that is faster than
-memory is copied. Every tensor is compared with what was saved. Told are medians and ranges, and how often in place was
-faster.
+A state of equal tensors is saved once. Each round then loads it twice, each time in a new process into new tensors:
+through the arena and in place, in alternating order. The kernel is asked to drop the files from its page cache before
+each load. A file system in memory (/dev/shm) ignores that, and stands for a device that is faster than a copy in
+memory. Every tensor is compared with the saved one. Prints medians and ranges, and in how many pairs loading in place
+was faster.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 import flowstone as fs
 from bench.meter import Meter, cool, files_below, resident_bytes
 from bench.script import folder_in
-from flowstone.pipeline import load as pipeline_load
+from flowstone.load import loading as pipeline_load
 
 TITLES = {False: "through the arena", True: "in place"}
 MINUTES_MAX = 10
@@ -33,7 +33,7 @@ MINUTES_MAX = 10
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One load. `in_place_bytes` were read straight into tensors; `extra_peak_bytes` is beside the tensors' own."""
+    """One load. `in_place_bytes` were read directly into tensors; `extra_peak_bytes` is beside the tensors' memory."""
 
     seconds: float
     cpu_s: float
@@ -42,21 +42,21 @@ class Sample:
 
 
 def tensors_of(options: argparse.Namespace) -> dict[str, torch.Tensor]:
-    """Where torch puts them, every byte written."""
+    """At the addresses that torch chooses, every byte written."""
     elements = options.bytes // options.tensors // 4
-    return {f"layers.{at}": torch.full((elements,), -1.0) for at in range(options.tensors)}
+    return {f"layers.{index}": torch.full((elements,), -1.0) for index in range(options.tensors)}
 
 
 def save(options: argparse.Namespace) -> None:
     state = tensors_of(options)
-    for at, tensor in enumerate(state.values()):
-        torch.arange(at, at + tensor.numel(), out=tensor)
+    for index, tensor in enumerate(state.values()):
+        torch.arange(index, index + tensor.numel(), out=tensor)
     with fs.Checkpointer(options.directory) as checkpointer:
         checkpointer.save(1, state).committed.result()
 
 
 def load(options: argparse.Namespace, in_place: bool) -> Sample:
-    """In a process of its own. Raises ValueError where what was loaded is not what was saved."""
+    """In a process of its own. Raises ValueError if a loaded tensor is not the saved one."""
     state = tensors_of(options)
     cool(files_below(options.directory))
     gc.collect()
@@ -64,9 +64,9 @@ def load(options: argparse.Namespace, in_place: bool) -> Sample:
     scatter = pipeline_load.scatter
 
     def heard(*arguments: object) -> object:
-        found = scatter(*arguments)  # type: ignore[arg-type]
-        placed.append(found.receipt.direct_bytes)
-        return found
+        result = scatter(*arguments)  # type: ignore[arg-type]
+        placed.append(result.receipt.direct_bytes)
+        return result
 
     before_bytes = resident_bytes()
     with mock.patch.object(pipeline_load, "scatter", heard):
@@ -74,14 +74,14 @@ def load(options: argparse.Namespace, in_place: bool) -> Sample:
         with fs.Checkpointer(options.directory, engine=fs.EngineOptions(read_in_place=in_place)) as checkpointer:
             checkpointer.load(state)
         reading = meter.read()
-    for at, tensor in enumerate(state.values()):
-        if not torch.equal(tensor, torch.arange(at, at + tensor.numel(), dtype=tensor.dtype)):
-            raise ValueError(f"tensor {at} is not what was saved")
+    for index, tensor in enumerate(state.values()):
+        if not torch.equal(tensor, torch.arange(index, index + tensor.numel(), dtype=tensor.dtype)):
+            raise ValueError(f"tensor {index} is not what was saved")
     return Sample(reading.seconds, reading.cpu_s, reading.peak_bytes - before_bytes, sum(placed))
 
 
 def apart(options: argparse.Namespace, in_place: bool) -> Sample:
-    """`load`, in a fresh process."""
+    """`load`, in a new process."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply_async(load, (options, in_place)).get(60 * MINUTES_MAX)
 
@@ -93,7 +93,7 @@ def rounds(options: argparse.Namespace) -> Iterator[dict[bool, Sample]]:
 
 
 def lines(samples: Sequence[dict[bool, Sample]], size: int) -> Iterator[str]:
-    """A row of a table for each way, and how the pairs compare."""
+    """A row of a table for each way, and the result of the pairs."""
     yield "| a load | seconds | CPU-s/GB | extra peak MB | read in place |"
     yield "|---|---|---|---|---|"
     for in_place, title in TITLES.items():
@@ -106,7 +106,8 @@ def lines(samples: Sequence[dict[bool, Sample]], size: int) -> Iterator[str]:
         yield f"| {title} | {' | '.join(cells)} |"
     ratios = [pair[True].seconds / pair[False].seconds for pair in samples]
     faster = sum(ratio < 1 for ratio in ratios)
-    yield f"\nIn place, of the other's seconds: {_cell(ratios, 2)}; faster in {faster} of {len(ratios)} pairs."
+    taken = f"A load in place took {_cell(ratios, 2)} of the time of a load through the arena"
+    yield f"\n{taken}, and was faster in {faster} of {len(ratios)} rounds."
 
 
 def _cell(values: Sequence[float], digits: int) -> str:

@@ -1,14 +1,13 @@
-"""What saves do to training: steps, waits and total time with saves and without, for Flowstone and its rivals.
+"""The effect of saves on training: steps, waits and total time with saves and without, for Flowstone and its rivals.
 
-    PYTHONPATH=src python bench/interference.py --quick    # whether it all works; a minute, numbers mean nothing
-    PYTHONPATH=src python bench/interference.py --json runs/interference.json \\
+    PYTHONPATH=src python bench/interference.py --quick    # checks that it works, in a minute; figures mean nothing
+    PYTHONPATH=src python bench/interference.py --json runs/interference.json \
         --update docs/performance/training.md --plots docs/figures  # GPT-2 of 124 million parameters, every goal
     PYTHONPATH=src python bench/interference.py --from runs/interference.json --update docs/performance/training.md
 
-A real GPT-2 learns real text. In a process of its own each rival trains blocks with saves beside blocks
-without; then it saves once more, trains on, and its checkpoint is compared with what the state was.
-A missed goal is a line of the output, not a failure; a failed save or wrong bytes of Flowstone's are one.
-`--json` is written after every process, so that an interrupted run is not lost.
+GPT-2 learns real text. Each rival trains in a process of its own, in blocks with saves beside blocks without. Then it
+saves once more and continues to train, and its checkpoint is compared with the state at the save. A missed goal is a
+line of the output, not a failure; a failed save or wrong bytes of Flowstone are a failure.
 """
 
 from __future__ import annotations
@@ -86,7 +85,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 class Conductor:
-    """Rounds of one process for each rival and drill; what was measured so far is `Run`, and on disk."""
+    """Rounds of one process for each rival and drill; the measurements so far are in `Run`, and on disk."""
 
     def __init__(self, options: argparse.Namespace, directory: Path, bar: Progress) -> None:
         self._options, self._directory, self._bar = options, directory, bar
@@ -97,24 +96,24 @@ class Conductor:
 
     def run(self) -> Run:
         rounds = range(1, self._options.rounds + 1)
-        shown = self._bar.add_task("", total=sum(1 for at in rounds for _ in self._work(at)))
+        shown = self._bar.add_task("", total=sum(1 for number in rounds for _ in self._work(number)))
         self._find_pythons(shown)
         run = self._begun() or self._started(shown)
-        for at in rounds:
-            for title, do in self._work(at):
-                self._bar.update(shown, description=f"round {at}/{self._options.rounds}: {title}")
-                run = do(replace(run, rounds=at))
+        for number in rounds:
+            for title, do in self._work(number):
+                self._bar.update(shown, description=f"round {number}/{self._options.rounds}: {title}")
+                run = do(replace(run, rounds=number))
                 self._bar.advance(shown)
                 script.write(run, self._options.json)
         return run
 
-    def _work(self, at: int) -> Iterator[tuple[str, Callable[[Run], Run]]]:
-        """Of round `at`: titles, and what adds to a run what it lacks."""
+    def _work(self, number: int) -> Iterator[tuple[str, Callable[[Run], Run]]]:
+        """Of round `number`: titles, and what adds to a run what it lacks."""
         for entry in self._entries:
-            yield entry.title, lambda run, entry=entry: self._train(run, entry, at)
+            yield entry.title, lambda run, entry=entry: self._train(run, entry, number)
         for drill in self._programme.drills:
-            if at <= (drill.rounds or at):
-                yield drill.title, lambda run, drill=drill: self._drill(run, drill, at)
+            if number <= (drill.rounds or number):
+                yield drill.title, lambda run, drill=drill: self._drill(run, drill, number)
 
     def _find_pythons(self, shown: object) -> None:
         for name in {entry.environment for entry in self._entries} - {None}:
@@ -125,7 +124,7 @@ class Conductor:
                 self._missing[name] = f"cannot install: {error}"
 
     def _begun(self) -> Run | None:
-        """What an interrupted run has left behind, if it is wanted; what failed in it is tried again."""
+        """The results of an interrupted run, if they are wanted; failed parts are tried again."""
         path = self._options.json
         if not self._options.resume or not path.exists():
             return None
@@ -150,34 +149,34 @@ class Conductor:
             calibration=calibration, rounds=0,
         )
 
-    def _train(self, run: Run, entry: Entry, at: int) -> Run:
-        if any((trained.rival, trained.round) == (entry.name, at) for trained in run.trained):
+    def _train(self, run: Run, entry: Entry, number: int) -> Run:
+        if any((trained.rival, trained.round) == (entry.name, number) for trained in run.trained):
             return run
         if entry.environment in self._missing:
-            found = Trained(entry.name, at, None, self._missing[entry.environment])
+            trained = Trained(entry.name, number, None, self._missing[entry.environment])
         else:
-            with _Room(self._directory) as room:
+            with _Room(self._directory) as scratch:
                 task = TrainingTask(
-                    entry.name, run.shape, run.calibration.window, self._programme.legs(entry.name), str(room),
+                    entry.name, run.shape, run.calibration.window, self._programme.legs(entry.name), str(scratch),
                     self._programme.settle_s,
                 )
                 try:
                     outcome = self._call(task, TrainingOutcome, self._pythons[entry.environment])
-                    found = Trained(entry.name, at, outcome)
+                    trained = Trained(entry.name, number, outcome)
                 except WorkerError as error:
-                    found = Trained(entry.name, at, None, str(error))
-        return replace(run, trained=(*run.trained, found))
+                    trained = Trained(entry.name, number, None, str(error))
+        return replace(run, trained=(*run.trained, trained))
 
-    def _drill(self, run: Run, drill: Drill, at: int) -> Run:
-        if any((drilled.drill, drilled.round) == (drill.name, at) for drilled in run.drilled):
+    def _drill(self, run: Run, drill: Drill, number: int) -> Run:
+        if any((drilled.drill, drilled.round) == (drill.name, number) for drilled in run.drilled):
             return run
-        with _Room(self._directory) as room:
-            task = drill.task(str(room), self._programme.settle_s)
+        with _Room(self._directory) as scratch:
+            task = drill.task(str(scratch), self._programme.settle_s)
             try:
-                found = Drilled(drill.name, at, self._call(task, DrillOutcome, self._pythons[None]))
+                drilled = Drilled(drill.name, number, self._call(task, DrillOutcome, self._pythons[None]))
             except WorkerError as error:
-                found = Drilled(drill.name, at, None, str(error))
-        return replace(run, drilled=(*run.drilled, found))
+                drilled = Drilled(drill.name, number, None, str(error))
+        return replace(run, drilled=(*run.drilled, drilled))
 
     def _call(self, task: object, result: type[Result], python: Path) -> Result:
         named = {type(task).__name__: task}
@@ -185,7 +184,7 @@ class Conductor:
 
 
 class _Room:
-    """A directory of its own for one process; gone afterwards."""
+    """A directory for one process, which is removed afterwards."""
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / "room"
@@ -196,7 +195,7 @@ class _Room:
 
     def __exit__(self, *_: object) -> None:
         shutil.rmtree(self._path)
-        os.sync()  # what it left behind is not the next one's to write
+        os.sync()  # otherwise the next one would write this one's unwritten data
 
 
 def command(options: argparse.Namespace) -> str:

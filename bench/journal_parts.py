@@ -1,10 +1,10 @@
-"""Where the time of a journal of every step goes: the same training by each of the ways of bench/journal_ways.py.
+"""Where the time of a journal of every step goes: the same training in each of the ways of bench/journal_ways.py.
 
     python -m bench.journal_parts [--directory DIR] [--rounds 30] [--steps 8] [--only WAY ...]
 
-Short blocks of steps of each way take turns, each between two blocks of plain steps (bench/paired.py), so that what the
-machine does meanwhile is in both. Prints lines of JSON, each at once: after each block what its way has come to by
-then, so that a run that is killed has told what it has measured; last of all the whole table.
+Short blocks of steps in each way alternate, each between two blocks of plain steps (bench/paired.py), so that other
+load on the machine affects both. Prints a line of JSON after each block with its way's results so far, so that they
+survive if the run is killed, and the complete table at the end.
 """
 
 from __future__ import annotations
@@ -32,31 +32,31 @@ from flowstone_demo.sizes import FULL
 from flowstone_demo.train import Training
 from flowstone_study import machine
 
-BEFORE = 3  # steps of a block that are not counted: the whole checkpoint, and the step that copies gradients
+BEFORE = 3  # steps of a block that are not counted: the full checkpoint, and the step that copies gradients
 
 
 def steps_of(training: Training, root: Path, steps: int) -> tuple[list[float], float, list[float]]:
-    """Seconds of each step; of a processor, of the journal's thread for each; of each call of `save`."""
-    found, calls, before = [], list[float](), 0.0
+    """Seconds of each step; processor seconds of the journal's thread for each; seconds of each call of `save`."""
+    step_s, calls, before = [], list[float](), 0.0
     with fs.Checkpointer(root, every_step=True, recovery_s=600) as checkpointer:
         for step in range(1, BEFORE + steps + 1):
             begin = time.perf_counter()
-            training.learn()
+            training.train_step()
             called = time.perf_counter()
             save = checkpointer.save(step, training.state(step))
             end = time.perf_counter()
-            found.append(end - begin)
+            step_s.append(end - begin)
             calls.append(end - called)
             if step <= BEFORE:
                 save.committed.result()
                 before = journal_cpu_s()
         save.committed.result()
-        return found[BEFORE:], (journal_cpu_s() - before) / steps, calls[BEFORE:]
+        return step_s[BEFORE:], (journal_cpu_s() - before) / steps, calls[BEFORE:]
 
 
 @dataclass
 class Measured:
-    """One way's blocks, and of each, per step, the journal's thread's processor time, and how long `save` took."""
+    """The blocks of one way; for each, per step, the journal thread's processor time and the time of `save`."""
 
     blocks: list[Block] = field(default_factory=list)
     cpu_s: list[float] = field(default_factory=list)
@@ -72,11 +72,11 @@ class Measured:
 def turns(
     training: Training, work: Path, ways: Sequence[str], *, rounds: int, steps: int
 ) -> Iterator[tuple[str, Measured]]:
-    """Blocks of each way by turns; each is removed, and that is on the device, before plain steps are counted again.
+    """Blocks of each way in turn; the files of each are removed from the device before plain steps are counted again.
 
-    yields  after each block its way, and all that was measured of that so far
+    yields  after each block its way, and all its measurements so far
     """
-    found = {name: Measured() for name in ways}
+    by_name = {name: Measured() for name in ways}
     plain(training, 3)
     before = plain(training, steps)
     for number in range(rounds):
@@ -87,7 +87,7 @@ def turns(
             os.sync()
             plain(training, 1)
             behind = plain(training, steps)
-            measured = found[name]
+            measured = by_name[name]
             measured.blocks.append(Block(times, [*before, *behind]))
             measured.cpu_s.append(cpu_s)
             measured.calls_s.append(statistics.median(calls_s))
@@ -96,25 +96,25 @@ def turns(
 
 
 def digest_ms(training: Training, steps: int) -> dict[str, float]:
-    """Milliseconds to digest a step's gradients while the training stands still: by one thread, and by two, half each.
+    """Milliseconds to digest a step's gradients while training stands still: by one thread, and by two with half each.
 
-    Each look is at gradients that a step has just made and used, as those in `save` are.
+    Each measurement uses gradients that a step has just made and used, as in `save`.
     """
-    found: dict[str, list[float]] = {"one thread": [], "two threads": []}
+    laps: dict[str, list[float]] = {"one thread": [], "two threads": []}
     with ThreadPoolExecutor(1) as other:
         other.submit(int).result()
         for number in range(2 * steps):
-            training.learn()
-            parts = [one.grad for one in training.model.parameters() if one.grad is not None]
+            training.train_step()
+            parts = [parameter.grad for parameter in training.model.parameters() if parameter.grad is not None]
             halves = [parts[0::2], parts[1::2]] if number % 2 else [parts]
-            columns = [np.array([(one.data_ptr(), one.nbytes) for one in half], np.uint64).T.copy() for half in halves]
+            columns = [np.array([(g.data_ptr(), g.nbytes) for g in half], np.uint64).T.copy() for half in halves]
             begin = time.perf_counter()
             running = [other.submit(_native.digest_memory, *half) for half in columns[1:]]
             _native.digest_memory(*columns[0])
-            for one in running:
-                one.result()
-            found["two threads" if number % 2 else "one thread"].append(time.perf_counter() - begin)
-    return {name: round(1e3 * statistics.median(times), 2) for name, times in found.items()}
+            for future in running:
+                future.result()
+            laps["two threads" if number % 2 else "one thread"].append(time.perf_counter() - begin)
+    return {name: round(1e3 * statistics.median(times), 2) for name, times in laps.items()}
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -129,11 +129,11 @@ def main(arguments: Sequence[str]) -> None:
         training = Training(FULL, seed=1)
         head = {"machine": machine.describe(work.parent), "digest_ms": digest_ms(training, 8)}
         tell(head)
-        found: dict[str, object] = {}
-        for name, one in turns(training, work, chosen.only, rounds=chosen.rounds, steps=chosen.steps):
-            found[name] = one.summary()
-            tell({"way": name, **one.summary()})
-        tell({**head, "ways": found})
+        record: dict[str, object] = {}
+        for name, measured in turns(training, work, chosen.only, rounds=chosen.rounds, steps=chosen.steps):
+            record[name] = measured.summary()
+            tell({"way": name, **measured.summary()})
+        tell({**head, "ways": record})
     finally:
         shutil.rmtree(work, ignore_errors=True)
 

@@ -1,4 +1,4 @@
-"""Worker processes: from tasks to what was measured."""
+"""Worker processes: tasks in, measurements out."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ TIMEOUT_S = 1800.0  # of one worker; the slowest rival needs minutes for 5 GB
 
 
 class WorkerError(Exception):
-    """A worker ended without an outcome; the last that it said."""
+    """A worker ended without an outcome; its last output."""
 
 
 def work(tasks: Sequence[Task], number: int, *, python: Path, io_uring: bool) -> Measured:
-    """One process for each task, all at once, and what they did together in round `number`.
+    """Run one process for each task, all at once; returns their joint outcome in round `number`.
 
-    Several are the ranks of one job. As under torchrun, none of them keeps what they meet at.
+    Several tasks are the ranks of one job. As under torchrun, no rank hosts the store at which they connect.
     """
     first = tasks[0]
     if first.ranks > 1:
@@ -42,8 +42,8 @@ def work(tasks: Sequence[Task], number: int, *, python: Path, io_uring: bool) ->
         workers: list[_Worker[Outcome]] = []
         timer = _timer(TIMEOUT_S, lambda: _stop(workers))
         try:
-            for at, task in enumerate(tasks):
-                own = Path(desk, str(at))
+            for index, task in enumerate(tasks):
+                own = Path(desk, str(index))
                 workers.append(
                     _Worker(own, "bench.worker", task, Outcome, python, io_uring=io_uring, gated=task.gated)
                 )
@@ -64,7 +64,7 @@ def work(tasks: Sequence[Task], number: int, *, python: Path, io_uring: bool) ->
 def call(
     module: str, task: object, result: type[Result], *, python: Path, timeout_s: float, alone: bool = False
 ) -> Result:
-    """One process of `python -m MODULE TASK.json RESULT.json`; what it wrote. `alone`: see `environment`.
+    """Run one process of `python -m MODULE TASK.json RESULT.json`; returns its result. `alone`: see `environment`.
 
     Raises WorkerError.
     """
@@ -83,7 +83,7 @@ def call(
 
 
 def _timer(seconds: float, action: Callable[[], object]) -> threading.Timer:
-    """Started. A script that is told to stop does not wait for it, wherever that finds it."""
+    """A started worker. If the script is told to stop, it does not wait for the worker."""
     timer = threading.Timer(seconds, action)
     timer.daemon = True
     timer.start()
@@ -96,7 +96,7 @@ def _stop(workers: Sequence[_Worker[Outcome]]) -> None:
 
 
 def _open_gate(workers: Sequence[_Worker[Outcome]]) -> None:
-    """Once all are ready for their next timer, let all start."""
+    """Once all are ready for their next timer, start all."""
     for worker in workers:
         worker.wait_ready()
     for worker in workers:
@@ -104,9 +104,9 @@ def _open_gate(workers: Sequence[_Worker[Outcome]]) -> None:
 
 
 class _Worker(Generic[Result]):
-    """A running worker, leader of a group with all that it starts; nothing of it outlives `end`.
+    """A running worker, leader of a process group with all its children; nothing of it outlives `end`.
 
-    Its standard error goes to a file: a full pipe would stop it.
+    Its standard error goes to a file, because a full pipe would stop it.
     """
 
     def __init__(
@@ -122,10 +122,10 @@ class _Worker(Generic[Result]):
         if not io_uring:
             command = [sys.executable, "-m", "bench.seccomp", *command]
         output = subprocess.PIPE if gated else subprocess.DEVNULL
-        with self._said_path.open("wb") as said:
+        with self._said_path.open("wb") as file:
             self._process = subprocess.Popen(
                 command, cwd=ROOT, env=environment(desk, alone=alone), stdin=subprocess.PIPE, stdout=output,
-                stderr=said, bufsize=0, start_new_session=True,
+                stderr=file, bufsize=0, start_new_session=True,
             )
 
     def wait_ready(self) -> None:
@@ -149,12 +149,12 @@ class _Worker(Generic[Result]):
         return msgspec.json.decode(self._outcome_path.read_bytes(), type=self._result)
 
     def stop(self) -> None:
-        """Kill the group, from any thread. Only while the worker is not reaped: its number is still its own."""
+        """Kill the group, from any thread. Only before the worker is reaped, while its process id is its own."""
         if self._process.returncode is None:
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def end(self) -> None:
-        """Kill what is left, and reap."""
+        """Kill the remaining processes, and reap."""
         self.stop()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
@@ -162,28 +162,28 @@ class _Worker(Generic[Result]):
                 pipe.close()
 
     def _wait_exit(self) -> None:
-        """Until the worker has ended by itself; then end what it has left behind."""
+        """Wait until the worker has ended by itself; then end its remaining children."""
         os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
         self.end()
 
     def _last_words(self) -> str:
         if self._process.returncode is None:
             self._wait_exit()
-        said = self._said_path.read_text(errors="replace").strip().splitlines()
-        # An error of several lines begins with its class, at the margin.
-        first = max((at for at, line in enumerate(said) if line[:1].strip()), default=0)
-        return "; ".join(line.strip() for line in said[first:]) or f"ended with {self._process.returncode}"
+        lines = self._said_path.read_text(errors="replace").strip().splitlines()
+        # An error of several lines begins with its class, without indentation.
+        first = max((index for index, line in enumerate(lines) if line[:1].strip()), default=0)
+        return "; ".join(line.strip() for line in lines[first:]) or f"ended with {self._process.returncode}"
 
 
 def environment(desk: Path, *, alone: bool = False) -> dict[str, str]:
-    """The caller's, with its import paths made absolute, since workers start in the repository's root.
+    """The caller's environment, with absolute import paths, since workers start in the repository's root.
 
-    alone  of these paths none: beside the bench there is only what the interpreter finds by itself
+    alone  without these paths: beside the bench, the interpreter finds only its own packages
 
-    Modules may be kept compiled: a tree that was never run would compile them inside its first timer, every time.
+    Compiled modules may be written: a new tree would otherwise compile them inside its first timer, every time.
 
-    Defaults are measured, not this machine's tuning: the worker's own desk holds
-    the user's configuration, which is none.
+    Defaults are measured instead of this machine's tuning: the worker's own empty folder replaces the user's
+    configuration.
     """
     callers = "" if alone else os.environ.get("PYTHONPATH", "")
     paths = [os.path.abspath(path) for path in callers.split(os.pathsep) if path]

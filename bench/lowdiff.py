@@ -1,14 +1,14 @@
-"""What a durable checkpoint of every step costs where gradients are exchanged compressed (LowDiff, arXiv 2509.04084).
+"""The cost of a durable checkpoint of every step if gradients are exchanged compressed (LowDiff, arXiv 2509.04084).
 
     python -m bench.lowdiff DIR [--ranks 4] [--rounds 30] [--steps 10] [--width 768] [--batch 32]
 
-Ranks of DistributedDataParallel over gloo, a thread each, train layers of `width` with AdamW, and exchange the
-largest hundredth of their gradients, with error feedback. Short blocks of steps without and with `every_step` take
-turns, and each is compared with its neighbours (bench/paired.py). A step's time is rank 0's, and includes its call of
-`save`. Processor time is that of all threads of rank 0, per step: beside other work on the machine it says more than
-time does. The state is weights and both moments, without the residuals, which steps do not log. Last, fresh ranks
-load, which replays the last block. Prints lines of JSON, each at once: after each round what all rounds so far have
-come to, so that a run that is killed has told what it has measured; last of all everything.
+Ranks of DistributedDataParallel over gloo, with a thread each, train layers of `width` with AdamW, and exchange the
+largest hundredth of their gradients, with error feedback. Short blocks of steps with and without `every_step`
+alternate, and each is compared with its neighbours (bench/paired.py). A step's time is that of rank 0, and includes its
+call of `save`. Processor time is that of all threads of rank 0 per step; beside other work on the machine it is more
+reliable than time. The state is weights and both moments, without the residuals, which steps do not log. At the end,
+new ranks load, which replays the last block. Prints a line of JSON after each round with the results so far, so that
+they survive if the run is killed, and everything at the end.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ LAYERS = 6
 
 
 class Training:
-    """One rank's. All begin with the same weights, and learn from inputs of their own."""
+    """One rank's training. All begin with the same weights, and learn from inputs of their own."""
 
     def __init__(self, width: int, batch: int, seed: int) -> None:
         torch.manual_seed(seed)
@@ -57,49 +57,49 @@ class Training:
     def state(self) -> dict[str, object]:
         return {"model": self.model, "optimizer": self.optimizer, "gradients": self.compression}
 
-    def learn(self) -> None:
+    def train_step(self) -> None:
         self.optimizer.zero_grad()
         self.model(torch.randn(*self._shape, generator=self._inputs)).square().mean().backward()
         self.optimizer.step()
 
     @property
     def state_bytes(self) -> int:
-        return 3 * sum(one.nbytes for one in self.model.parameters())
+        return 3 * sum(parameter.nbytes for parameter in self.model.parameters())
 
 
 def plain(training: Training, steps: int) -> tuple[list[float], float]:
-    """Seconds of each step, nothing saved; and of a processor, per step."""
-    found, before = [], time.process_time()
+    """Seconds of each step without saves, and processor seconds per step."""
+    step_s, before = [], time.process_time()
     for _ in range(steps):
         begin = time.perf_counter()
-        training.learn()
-        found.append(time.perf_counter() - begin)
-    return found, (time.process_time() - before) / steps
+        training.train_step()
+        step_s.append(time.perf_counter() - begin)
+    return step_s, (time.process_time() - before) / steps
 
 
 def journaled(training: Training, root: Path, steps: int) -> tuple[list[float], list[float], list[fs.Journaled]]:
-    """Seconds of each step, all of them durable; of a processor, per step: all of them, those of the call of `save`,
-    those of the journal's thread; and what was told.
+    """Seconds of each step, all durable in the end; processor seconds per step; and events.
 
-    The whole checkpoint comes before.
+    Processor seconds are of all threads, of the call of `save`, and of the journal's thread. The full checkpoint comes
+    before the measured steps.
     """
     events: list[fs.Event] = []
-    found, before, calls, journal = [], 0.0, 0.0, 0.0
+    step_s, before, calls, journal = [], 0.0, 0.0, 0.0
     with fs.Checkpointer(root, every_step=True, recovery_s=600, on_event=events.append) as checkpointer:
         for step in range(1, steps + 4):
             begin = time.perf_counter()
-            training.learn()
+            training.train_step()
             called = time.thread_time()
             save = checkpointer.save(step, training.state())
             calls += time.thread_time() - called
-            found.append(time.perf_counter() - begin)
+            step_s.append(time.perf_counter() - begin)
             if step < 4:
                 save.committed.result()
                 dist.barrier()
                 before, calls, journal = time.process_time(), 0.0, journal_cpu_s()
         save.committed.result()
         seconds = [(time.process_time() - before) / steps, calls / steps, (journal_cpu_s() - journal) / steps]
-    return found[3:], seconds, [one for one in events if isinstance(one, fs.Journaled)]
+    return step_s[3:], seconds, [event for event in events if isinstance(event, fs.Journaled)]
 
 
 def train(rank: int, chosen: argparse.Namespace, work: Path) -> None:
@@ -108,7 +108,7 @@ def train(rank: int, chosen: argparse.Namespace, work: Path) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(str(work / "meet"), chosen.ranks), rank=rank,
                             world_size=chosen.ranks)
     training = Training(chosen.width, chosen.batch, seed=1)
-    told: list[fs.Journaled] = []
+    emitted: list[fs.Journaled] = []
     blocks: list[Block] = []
     cpu_without: list[float] = []
     cpu_within: list[list[float]] = []
@@ -117,8 +117,8 @@ def train(rank: int, chosen: argparse.Namespace, work: Path) -> None:
     for number in range(chosen.rounds):
         root = work / str(number)
         times, cpu, events = journaled(training, root, chosen.steps)
-        told, cpu_within = told + events, [*cpu_within, cpu]
-        expected = [one.detach().clone() for one in training.model.parameters()]
+        emitted, cpu_within = emitted + events, [*cpu_within, cpu]
+        expected = [parameter.detach().clone() for parameter in training.model.parameters()]
         dist.barrier()
         if rank == 0 and number < chosen.rounds - 1:
             shutil.rmtree(root)
@@ -132,9 +132,9 @@ def train(rank: int, chosen: argparse.Namespace, work: Path) -> None:
         report = checkpointer.load(fresh.state())
     replay = report.replay
     assert replay is not None
-    is_same = all(torch.equal(one, other) for one, other in zip(expected, fresh.model.parameters(), strict=True))
-    own = torch.tensor([statistics.median(one.bytes for one in told), float(not is_same), float(any(
-        one.uncompressed for one in told
+    is_same = all(torch.equal(tensor, other) for tensor, other in zip(expected, fresh.model.parameters(), strict=True))
+    own = torch.tensor([statistics.median(event.bytes for event in emitted), float(not is_same), float(any(
+        event.uncompressed for event in emitted
     ))], dtype=torch.float64)
     dist.all_reduce(own)
     if rank == 0:
@@ -142,7 +142,7 @@ def train(rank: int, chosen: argparse.Namespace, work: Path) -> None:
             "machine": machine.describe(work.parent), "ranks": chosen.ranks, "step": summary(blocks),
             **_cpu(cpu_without, cpu_within),
             "bytes_per_step": int(own[0]), "share_of_state": round(float(own[0]) / training.state_bytes, 4),
-            "durable_after_ms": round(1e3 * statistics.median(one.seconds for one in told), 1),
+            "durable_after_ms": round(1e3 * statistics.median(event.seconds for event in emitted), 1),
             "uncompressed": bool(own[2]),
             "replay": {
                 "steps": replay.steps, "seconds": round(replay.seconds, 2), "exactness": replay.exactness,
@@ -155,9 +155,9 @@ def train(rank: int, chosen: argparse.Namespace, work: Path) -> None:
 
 
 def _cpu(without: Sequence[float], within: Sequence[Sequence[float]]) -> dict[str, object]:
-    """Processor time of a step, without and with, and of two parts of that; and how many times as much."""
+    """Processor time of a step, without and with saves, of two parts of it, and the ratio."""
     plain_s = statistics.median(without)
-    saved_s, call_s, journal_s = (statistics.median(one) for one in zip(*within, strict=True))
+    saved_s, call_s, journal_s = (statistics.median(column) for column in zip(*within, strict=True))
     return {
         "cpu_ms": {"without": round(1e3 * plain_s, 1), "with": round(1e3 * saved_s, 1),
                    "call of save": round(1e3 * call_s, 2), "journal's thread": round(1e3 * journal_s, 2)},
@@ -186,7 +186,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _kill(ranks: Sequence[BaseProcess]) -> None:
-    """One that ends by itself would read for ever, in torch, from the file that they met in, once that is gone."""
+    """Keeps the file at which ranks meet until all have ended: torch would read it for ever once it is gone."""
     for rank in ranks:
         rank.kill()
     for rank in ranks:

@@ -1,4 +1,4 @@
-"""What the numbers were measured on, without names or paths of the machine."""
+"""A description of the machine, without its names or paths."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flowstone_study import machine
 
 
 def describe(directory: Path, environments: Iterable[str]) -> dict[str, str]:
-    """Facts for the machine line, in its order; `environments` are those that rivals run in."""
+    """The fields of the machine line, in its order; `environments` are those of the rivals."""
     return {
         **machine.describe(directory),
         "python": platform.python_version(),

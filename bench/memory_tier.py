@@ -1,11 +1,11 @@
-"""A state in the memory of a node: how long a save keeps training waiting, and a restart after SIGKILL.
+"""A state in the memory of a node: how long a save blocks training, and how long a restart after SIGKILL takes.
 
     PYTHONPATH=src python -m bench.memory_tier [--bytes 5e9] [--tensors 300] [--saves 6] [--step-s 3] [--restarts 3]
 
-A trainer process, with parameters and their AdamW, saves into memory://bench with each step. A step is a pause, in
-which the capture goes on, and the optimizer's own. Then it is killed, and another process makes the same model and
-loads. Told are, for each save, how long `save` blocked, the wait at the fence, and when it was committed; for each
-restart the seconds of `load`, and those since `import torch`, with and without the making of the model.
+A trainer process, with parameters and their AdamW, saves into memory://bench after each step. A step is a pause, during
+which the capture continues, and the optimizer's step. Then the trainer is killed, and another process creates the same
+model and loads. Prints for each save how long `save` blocked, the wait at the fence, and the time until it was
+committed; for each restart the seconds of `load`, and those since `import torch`, with and without creating the model.
 """
 
 from __future__ import annotations
@@ -93,21 +93,21 @@ def main() -> None:
     print(f"{options.bytes / 1e9:.2f} GB in {options.tensors} tensors, {len(os.sched_getaffinity(0))} cores")
     saved = train(options)
     later = saved[3:]
-    blocked = sorted(one["blocked_ms"] for one in later)
+    blocked = sorted(row["blocked_ms"] for row in later)
     print(f"saves from the fourth on: blocked {spread(blocked)} ms, 95th percentile {share(blocked, 0.95):.3g} ms, "
-          f"waited at the fence {spread([one['waited_ms'] for one in later])} ms, "
-          f"committed after {spread([one['committed_s'] for one in later])} s")
+          f"waited at the fence {spread([row['waited_ms'] for row in later])} ms, "
+          f"committed after {spread([row['committed_s'] for row in later])} s")
     loads = [restart(options) for _ in range(options.restarts)]
-    rate = options.bytes / 1e9 / median(one["load_s"] for one in loads)
-    print(f"restarts: load {spread([one['load_s'] for one in loads])} s, {rate:.2f} GB/s; since `import torch` "
-          f"{spread([one['all_s'] - one['made_s'] for one in loads])} s, with the making of the model "
-          f"{spread([one['all_s'] for one in loads])} s")
-    assert all(one["same"] and one["expected"] and one["step"] == options.saves for one in loads), loads
+    rate = options.bytes / 1e9 / median(load["load_s"] for load in loads)
+    print(f"restarts: load {spread([load['load_s'] for load in loads])} s, {rate:.2f} GB/s; since `import torch` "
+          f"{spread([load['all_s'] - load['made_s'] for load in loads])} s, with the making of the model "
+          f"{spread([load['all_s'] for load in loads])} s")
+    assert all(load["same"] and load["expected"] and load["step"] == options.saves for load in loads), loads
     subprocess.run([sys.executable, "-m", "flowstone", "agent", "--stop"], check=True)
 
 
 def train(options: argparse.Namespace) -> list[dict[str, float]]:
-    """Save, and be killed once all is committed."""
+    """Save, and be killed once everything is committed."""
     with worker(options, "train") as process:
         assert process.stdout is not None
         saved = []
@@ -126,7 +126,7 @@ def restart(options: argparse.Namespace) -> dict[str, float]:
 
 
 def share(ordered: list[float], part: float) -> float:
-    """The least of these values that so large a part does not exceed."""
+    """The least of these values that this share of them does not exceed."""
     return ordered[min(len(ordered) - 1, int(part * len(ordered)))]
 
 

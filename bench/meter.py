@@ -16,16 +16,16 @@ _SYSCALL_CACHESTAT = 451  # the same number on every architecture; Linux 6.5 and
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What passed between `Meter()` and `read()`, in this process and those below it."""
+    """Measurements between `Meter()` and `read()`, in this process and those below it."""
 
     seconds: float
     cpu_s: float
     peak_bytes: int
-    device_bytes: int  # read from it; what the page cache or shared memory gave is not
+    device_bytes: int  # read from the device; data from the page cache or shared memory does not count
 
 
 class Meter:
-    """Started when made. Memory's high-water marks are reset then."""
+    """Starts when it is created, and resets memory's high-water marks."""
 
     def __init__(self) -> None:
         for pid in (os.getpid(), *_descendants()):
@@ -54,16 +54,15 @@ def shared_bytes() -> int:
 
 
 def dirty_bytes() -> int:
-    """Of the whole machine: pages of files not yet written, and those being written."""
+    """Of the whole machine: pages of files that are not yet written, and those being written."""
     lines = (line.partition(":") for line in Path("/proc/meminfo").read_text().splitlines())
     return sum(int(value.split()[0]) * 1024 for name, _, value in lines if name in ("Dirty", "Writeback"))
 
 
 def _cpu_s() -> float:
-    """User and system time of this process and all below it; without kernel threads that write back.
+    """User and system time of this process and all below it, without kernel threads that write back.
 
-    A child that ends in between moves from the living to the ended ones with all it used, so
-    differences stay right.
+    The time of a child that ends in between moves to the total of ended children, so differences stay correct.
     """
     usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(usage.ru_utime + usage.ru_stime for usage in usages) + sum(map(_living_cpu_s, _descendants()))
@@ -74,7 +73,7 @@ def _living_cpu_s(pid: int) -> float:
         fields = _stat(pid)
     except OSError:
         return 0.0
-    # utime, stime, cutime, cstime are fields 14 to 17 of proc(5); the first two went with the name.
+    # utime, stime, cutime, cstime are fields 14 to 17 of proc(5); the first two were cut off with the name.
     return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
 
 
@@ -84,7 +83,7 @@ def _device_bytes() -> int:
 
 
 def _memory_bytes(field: str) -> int:
-    """Of this process, and of those below it without what they share, which is counted where it was made."""
+    """Of this process, and of those below it without their shared memory, which counts where it was allocated."""
     own = _status_bytes(os.getpid(), field)
     return own + sum(
         max(0, _status_bytes(pid, field) - _status_bytes(pid, "RssShmem")) for pid in _descendants()
@@ -105,7 +104,7 @@ def _field(pid: int, table: str, name: str) -> int:
 
 
 def _descendants() -> list[int]:
-    """Living processes below this one, found by their parents' numbers."""
+    """Living processes below this one, found by their parents' ids."""
     children: dict[int, list[int]] = {}
     for path in Path("/proc").iterdir():
         if path.name.isdigit():
@@ -113,21 +112,21 @@ def _descendants() -> list[int]:
                 children.setdefault(int(_stat(int(path.name))[1]), []).append(int(path.name))
             except OSError:
                 continue  # it has just ended
-    found = list(children.get(os.getpid(), ()))
-    for pid in found:  # which grows on the way
-        found += children.get(pid, ())
-    return found
+    descendants = list(children.get(os.getpid(), ()))
+    for pid in descendants:  # the list grows during the loop
+        descendants += children.get(pid, ())
+    return descendants
 
 
 def _stat(pid: int) -> list[str]:
-    """Fields of /proc/PID/stat from the third on: what comes before may hold spaces and parentheses."""
+    """Fields of /proc/PID/stat from the third on: the second may contain spaces and parentheses."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 def make_durable(directory: Path) -> None:
-    """Sync every file below `directory`, the directories, and the one that holds it."""
-    for at, _, names in os.walk(directory):
-        for path in (*(Path(at, name) for name in names), Path(at)):
+    """Sync every file below `directory`, the directories, and the parent of `directory`."""
+    for folder, _, names in os.walk(directory):
+        for path in (*(Path(folder, name) for name in names), Path(folder)):
             _sync(path)
     _sync(directory.parent)
 
@@ -145,10 +144,10 @@ def files_below(directory: Path) -> list[Path]:
 
 
 def cool(paths: Iterable[Path]) -> bool | None:
-    """Drop the files from the page cache. Whether they are out of it, by the kernel's word; None: it has none.
+    """Drop the files from the page cache. Returns whether the kernel reports them gone; None: it cannot report.
 
-    Only these files: dropping all caches would also make every rival page its own code in again.
-    If pages stay (a process maps them), it tries root's drop_caches.
+    Only these files: dropping all caches would also make every rival read its own code again. If pages stay (a
+    process maps them), it tries root's drop_caches.
     """
     paths = list(paths)
     for path in paths:
@@ -166,16 +165,16 @@ def cool(paths: Iterable[Path]) -> bool | None:
 
 
 def warm(paths: Iterable[Path]) -> bool | None:
-    """Bring the files into the page cache. Whether all of them is in it, by the kernel's word; None: it has none."""
-    room = bytearray(8 << 20)
-    found: list[bool | None] = []
+    """Read the files into the page cache. Returns whether the kernel reports all pages there; None: it cannot."""
+    buffer = bytearray(8 << 20)
+    dropped: list[bool | None] = []
     for path in paths:
         with path.open("rb", buffering=0) as file:
-            while file.readinto(room):
+            while file.readinto(buffer):
                 pass
         cached = _cached_pages(path)
-        found.append(None if cached is None else cached * mmap.PAGESIZE >= path.stat().st_size)
-    return None if None in found else all(found)
+        dropped.append(None if cached is None else cached * mmap.PAGESIZE >= path.stat().st_size)
+    return None if None in dropped else all(dropped)
 
 
 class _Range(ctypes.Structure):
@@ -187,12 +186,12 @@ class _CacheStat(ctypes.Structure):
 
 
 def _cached_pages(path: Path) -> int | None:
-    """Pages of the file in the page cache, by cachestat(2); None where the kernel has no such call."""
+    """Pages of the file in the page cache, by cachestat(2); None if the kernel has no such call."""
     libc = ctypes.CDLL(None, use_errno=True)
-    whole, found = _Range(0, 0), _CacheStat()
+    whole, status = _Range(0, 0), _CacheStat()
     fd = os.open(path, os.O_RDONLY)
     try:
-        failed = libc.syscall(_SYSCALL_CACHESTAT, fd, ctypes.byref(whole), ctypes.byref(found), 0)
+        failed = libc.syscall(_SYSCALL_CACHESTAT, fd, ctypes.byref(whole), ctypes.byref(status), 0)
     finally:
         os.close(fd)
-    return None if failed else int(found.cached)
+    return None if failed else int(status.cached)

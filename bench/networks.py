@@ -1,4 +1,4 @@
-"""Nodes with a network of their own each: namespaces of the kernel, joined by a bridge over links of a given rate."""
+"""Nodes with separate networks: network namespaces, joined by a bridge over links of a given rate."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _BURST_KB, _LATENCY_MS = 256, 50
 
 @dataclass(frozen=True)
 class Networks:
-    """names: of the namespaces, one a node; host: where this process is reached from all of them."""
+    """names: of the namespaces, one for each node; host: the address of this process for all of them."""
 
     names: tuple[str, ...]
     host: str
 
 
 def refusal() -> str:
-    """Why there can be none here; "" if there can."""
+    """Why networks are not possible here; "" if they are."""
     if os.geteuid():
         return "network namespaces need root"
     lacking = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
@@ -43,7 +43,7 @@ def refusal() -> str:
 
 @contextmanager
 def several_networks(count: int, mbit_per_s: float) -> Iterator[Networks]:
-    """Each node's link carries as much in each direction, and not more."""
+    """Limit each node's link to this rate in each direction."""
     tag = f"{os.getpid() % 100_000:05d}"
     prefix, bridge = f"10.{os.getpid() // 250 % 250}.{os.getpid() % 250}", f"fsb{tag}"
     names = []
@@ -78,4 +78,4 @@ def _run(*command: str) -> None:
 
 def _end(*command: str) -> None:
     with contextlib.suppress(subprocess.CalledProcessError):
-        _run(*command)  # what goes with another one is gone already
+        _run(*command)  # removed already with another one

@@ -1,12 +1,12 @@
-"""What saves and loads reach of an object store, beside the store's own clients in the same run.
+"""The rates of saves and loads with an object store, compared with the store's own clients in the same run.
 
     PYTHONPATH=src python -m bench.objects [--bytes 256e6] [--rounds 3] [--url s3://bucket/prefix]
 
-Without --url an S3 server (moto's) is started on loopback, in a process of its own. With it, the server is the one that
-AWS_ENDPOINT_URL and the like name. By turns, in each round: obstore uploads one object of that many bytes in parts of
-8 MiB, sixteen at once, and downloads it; boto3, where it is installed, does the same with its own defaults; Flowstone
-saves one tensor of that many bytes, until it is committed, and loads it, digests verified. Rates are in bytes per
-second; `ratio` is Flowstone's, of the better client's in the same round.
+Without --url, an S3 server (moto's) is started on loopback, in a process of its own. With it, the server is the one
+that AWS_ENDPOINT_URL and similar variables name. In each round these take turns: obstore uploads one object of that
+many bytes in parts of 8 MiB, sixteen at once, and downloads it; boto3, if it is installed, does the same with its own
+defaults; Flowstone saves one tensor of that many bytes, until it is committed, and loads it with digests verified.
+Rates are in bytes per second; `ratio` is Flowstone's rate divided by that of the better client in the same round.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ BUCKET = "bench"
 
 @contextlib.contextmanager
 def local_server() -> Iterator[str]:
-    """A URL in a bucket of a server of our own."""
+    """A URL in a bucket of our own server."""
     import obstore  # noqa: F401  (before the clock runs)
 
     with socket.socket() as probe:
@@ -85,15 +85,15 @@ def by_obstore(url: str, data: NDArray[np.uint8]) -> tuple[float, float]:
     from obstore.store import from_url
 
     store = from_url(url, client_options={"allow_http": True})
-    parts = [data[at : at + PART_BYTES] for at in range(0, data.nbytes, PART_BYTES)]
+    parts = [data[offset : offset + PART_BYTES] for offset in range(0, data.nbytes, PART_BYTES)]
     up = timed(lambda: store.put(
         "obstore", iter(parts), use_multipart=True, chunk_size=PART_BYTES, max_concurrency=AT_ONCE
     ))
     target = np.empty_like(data)
 
-    def fetch(at: int) -> None:
-        end = min(at + PART_BYTES, data.nbytes)
-        target[at:end] = np.frombuffer(store.get_range("obstore", start=at, end=end), np.uint8)
+    def fetch(offset: int) -> None:
+        end = min(offset + PART_BYTES, data.nbytes)
+        target[offset:end] = np.frombuffer(store.get_range("obstore", start=offset, end=end), np.uint8)
 
     from concurrent.futures import ThreadPoolExecutor
 
@@ -117,7 +117,7 @@ def by_boto3(url: str, data: NDArray[np.uint8]) -> tuple[float, float]:
 
 def by_flowstone(url: str, data: NDArray[np.uint8]) -> tuple[float, float]:
     with fs.Checkpointer(f"{url}/{time.time_ns()}") as ckpt:
-        ckpt.save(1, {"x": np.zeros(1)}).committed.result()  # store, lease and arena are made once
+        ckpt.save(1, {"x": np.zeros(1)}).committed.result()  # creates store, lease and arena
         up = timed(lambda: ckpt.save(2, {"x": data}).committed.result())
         target = {"x": np.zeros_like(data)}
         down = timed(lambda: ckpt.load(target))
@@ -135,16 +135,16 @@ def measure(url: str, total_bytes: int, rounds: int) -> dict[str, object]:
         for name, way in ways.items():
             for verb, seconds in zip(("upload", "download"), way(url, data), strict=True):
                 rates[name][verb].append(total_bytes / seconds)
-    found: dict[str, object] = {
+    record: dict[str, object] = {
         name: {verb: round(median(each)) for verb, each in verbs.items()} for name, verbs in rates.items()
     }
-    found["ratio"] = {
+    record["ratio"] = {
         verb: round(median(
             own / max(rates[name][verb][number] for name in ways if name != "flowstone")
             for number, own in enumerate(rates["flowstone"][verb])
         ), 2) for verb in ("upload", "download")
     }
-    return found
+    return record
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """One process of a pair: `python -m bench.pair_worker TURN.json OUTCOME.json`, in the environment of either tree.
 
-Of the bench it uses this tree's modules, and of Flowstone only what every commit has: `Checkpointer` with `save`,
-`wait` and `load`. So one file measures all commits.
+It uses this tree's modules of the bench, and of Flowstone only the methods that every commit has: `Checkpointer` with
+`save`, `wait` and `load`. So one file measures all commits.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What a process is to do: `task`, on a state of `tensors` tensors. The task's own `shape` is not used."""
+    """A process' task: `task`, on a state of `tensors` tensors. The task's own `shape` is not used."""
 
     tensors: int
     task: Task
@@ -33,7 +33,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Equal:
-    """Parameters of one size and the two moments that AdamW keeps of each, in fp32; a layout, see bench/state.py."""
+    """Parameters of one size and AdamW's two moments for each, in fp32; a layout, see bench/state.py."""
 
     tensors: int
     bytes: int
@@ -90,7 +90,7 @@ class Saver:
         return checkpointer.wait
 
     def place(self, _number: int, /) -> Path:
-        """The whole store: whatever a commit calls its files, the page cache has to lose them."""
+        """The complete store, because any file of a commit has to be dropped from the page cache."""
         return self._store
 
     def load(self, _state: State, number: int, _how: str, /) -> None:
@@ -109,7 +109,7 @@ class Saver:
 
 
 def perform(turn: Turn) -> Outcome:
-    """Build the state, then save or load it under the meter."""
+    """Build the state, then save or load it with a Meter."""
     task, layout = turn.task, Equal(turn.tensors, turn.task.state_bytes)
     saver = Saver(Path(task.directory) / "store")
     if task.what == "save":

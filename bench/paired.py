@@ -1,8 +1,8 @@
-"""Blocks of steps with and without something, by turns: what it costs, as ratios of neighbours, with an interval.
+"""Alternating blocks of steps with and without a feature: its cost as ratios of neighbours, with a 95 % interval.
 
-A machine that others use is at times half as fast. A block with is compared with the blocks without before and behind
-it, which met nearly the same machine, and the median of many such ratios is told with the interval that holds the true
-one in 95 of 100 runs, whatever the ratios' distribution.
+A machine with other users is at times half as fast. A block with the feature is compared with the blocks without it
+just before and after, which ran in nearly the same conditions. The result is the median of many such ratios, with the
+interval that contains the true median in 95 of 100 runs, whatever the distribution of the ratios.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ class Block:
 
 
 def interval_of(values: Sequence[float]) -> tuple[float, float, float]:
-    """The median, and the ends of its interval: order statistics, by the binomial distribution of how many values lie
-    below the true median. Of fewer than six values, the ends are the smallest and the largest, which say less.
+    """The median, and the ends of its 95 % interval.
+
+    By order statistics: the number of values below the true median has a binomial distribution. With fewer than six
+    values, the ends are the smallest and the largest, which is a weaker statement.
     """
     ordered, count = sorted(values), len(values)
     outside, rank, at_most = (1 - CONFIDENCE) / 2, 0, 0.5**count
@@ -46,22 +48,24 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def summary(blocks: Sequence[Block]) -> dict[str, object]:
-    """p50 and p95 of steps with, of that without. For p95 each step counts as a multiple of the neighbours' median, so
-    that it shows the loop's own spread, and not that of the machine over minutes.
+    """p50 and p95 of steps with a feature, relative to steps without.
+
+    For p95 each step counts as a multiple of the neighbours' median, so that it shows the variation of the loop, and
+    not that of the machine over minutes.
     """
-    middle, low, high = interval_of([one.ratio for one in blocks])
-    bases = [statistics.median(one.without) for one in blocks]
-    within = [step / base for one, base in zip(blocks, bases, strict=True) for step in one.within]
-    without = [step / base for one, base in zip(blocks, bases, strict=True) for step in one.without]
-    longer = [1e3 * (statistics.median(one.within) - base) for one, base in zip(blocks, bases, strict=True)]
+    middle, low, high = interval_of([block.ratio for block in blocks])
+    bases = [statistics.median(block.without) for block in blocks]
+    within = [step / base for block, base in zip(blocks, bases, strict=True) for step in block.within]
+    without = [step / base for block, base in zip(blocks, bases, strict=True) for step in block.without]
+    longer = [1e3 * (statistics.median(block.within) - base) for block, base in zip(blocks, bases, strict=True)]
     return {
         "p50": round(middle, 4), "interval": [round(low, 4), round(high, 4)],
         "p95": round(percentile(within, 0.95) / percentile(without, 0.95), 4),
-        "longer_ms": [round(one, 2) for one in interval_of(longer)],
+        "longer_ms": [round(bound, 2) for bound in interval_of(longer)],
         "without_ms": round(1e3 * statistics.median(bases), 1), "pairs": len(blocks),
     }
 
 
 def tell(row: Mapping[str, object]) -> None:
-    """Print a line now: whoever kills the run has it."""
+    """Print a line at once, so that it survives if the run is killed."""
     print(json.dumps(row), flush=True)

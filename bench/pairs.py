@@ -1,13 +1,13 @@
-"""This tree against another commit of the repository: saves and loads of both, in pairs.
+"""Compare saves and loads of this tree with those of another commit of the repository, in pairs.
 
     PYTHONPATH=src python -m bench.pairs COMMIT DIRECTORY [--bytes 2e9] [--tensors 1800] [--rounds 20]
     PYTHONPATH=src python -m bench.pairs --from runs/bench/pairs.json --update PAGE
 
-The other commit is checked out under runs/bench/pairs and set up there by its own `make setup`; it stays for the next
-time. A round saves in a fresh process of each tree, then loads in another of each; every round changes which of them
-goes first. Two rounds are a pair: each tree has gone first once, behind the removal of the round before, and its value
-is the least that it had, as what disturbs a process only makes it slower. Ratios are of pairs, so noise that lasts
-longer than a pair is in none of them. `--json` is written after every round.
+The other commit is checked out under runs/bench/pairs and set up there by its own `make setup`; it stays for later
+runs. A round saves in a new process of each tree, then loads in another of each; the tree that goes first alternates
+between rounds. Two rounds form a pair: each tree has gone first once, right after the removal of the previous round's
+files. A tree's value is the lower one of both, since a disturbance only makes a process slower. Ratios are of pairs, so
+noise that lasts longer than a pair affects none of them. `--json` is written after every round.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ HOW = "Checkpointer.load"
 WARM_UP_BYTES = 48_000_000
 TIMEOUT_S = 1800.0  # of one process
 PAIR_ROUNDS = 2
-COLUMNS = ("", "this tree, of the other", "pairs in favour", THIS, OTHER)
+COLUMNS = ("", "this tree, relative to the other", "pairs in favour", THIS, OTHER)
 
 
 class TurnError(Exception):
-    """A process of one of the trees has failed, or has loaded something else than was saved."""
+    """A process of one of the trees has failed, or has loaded other bytes than were saved."""
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Every raw number, and the commits that `run` calls THIS and OTHER."""
+    """All raw numbers, and the commits that `run` calls THIS and OTHER."""
 
     this: str
     other: str
@@ -58,7 +58,7 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """Something of which less is better, by pair."""
+    """A measurement by pair; lower is better."""
 
     title: str
     digits: int
@@ -86,9 +86,9 @@ def _loads(run: Run, tree: str, field: str, *, times: float = 1.0) -> dict[int, 
 
 
 def _by_pair(series: figures.Series[Sample], value: Callable[[Sample], float]) -> dict[int, float]:
-    """The least of each pair of rounds. A last round without its other half is left out."""
+    """The lower value of each pair of rounds. A last round without a partner is left out."""
     rounds = figures.by_round(series, value, of=min)
-    return {at // PAIR_ROUNDS: min(rounds[at - 1], rounds[at]) for at in rounds if at % PAIR_ROUNDS == 0}
+    return {index // PAIR_ROUNDS: min(rounds[index - 1], rounds[index]) for index in rounds if index % PAIR_ROUNDS == 0}
 
 
 def _per_gb(run: Run) -> float:
@@ -98,10 +98,10 @@ def _per_gb(run: Run) -> float:
 def main(arguments: Sequence[str]) -> int:
     options = parse(arguments)
     try:
-        found = script.read(options.read, Comparison) if options.read else compared(options)
+        comparison = script.read(options.read, Comparison) if options.read else compared(options)
     except (CheckoutError, TurnError) as error:
         raise SystemExit(f"bench.pairs: {error}") from error
-    script.publish(report(found), options)
+    script.publish(report(comparison), options)
     return 0
 
 
@@ -137,7 +137,7 @@ def compared(options: argparse.Namespace) -> Comparison:
 def measure(
     options: argparse.Namespace, trees: tuple[Tree, Tree], directory: Path, bar: Progress
 ) -> Comparison:
-    """All rounds, after one of a small state that is not told: modules are compiled and in the page cache then."""
+    """All rounds, after an uncounted one with a small state that compiles modules and fills the page cache."""
     layout = Equal(options.tensors, options.bytes)
     this, other = trees
     run = Run(
@@ -145,7 +145,7 @@ def measure(
         machine=machine.describe(directory, []), layout=str(layout), state_bytes=layout.state_bytes, rounds=0,
         device=None, measured=(),
     )
-    found = Comparison(this.title, other.title, run)
+    comparison = Comparison(this.title, other.title, run)
     shown = bar.add_task("", total=4 * (options.rounds + 1))
     for number in range(options.rounds + 1):
         state_bytes = options.bytes if number else min(options.bytes, WARM_UP_BYTES)
@@ -157,33 +157,33 @@ def measure(
         shutil.rmtree(directory / "stores")
         if number:
             run = replace(run, rounds=number, measured=(*run.measured, *measured))
-            found = replace(found, run=run)
-            script.write(found, options.json)
-    return found
+            comparison = replace(comparison, run=run)
+            script.write(comparison, options.json)
+    return comparison
 
 
 def turns(
     number: int, trees: tuple[Tree, Tree], stores: Path, state_bytes: int, settle_s: float
 ) -> Iterator[tuple[Tree, Task]]:
-    """Of round `number`, in order. A tree loads what it has saved itself."""
-    for what, how, times in (("save", "", SAVES), ("load", HOW, 1)):
+    """The tasks of round `number`, in order. A tree loads the files that it has saved itself."""
+    for verb, how, times in (("save", "", SAVES), ("load", HOW, 1)):
         for tree in trees if number % 2 else reversed(trees):
             yield tree, Task(
-                rival=tree.name, what=what, how=how, times=times, number=SAVES, shape=NAME, state_bytes=state_bytes,
+                rival=tree.name, what=verb, how=how, times=times, number=SAVES, shape=NAME, state_bytes=state_bytes,
                 phase=None, directory=str(stores / tree.name), settle_s=settle_s,
             )
 
 
 def take(tree: Tree, turn: Turn) -> Outcome:
-    """In a fresh process. Raises TurnError."""
-    what = f"{tree.name}, {tree.title}: {turn.task.what}"
+    """Run in a new process. Raises TurnError."""
+    title = f"{tree.name}, {tree.title}: {turn.task.what}"
     Path(turn.task.directory).mkdir(parents=True, exist_ok=True)
     try:
         outcome = call("bench.pair_worker", turn, Outcome, python=tree.python, timeout_s=TIMEOUT_S, alone=True)
     except WorkerError as error:
-        raise TurnError(f"{what}: {error}") from error
+        raise TurnError(f"{title}: {error}") from error
     if not all(load.exact for load in outcome.loads):
-        raise TurnError(f"{what}: the state is not what was saved")
+        raise TurnError(f"{title}: the state is not what was saved")
     return outcome
 
 
@@ -193,8 +193,8 @@ def command(options: argparse.Namespace, other: Tree) -> str:
     return f"PYTHONPATH=src python -m bench.pairs {other.commit} DIRECTORY {size}"
 
 
-def report(found: Comparison) -> Report:
-    run, commits = found.run, ((THIS, found.this), (OTHER, found.other))
+def report(comparison: Comparison) -> Report:
+    run, commits = comparison.run, ((THIS, comparison.this), (OTHER, comparison.other))
     notes = tuple(f"{name}: {commit}; {figures.note(run, name)}." for name, commit in commits)
     return Report(
         NAME, run.command, run.started_utc, run.machine, conditions(run), (), (), (table(run),), notes
@@ -206,11 +206,12 @@ def conditions(run: Run) -> str:
     cache = {True: "dropped from", False: "NOT DROPPED FROM", None: "perhaps not dropped from"}
     worst = next(cold for cold in (False, None, True) if any(sample.cold is cold for sample in loads))
     return (
-        f"{run.layout}; {run.rounds // PAIR_ROUNDS} pairs of two rounds, in which each tree goes first once and its "
-        "least counts; median (lowest-highest); ratios are medians of the pairs' own ratios with the interval that "
-        "holds the true one in 95 of 100 runs: trees differ where 1 is outside of it, and below 1 this tree is better; "
-        f"a save ends when it is committed, which is durable; files {cache[worst]} the page cache before each "
-        "load; GB are 10^9 bytes."
+        f"{run.layout}; {run.rounds // PAIR_ROUNDS} pairs of two rounds. In the two rounds of a pair, each tree is "
+        "measured first in one round and second in the other, and the lower of its two values counts. Figures are "
+        "medians (lowest-highest). A ratio is the value of \"this tree\" divided by the value of \"the other\"; the "
+        "median of the pairs' ratios is given, with its 95 % interval. If 1 is outside of the interval, the trees "
+        "differ. If the ratio is below 1, \"this tree\" is better. A save ends when it is committed, and so durable. "
+        f"Files were {cache[worst]} the page cache before each load. GB are 10^9 bytes."
     )
 
 

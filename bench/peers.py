@@ -1,16 +1,16 @@
-"""One node of several is lost, with its trainer, agent and memory: how long its part takes to come back from others.
+"""One of several nodes is lost, with its trainer, agent and memory: how long does it take to load its part from others?
 
     PYTHONPATH=src python -m bench.peers [--nodes 4] [--bytes 250e6] [--mbit-per-s 1000] [--runs 3] [--beside 40]
 
-Each node has a network of its own (a namespace of the kernel, so this needs root), a memory agent, and one trainer with
-its shard of a tensor. Links are shaped in both directions. All save into fs.PeerMemory; then the last node's agent and
-all that it holds are killed, and the job starts again. Told are, for copies and for parity: the save, from its start to
-its commit; the lost node's load; the bytes that came over its link meanwhile, and their rate as a share of what the
-link was shaped to. What is loaded is compared, bit for bit.
+Each node has a network of its own (a network namespace, so this needs root), a memory agent, and one trainer with its
+shard of a tensor. Links are shaped in both directions. All nodes save into fs.PeerMemory. Then the last node's agent is
+killed, with all data that it holds, and the job restarts. Prints, for copies and for parity: the save, from its start
+to its commit; the lost node's load; the bytes over its link meanwhile, and their rate relative to the shaped rate. The
+loaded data is compared bit for bit.
 
-With --beside none is lost: all train for so many seconds each, without saves, with copies in one burst (spread=0), and
-with copies that are spread, and save every --interval-s seconds. A step is an all-reduce of --step-bytes over the same
-links, and a pause as long as that takes with nothing beside it. Told are the steps' times.
+With --beside no node is lost. All train for that many seconds in each setting: without saves, with copies in one burst
+(spread=0), and with spread copies; they save every --interval-s seconds. A step is an all-reduce of --step-bytes over
+the same links, and a pause as long as that takes on an idle link. Prints the steps' times.
 """
 
 from __future__ import annotations
@@ -123,12 +123,12 @@ def main() -> None:
         _train_beside(options)
         return
     for how in ({"replicas": 2}, {"parity": [options.nodes - 1, 1]}):
-        told = [_lose_one(options, how) for _ in range(options.runs)]
+        runs = [_lose_one(options, how) for _ in range(options.runs)]
         link = options.mbit_per_s * 1e6 / 8
         parts = {
-            "saved, s": [one["saved_s"] for one in told], "load, s": [one["seconds"] for one in told],
-            "received, MB": [one["received"] / 1e6 for one in told],
-            "of the link's rate": [one["received"] / one["seconds"] / link for one in told],
+            "saved, s": [row["saved_s"] for row in runs], "load, s": [row["seconds"] for row in runs],
+            "received, MB": [row["received"] / 1e6 for row in runs],
+            "of the link's rate": [row["received"] / row["seconds"] / link for row in runs],
         }
         print(f"{json.dumps(how)}: " + "; ".join(
             f"{name} {median(values):.3g} ({min(values):.3g}-{max(values):.3g})" for name, values in parts.items()
@@ -149,36 +149,36 @@ def _nodes(options: argparse.Namespace) -> Iterator[tuple[Networks, list[Path]]]
 
 
 def _train_beside(options: argparse.Namespace) -> None:
-    """Print how long steps take in each way."""
+    """Print how long steps take in each setting."""
     for name, saves, spread in (("no saves", False, 0.5), ("in one burst", True, 0.0), ("spread", True, 0.5)):
         how = {
             "elements": int(options.bytes) // 4, "step_bytes": int(options.step_bytes), "seconds": options.beside,
             "interval_s": options.interval_s, "saves": saves, "spread": spread,
         }
         with _nodes(options) as (on, directories):
-            told = _run(on, directories, _TRAINER, json.dumps(how))[0]
-        took, commits = sorted(told["took"]), told["commits"]
-        shown = ", ".join(f"{one:.2f}" for one in commits) or "none"
+            result = _run(on, directories, _TRAINER, json.dumps(how))[0]
+        took, commits = sorted(result["took"]), result["commits"]
+        shown = ", ".join(f"{commit:.2f}" for commit in commits) or "none"
         parts = {
             "mean": sum(took) / len(took), "median": median(took), "95%": took[len(took) * 95 // 100],
             "longest": took[-1],
         }
-        print(f"{name}: {len(took)} steps, ms: " + ", ".join(f"{part} {1e3 * one:.1f}" for part, one in parts.items())
+        print(f"{name}: {len(took)} steps, ms: " + ", ".join(f"{part} {1e3 * s:.1f}" for part, s in parts.items())
               + f"; committed after, s: {shown}", flush=True)
 
 
 def _lose_one(options: argparse.Namespace, how: Mapping[str, Any]) -> dict[str, float]:
-    """What the lost node's process tells of its load, and how long the save took."""
+    """The lost node's report of its load, and how long the save took."""
     with _nodes(options) as (on, directories):
         saved = _run(on, directories, _WORKER, "save", json.dumps(how), str(int(options.bytes) // 8))
         _lose(directories[-1])
-        told = _run(on, directories, _WORKER, "load", json.dumps(how), str(int(options.bytes) // 8))
-        assert all(one["same"] for one in told), told
-        return {**told[-1], "saved_s": max(one["seconds"] for one in saved)}
+        results = _run(on, directories, _WORKER, "load", json.dumps(how), str(int(options.bytes) // 8))
+        assert all(row["same"] for row in results), results
+        return {**results[-1], "saved_s": max(row["seconds"] for row in saved)}
 
 
 def _run(on: Networks, directories: Sequence[Path], program: str, *words: str) -> list[dict[str, Any]]:
-    """What a program prints on each node."""
+    """The output of a program on each node."""
     import torch.distributed as dist
 
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
@@ -191,19 +191,19 @@ def _run(on: Networks, directories: Sequence[Path], program: str, *words: str) -
         }
         command = ["ip", "netns", "exec", name, sys.executable, "-c", program, *words]
         processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
-    said = [process.communicate(timeout=550)[0] for process in processes]
-    assert all(process.returncode == 0 for process in processes), said
-    return [json.loads(one) for one in said]
+    outputs = [process.communicate(timeout=550)[0] for process in processes]
+    assert all(process.returncode == 0 for process in processes), outputs
+    return [json.loads(output) for output in outputs]
 
 
 def _lose(directory: Path) -> None:
-    """Kill the agent that listens there. Its server ends with it, and its memory is gone."""
-    from flowstone.store.agent_wire import SOCKET_NAME
-    from flowstone.store.local_sockets import peer
+    """Kill the agent that listens there. Its server ends with it, and its memory is freed."""
+    from flowstone.store.memory.agent_wire import SOCKET_NAME
+    from flowstone.store.memory.local_sockets import peer_credentials
 
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.connect(str(directory / SOCKET_NAME))
-        agent = peer(connection)[0]
+        agent = peer_credentials(connection)[0]
     os.kill(agent, signal.SIGKILL)
 
 

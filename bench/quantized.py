@@ -1,10 +1,10 @@
-"""What less precision in a checkpoint does to a training that resumes from it.
+"""The effect of less precision in a checkpoint on a training that resumes from it.
 
     python -m bench.quantized DIRECTORY [--steps 60] [--more 60] [--rounds 3]
 
-The demo's small GPT is trained with AdamW, saved exactly and by three sets of rules (`fs.Quantize`), and goes on from
-each of the four checkpoints with the same batches. For each, the bytes of its segments and the mean loss of the steps
-after the resume are printed, the latter as a difference from that of the exact checkpoint. Rounds differ in the seed.
+The demo's small GPT is trained with AdamW, saved exactly and by three sets of rules (`fs.Quantize`), and continues from
+each of the four checkpoints with the same batches. Prints for each the bytes of its segments, the mean loss of the
+steps after the resume, and its difference from that of the exact checkpoint. Rounds differ in the seed.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ RULES = {
 def resumed(directory: Path, seed: int, steps: int, more: int) -> dict[str, tuple[int, float]]:
     """For each set of rules the bytes of the segments, and the mean loss of the steps after the resume."""
     form = replace(SMALL, steps=steps + more)
-    run, found = Training(form, seed), {}
+    run, values = Training(form, seed), {}
     for _ in range(steps):
-        run.learn()
+        run.train_step()
     for name, rules in RULES.items():
         with fs.Checkpointer(directory / name, rules=rules) as checkpointer:
             checkpointer.save(steps, run.state(steps))
@@ -42,8 +42,8 @@ def resumed(directory: Path, seed: int, steps: int, more: int) -> dict[str, tupl
         with fs.Checkpointer(directory / name) as checkpointer:
             checkpointer.load(other.state(0))
         stored = sum(row.bytes for row in fs.open(directory / name).manifest.segments)
-        found[name] = stored, mean(other.learn() for _ in range(more))
-    return found
+        values[name] = stored, mean(other.train_step() for _ in range(more))
+    return values
 
 
 def main() -> None:

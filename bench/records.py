@@ -1,4 +1,4 @@
-"""What the benchmark's processes tell each other, and what `--json` holds. Seconds, bytes; a GB is 10^9 bytes."""
+"""The messages between the benchmark's processes, which `--json` stores. Seconds, bytes; a GB is 10^9 bytes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class SaveSample:
     durable_s   until the checkpoint survives a power loss
     cpu_s       of all threads and children, user and system, until durable
     extra_peak_bytes  the highest resident memory during the save, above that of the process before
-                      its first save (state built, everything imported)
-    files, file_bytes  what lies on disk; of several ranks, rank 0 tells
+                its first save (state built, everything imported)
+    files, file_bytes  on disk; with several ranks, rank 0 reports them
     """
 
     number: int
@@ -34,9 +34,9 @@ class LoadSample:
 
     number      1 for the first load of its process, then 2, ...
     how         which of the rival's ways to load
-    cold        whether no page of the files was in the page cache, by the kernel's word; None: it could not say
-    exact       whether every byte of every tensor is what was saved
-    device_bytes  read from the device meanwhile, by the kernel's word; None: it was not asked
+    cold        whether no page of the files was in the page cache, as the kernel reports; None: unknown
+    exact       whether every byte of every tensor is the saved one
+    device_bytes  read from the device meanwhile, as the kernel reports; None: not requested
     """
 
     number: int
@@ -51,14 +51,14 @@ class LoadSample:
 
 @dataclass(frozen=True, slots=True)
 class FioSample:
-    """Fio jobs that ran at once, each on a file of its own: their own runtime, which contains the fsync of a write.
+    """Fio jobs that ran at once, each on a file of its own: their own runtime, which includes the fsync of a write.
 
     bytes   of all jobs together
     seconds of the slowest
     """
 
     direction: str  # "write" or "read"
-    memory: str  # where fio's buffers lie, see bench/fio.py
+    memory: str  # the memory of fio's buffers, see bench/fio.py
     request_bytes: int
     depth: int
     bytes: int
@@ -73,15 +73,15 @@ class FioSample:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What a worker process is to do.
+    """A task for a worker process.
 
     times   how many saves, or loads, in this process
     number  the save that a load is of
-    phase   where in its page each tensor of the state starts; None: wherever the allocator puts it
-    ranks   of the job; more than one share a state of `state_bytes`, and meet at `port`
+    phase   offset in its page at which each tensor of the state starts; None: chosen by the allocator
+    ranks   of the job; several ranks share a state of `state_bytes`, and connect at `port`
     gated   whether to ask before every timer, so that several processes start at once
-    replicas  whether each rank holds all of the state, not its part of every tensor
-    cached  whether a load is of files that are in the page cache, not of files dropped from it
+    replicas  whether each rank holds the full state instead of its part of every tensor
+    cached  whether a load is of files that are in the page cache instead of files dropped from it
     """
 
     rival: str
@@ -103,17 +103,17 @@ class Task:
 
     @property
     def part(self) -> tuple[int, int]:
-        """The number of this rank's part of the state, and of how many."""
+        """The number of this rank's part of the state, and the number of parts."""
         return (0, 1) if self.replicas else (self.rank, self.ranks)
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a worker process did, or the ranks of a job together.
+    """The results of a worker process, or of the ranks of a job together.
 
-    payload_bytes  the state's own; of a rank its equal share, also where each holds all of it
-    note           how the bytes moved, if the rival can tell
-    parts          of several ranks, what each did
+    payload_bytes  the state's own; of a rank its equal share, also if each rank holds the full state
+    note           how the bytes moved, if the rival reports it
+    parts          with several ranks, the results of each
     """
 
     payload_bytes: int
@@ -125,7 +125,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """An outcome and where it belongs; `error` where the worker failed."""
+    """An outcome and the task that it belongs to; `error` if the worker failed."""
 
     rival: str
     round: int
@@ -135,12 +135,12 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """fio's part of a run: the candidates that chose its settings, and one sample for each round.
+    """fio's part of a run: the candidates that determined its settings, and one sample for each round.
 
     writes, reads              with the best settings of all
     plain_writes, plain_reads  with the best settings for plain memory
     many_writes, many_reads    as many jobs at once as a job of the programme has ranks, together
-                               as many bytes; empty where it has none
+                               as many bytes; empty if it has no such job
     """
 
     candidates: tuple[FioSample, ...]
@@ -154,10 +154,10 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Every raw number of a run.
+    """All raw numbers of a run.
 
-    rounds  that were completed; a rival may have taken fewer
-    device  None where fio is not installed
+    rounds  number of completed rounds; a rival may have taken part in fewer
+    device  None if fio is not installed
     """
 
     command: str
@@ -171,7 +171,7 @@ class Run:
 
 
 def joined(parts: Sequence[Outcome]) -> Outcome:
-    """The ranks of a job as one: bytes, files, CPU and memory add up, the slowest one's clock counts."""
+    """The ranks of a job as one: bytes, files, CPU and memory are summed, and the slowest rank's clock counts."""
     if len(parts) == 1:
         return parts[0]
     saves = tuple(

@@ -1,13 +1,13 @@
-"""How long after a step is durable the replica of the state has made it, too (docs/REPLICA.md).
+"""The time between a step's durability and its execution by the replica of the state (docs/REPLICA.md).
 
     python -m bench.replica_lag DIRECTORY [--ranks 1 2] [--steps 100] [--width 768] [--pause-ms 100]
 
-Ranks of DistributedDataParallel over gloo (one rank trains alone), a thread each, train six layers of `width` with
-AdamW, and save every step. Rank 0 notes when each step is durable, and asks its replica every two milliseconds which
-step it has made; of several ranks that is what all of them have. Steps count from the one at which the replica has
-caught up; if it does not, it makes steps more slowly than this training, and no lag is told. Training waits
-`--pause-ms` after each step, as if that was on a device: the processors are then those of a host whose training is
-elsewhere. Prints a line of JSON for each number of ranks.
+Ranks of DistributedDataParallel over gloo (one rank trains alone), with a thread each, train six layers of `width` with
+AdamW, and save every step. Rank 0 records when each step is durable, and asks its replica every two milliseconds which
+step it has executed; with several ranks, that is the step that all of them have. Steps count from the one at which the
+replica has caught up. If it never does, it is slower than this training, and no lag is printed. Training waits
+`--pause-ms` after each step, as if it ran on a device, so that the processors are as free as those of such a host.
+Prints a line of JSON for each number of ranks.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 import flowstone as fs
 from bench.paired import percentile, tell
-from flowstone.store.local_sockets import DIRECTORY_VARIABLE
-from flowstone.store.replica_wire import status_of
+from flowstone.replica.replica_wire import replica_status
+from flowstone.store.memory.local_sockets import DIRECTORY_VARIABLE
 from flowstone_study import machine
 
 LAYERS, WIDTH_VARIABLE, POLL_S, STEPS_MAX = 6, "REPLICA_LAG_WIDTH", 0.002, 5000
 
 
 def build() -> dict[str, object]:
-    """The state, of training and of its replica."""
+    """The state, for the training and its replica."""
     width = int(os.environ[WIDTH_VARIABLE])
     torch.manual_seed(1)
     net: torch.nn.Module = torch.nn.Sequential(*[
@@ -49,7 +49,7 @@ def build() -> dict[str, object]:
 
 
 class Watch(threading.Thread):
-    """Asks the replica of rank 0 how far it is: `step`. `made`: when it was first seen to have each."""
+    """Asks the replica of rank 0 for its `step`. `made`: when it was first seen to have executed each."""
 
     def __init__(self, location: str) -> None:
         super().__init__(daemon=True)
@@ -59,7 +59,7 @@ class Watch(threading.Thread):
 
     def run(self) -> None:
         while not self.over.wait(POLL_S):
-            status = status_of(self._location)
+            status = replica_status(self._location)
             if status is None or status.step <= self.step:
                 continue
             now = time.monotonic()
@@ -68,7 +68,7 @@ class Watch(threading.Thread):
 
 
 def lags(durable: Mapping[int, float], made: Mapping[int, float]) -> list[float]:
-    """Seconds of each step, from the first that the replica had made before the next one was durable."""
+    """The lag of each step in seconds, from the first one that the replica executed before the next was durable."""
     both = sorted(durable.keys() & made.keys())
     first = next((step for step in both if made[step] < durable.get(step + 1, 0.0)), None)
     return [] if first is None else [max(made[step] - durable[step], 0.0) for step in both if step >= first]
@@ -113,17 +113,17 @@ def train(rank: int, ranks: int, chosen: argparse.Namespace, work: Path) -> None
         checkpointer.wait()
         time.sleep(1.0)
         watch.over.set()
-        status = status_of(str(root)) if rank == 0 else None
+        status = replica_status(str(root)) if rank == 0 else None
     if rank == 0:
-        found = lags(durable, watch.made)
+        lag_s = lags(durable, watch.made)
         tell({
-            "machine": machine.describe(work.parent), "ranks": ranks, "steps": len(found),
+            "machine": machine.describe(work.parent), "ranks": ranks, "steps": len(lag_s),
             "step_ms": round(1e3 * statistics.median(took[-chosen.steps:]), 1),
-            "state_mb": round(3 * sum(one.nbytes for one in model.parameters()) / 1e6),
+            "state_mb": round(3 * sum(parameter.nbytes for parameter in model.parameters()) / 1e6),
             "class": None if status is None else status.exactness,
-            "lag_ms": None if not found else {
-                "p50": round(1e3 * statistics.median(found), 1), "p95": round(1e3 * percentile(found, 0.95), 1),
-                "longest": round(1e3 * max(found), 1),
+            "lag_ms": None if not lag_s else {
+                "p50": round(1e3 * statistics.median(lag_s), 1), "p95": round(1e3 * percentile(lag_s, 0.95), 1),
+                "longest": round(1e3 * max(lag_s), 1),
             },
         })
     if ranks > 1:

@@ -1,4 +1,4 @@
-"""What a benchmark has to tell, and its two forms: on a console, and as a section of a document, with charts."""
+"""The report of a benchmark, and its two forms: on a console, and as a section of a document, with charts."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from rich.table import Table as RichTable
 
 from bench.goals import Goal
 
-CONSOLE_WIDTH = 190  # where there is no terminal to ask
+CONSOLE_WIDTH = 190  # if there is no terminal
 
 
 class MarkerError(Exception):
-    """The document does not hold the two markers, in order, once each."""
+    """The document does not contain the two markers once each, in order."""
 
 
 class Drawing(Protocol):
@@ -43,12 +43,12 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All in the order in which it is shown.
+    """Everything in the order in which it is shown.
 
     name        of the benchmark, in the markers of its section
-    command     what makes these numbers again
-    conditions  under which they hold; may be nothing
-    goals       none where a benchmark only compares
+    command     repeats the measurement
+    conditions  of the measurement; may be empty
+    goals       empty if a benchmark only compares
     """
 
     name: str
@@ -67,12 +67,12 @@ class Report:
 
 
 def markers(name: str) -> tuple[str, str]:
-    """Between which the section of benchmark `name` lies."""
+    """The markers around the section of benchmark `name`."""
     return f"<!-- {name}:start -->", f"<!-- {name}:end -->"
 
 
 def section(report: Report, figures: str | None = None) -> str:
-    """Markers included. `figures` is where the charts lie, as the document says it; None: there are none."""
+    """With markers. `figures` is the path of the charts from the document; None: there are none."""
     begin, end = markers(report.name)
     parts = [begin, f"`{report.command}`, {report.started_utc}", f"{report.machine_line}.", report.conditions]
     if report.goals:
@@ -85,7 +85,7 @@ def section(report: Report, figures: str | None = None) -> str:
 
 
 def update(path: Path, report: Report, figures: Path | None) -> None:
-    """Replace the report's section of the document; the rest stays as it is. `figures`: where the charts are."""
+    """Replace the report's section of the document; the rest does not change. `figures`: the folder of the charts."""
     linked = None if figures is None else Path(os.path.relpath(figures, path.parent)).as_posix()
     begin, end = markers(report.name)
     before, begun, rest = path.read_text().partition(begin)
@@ -104,14 +104,14 @@ def markdown(table: Table) -> str:
 
 
 def draw(charts: Sequence[Drawing], directory: Path) -> None:
-    """A file for each."""
+    """Write a file for each."""
     directory.mkdir(parents=True, exist_ok=True)
     for chart in charts:
         (directory / f"{chart.name}.svg").write_text(chart.svg())
 
 
 def show(report: Report) -> None:
-    """On standard output."""
+    """Print to standard output."""
     console = Console()
     if not console.is_terminal:
         console = Console(width=CONSOLE_WIDTH)
@@ -126,9 +126,9 @@ def show(report: Report) -> None:
 
 
 def _for_console(table: Table) -> RichTable:
-    found = RichTable(title=table.title, title_justify="left")
+    rendered = RichTable(title=table.title, title_justify="left")
     for position, column in enumerate(table.columns):
-        found.add_column(column, justify="right" if position else "left", overflow="fold")
+        rendered.add_column(column, justify="right" if position else "left", overflow="fold")
     for row in table.rows:
-        found.add_row(*row)
-    return found
+        rendered.add_row(*row)
+    return rendered

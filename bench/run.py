@@ -1,12 +1,12 @@
-"""The benchmark's conductor: rounds of one process for each rival, interleaved, then tables, plots and goals.
+"""The main program of the benchmark: interleaved rounds of one process for each rival, then tables, plots and goals.
 
     PYTHONPATH=src python bench/run.py                    # the short programme: 2.1 GB, no installs
-    PYTHONPATH=src python bench/run.py --set full --json runs/bench.json \\
+    PYTHONPATH=src python bench/run.py --set full --json runs/bench.json \
         --update docs/performance/rivals.md --plots docs/figures  # 5 GB, every rival, every goal
     PYTHONPATH=src python bench/run.py --from runs/bench.json --update docs/performance/rivals.md --plots docs/figures
 
-A missed goal is a line of the output, not a failure; wrong bytes from Flowstone are one. `--json` is
-written after every round, so that an interrupted run is not lost.
+A missed goal is a line of the output, not a failure; wrong bytes from Flowstone are a failure. `--json` is written
+after every round, so that the results of an interrupted run survive.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ def main(arguments: Sequence[str]) -> int:
     else:
         with script.workplace(options.directory) as (directory, bar):
             run = measure(directory, options, bar)
-    found = report(run, options.section)
+    text = report(run, options.section)
     if options.markdown:
-        options.markdown.write_text(section(found))
-    script.publish(found, options)
+        options.markdown.write_text(section(text))
+    script.publish(text, options)
     return 0 if is_sound(run) else 1
 
 
@@ -125,7 +125,7 @@ def measure(directory: Path, options: argparse.Namespace, bar: Progress) -> Run:
 
 
 def begun(options: argparse.Namespace, layout: Llama) -> Run | None:
-    """The rounds that an interrupted run has left behind, if they are wanted."""
+    """The rounds of an interrupted run, if they are wanted."""
     if not options.resume or not options.json.exists():
         return None
     run = script.read(options.json, Run)
@@ -134,14 +134,14 @@ def begun(options: argparse.Namespace, layout: Llama) -> Run | None:
     return run
 
 
-def _tell(bar: Progress, shown: object, what: str, steps: int) -> None:
-    bar.update(shown, description=what, advance=steps)  # type: ignore[arg-type]
+def _tell(bar: Progress, shown: object, title: str, steps: int) -> None:
+    bar.update(shown, description=title, advance=steps)  # type: ignore[arg-type]
 
 
 def find_pythons(
     entries: Sequence[Entry], root: Path, tell: Callable[[str, int], None]
 ) -> tuple[dict[str | None, Path], list[Measured]]:
-    """The interpreter of every environment that can be made, and for each rival of the others why not."""
+    """The interpreter of every environment that can be created, and for each of the other rivals the reason."""
     pythons: dict[str | None, Path] = {None: Path(sys.executable)}
     failed = []
     for name in dict.fromkeys(entry.environment for entry in entries if entry.environment is not None):
@@ -159,16 +159,16 @@ def measure_rival(
 ) -> list[Measured]:
     """The saves in one process, each way to load in another; a failure ends this rival's round.
 
-    In every other round the ways to load take turns in reverse: none is always the first behind the saves.
+    In every other round the ways to load run in reverse order, so that none always follows the saves.
     """
     own = directory / "rival"
     own.mkdir()
     measured = []
     try:
         loads = entry.loads if number % 2 else reversed(entry.loads)
-        for what, how in (("save", ""), *(("load", how) for how in loads)):
-            tell(f"round {number}/{options.rounds}: {entry.title}, {what}", 1)
-            tasks = [task(entry, what, how, own / "0", options, rank) for rank in range(entry.ranks)]
+        for verb, how in (("save", ""), *(("load", how) for how in loads)):
+            tell(f"round {number}/{options.rounds}: {entry.title}, {verb}", 1)
+            tasks = [task(entry, verb, how, own / "0", options, rank) for rank in range(entry.ranks)]
             measured.append(work(tasks, number, python=python, io_uring=entry.io_uring))
             if measured[-1].error is not None:
                 break
@@ -177,13 +177,13 @@ def measure_rival(
     return measured
 
 
-def task(entry: Entry, what: str, how: str, directory: Path, options: argparse.Namespace, rank: int) -> Task:
+def task(entry: Entry, verb: str, how: str, directory: Path, options: argparse.Namespace, rank: int) -> Task:
     directory.mkdir(exist_ok=True)
     return Task(
-        rival=entry.name, what=what, how=how, times=entry.saves if what == "save" else entry.times_loaded,
+        rival=entry.name, what=verb, how=how, times=entry.saves if verb == "save" else entry.times_loaded,
         number=entry.saves, shape=entry.shape,
         state_bytes=options.bytes // entry.ranks if entry.replicas else options.bytes,
-        phase=entry.phases[what == "load"], directory=str(directory), settle_s=options.settle_s,
+        phase=entry.phases[verb == "load"], directory=str(directory), settle_s=options.settle_s,
         rank=rank, ranks=entry.ranks, gated=entry.ranks > 1, replicas=entry.replicas, cached=how.startswith(CACHED),
     )
 
@@ -209,7 +209,7 @@ def report(run: Run, name: str = NAME) -> Report:
 
 
 def is_sound(run: Run) -> bool:
-    """Whether Flowstone was measured without failure, and every load of its gave back what was saved."""
+    """Whether Flowstone was measured without failure, and each of its loads returned the saved bytes."""
     ours = {entry.name for entry in ENTRIES if entry.is_ours}
     measured = [m for m in run.measured if m.rival in ours]
     exact = all(load.exact for m in measured if m.outcome is not None for load in m.outcome.loads)

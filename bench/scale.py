@@ -1,12 +1,12 @@
 """Plans of large jobs: a Llama-3's training state on 64 to 8,192 simulated ranks, in several parallelisms.
 
-    PYTHONPATH=src python bench/scale.py --quick    # whether it all works; seconds, toy models
+    PYTHONPATH=src python bench/scale.py --quick    # checks that it works, in seconds, with small models
     PYTHONPATH=src python bench/scale.py --json runs/scale.json --update docs/performance/scale.md --plots docs/figures
     PYTHONPATH=src python bench/scale.py --from runs/scale.json --update docs/performance/scale.md
 
 Each job is planned in a process of its own, on one core: the first plan of rank 0, one rank's write plan, the index
-and the manifest, and one rank's load plan in another layout; time, memory, balance, messages. A missed goal is a line
-of the output, not a failure. `--json` is written after every job.
+and the manifest, and one rank's load plan in another layout. It measures time, memory, balance and messages. A missed
+goal is a line of the output, not a failure. `--json` is written after every job.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from bench.scaling.state import PARALLELISMS
 NAME = "scale"
 TIMEOUT_S = 1800.0  # of one job; the largest needs a few minutes
 RANKS, QUICK_RANKS = (64, 256, 1024, 8192), (8, 64)
-TARGETS = {"fsdp": "tp-pp-fsdp", "hsdp": "tp-pp-fsdp", "ep": "fsdp"}  # what a job is loaded into; others into FSDP
+TARGETS = {"fsdp": "tp-pp-fsdp", "hsdp": "tp-pp-fsdp", "ep": "fsdp"}  # where a job is loaded; others into FSDP
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -59,7 +59,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def jobs(options: argparse.Namespace) -> Iterator[tuple[str, str, int]]:
-    """Model, layout and ranks of each job. Experts need a model that has some, and the others one that has none."""
+    """Model, layout and ranks of each job. Layouts with experts need a model with experts, the others one without."""
     for model in ("tiny", "tiny-moe") if options.quick else options.models:
         for how in options.layouts:
             if PARALLELISMS[how].experts == ("moe" in model):
@@ -93,7 +93,7 @@ def plan(task: Task) -> Case:
 
 
 def command(options: argparse.Namespace) -> str:
-    """What makes these numbers again."""
+    """The command that measures these numbers again."""
     quick = " --quick" if options.quick else ""
     ranks = "" if tuple(options.ranks) == RANKS or options.quick else f" --ranks {' '.join(map(str, options.ranks))}"
     return f"PYTHONPATH=src python bench/scale.py{quick}{ranks}"

@@ -1,4 +1,4 @@
-"""What the benchmarks' scripts have in common: where results come from and go, and how a run ends."""
+"""The common parts of the benchmarks' scripts: input and output of results, and the end of a run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def add_results(parser: argparse.ArgumentParser, name: str, *, each: str) -> Non
 
 @contextmanager
 def folder_in(directory: Path) -> Iterator[Path]:
-    """A folder below `directory`, which is made if it is absent. The folder goes at the end, and nothing else."""
+    """A folder below `directory`, which is created if it is absent. Only the folder is removed at the end."""
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="bench-", dir=directory, ignore_cleanup_errors=True) as own:
         yield Path(own)
@@ -40,25 +40,25 @@ def folder_in(directory: Path) -> Iterator[Path]:
 
 @contextmanager
 def workplace(directory: Path) -> Iterator[tuple[Path, Progress]]:
-    """A folder below `directory`, and a bar to show meanwhile. The folder goes at the end, also when told to stop."""
+    """A folder below `directory`, and a progress bar. The folder is removed at the end, also on SIGTERM."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with folder_in(directory) as own, progress() as bar:
         yield own, bar
 
 
 def write(run: object, path: Path | None) -> None:
-    """What `--json` asks for."""
+    """Write the file that `--json` requests."""
     if path is not None:
         path.write_bytes(msgspec.json.format(msgspec.json.encode(run), indent=1))
 
 
 def read(path: Path, kind: type[Record]) -> Record:
-    """What `write` wrote."""
+    """Read a file of `write`."""
     return msgspec.json.decode(path.read_bytes(), type=kind)
 
 
 def publish(report: Report, options: argparse.Namespace) -> None:
-    """Wherever the options say, and on standard output."""
+    """To all places that the options name, and to standard output."""
     if options.update:
         update(options.update, report, options.plots)
         front_page.renew(options.update)

@@ -2,8 +2,8 @@
 
     python -m bench.seccomp PROGRAM [ARGUMENT ...]
 
-The filter is there before the program's first instruction, covers all its threads and children, and
-cannot be taken back: seccomp(2).
+The filter is installed before the program's first instruction, applies to all its threads and children, and cannot be
+removed: seccomp(2).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import struct
 import sys
 
 REFUSED = (425, 426, 427)  # io_uring_setup, _enter, _register: the same numbers on every architecture
-ERRNO = errno.EPERM  # what containers answer; a kernel without io_uring says ENOSYS
+ERRNO = errno.EPERM  # the error in containers; a kernel without io_uring returns ENOSYS
 
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # linux/audit.h
 _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS, _SECCOMP_MODE_FILTER = 22, 38, 2  # linux/prctl.h, linux/seccomp.h
@@ -30,13 +30,13 @@ class _Program(ctypes.Structure):
 
 
 def instructions(machine: str) -> bytes:
-    """The filter, as an array of struct sock_filter. Calls of another architecture are let through."""
+    """The filter, as an array of struct sock_filter. Calls of another architecture are allowed."""
     refused = len(REFUSED)
     code = [
         (_LOAD_WORD, 0, 0, _ARCH_AT),
         (_JUMP_IF_EQUAL, 0, refused + 1, _AUDIT_ARCH[machine]),
         (_LOAD_WORD, 0, 0, _NUMBER_AT),
-        *((_JUMP_IF_EQUAL, refused - at, 0, number) for at, number in enumerate(REFUSED)),
+        *((_JUMP_IF_EQUAL, refused - index, 0, number) for index, number in enumerate(REFUSED)),
         (_RETURN, 0, 0, _ALLOW),
         (_RETURN, 0, 0, _REFUSE | ERRNO),
     ]
@@ -44,13 +44,13 @@ def instructions(machine: str) -> bytes:
 
 
 def refuse_io_uring() -> None:
-    """For this thread, what it starts from now on, and what it becomes."""
+    """For this thread, its later children, and programs that it executes."""
     code = instructions(platform.machine())
-    room = ctypes.create_string_buffer(code, len(code))
-    program = _Program(len(code) // 8, ctypes.addressof(room))
+    string_buffer = ctypes.create_string_buffer(code, len(code))
+    program = _Program(len(code) // 8, ctypes.addressof(string_buffer))
     libc = ctypes.CDLL(None, use_errno=True)
     for call in (
-        # An unprivileged process may only install a filter once it has renounced new privileges.
+        # An unprivileged process may only install a filter after it has renounced new privileges.
         (_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0),
         (_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(program), 0, 0),
     ):

@@ -1,11 +1,11 @@
-"""What a tensor costs: the phases of a save and of a load of many small tensors, in microseconds for each.
+"""The cost of a tensor: the phases of a save and of a load of many small tensors, in microseconds for each.
 
     python -m bench.small_tensors DIRECTORY [--tensors 50000] [--bytes 4096] [--rounds 5]
 
-For states of plain dictionaries, of a module, and of AdamW, each round saves (the plan is kept from
-the first save on), then loads into existing tensors with a new Checkpointer. The medians of the
-rounds are printed: by the clock, and by the processor time of the thread that calls, which other
-processes disturb less. Phases that overlap with writing or reading say so.
+For states of plain dictionaries, of a module, and of AdamW, each round saves (with a cached plan after the first save),
+then loads into existing tensors with a new Checkpointer. Prints the medians of the rounds: by the clock, and by the
+processor time of the calling thread, which other processes disturb less. Phases that overlap with writing or reading
+are marked.
 """
 
 from __future__ import annotations
@@ -29,18 +29,19 @@ from bench.script import folder_in
 State = dict[str, object]
 
 SAVE = {
-    "describe": "flowstone.pipeline.save.describe", "plan": "flowstone.pipeline.plan_cache.plan_writes",
-    "watch": "flowstone.pipeline.capturing.watch_sources", "begin": "flowstone.commit.publish.begin",
-    "stage": "flowstone.pipeline.capturing.start_capture",
-    "objects (while writing)": "flowstone.pipeline.save_run.encode_sections",
-    "index": "flowstone.format.index.Frame.fill", "publish": "flowstone.commit.publish.publish",
+    "describe": "flowstone.save.planning.describe", "plan": "flowstone.save.plan_cache.plan_writes",
+    "watch": "flowstone.save.capturing.watch_sources", "begin": "flowstone.commit.publish.begin_draft",
+    "stage": "flowstone.save.capturing.start_capture",
+    "objects (while writing)": "flowstone.save.pending_save.encode_sections",
+    "index": "flowstone.format.index.IndexTemplate.fill", "publish": "flowstone.commit.publish.publish",
 }
 LOAD = {
-    "read ahead (begins)": "flowstone.pipeline.load.read_ahead", "open": "flowstone.checkpoint.Checkpoint.check",
-    "prepare": "flowstone.pipeline.compare.prepare",
-    "match": "flowstone.pipeline.compare.match", "plan and land": "flowstone.pipeline.load.choose_destinations",
-    "read (and deliver)": "flowstone.pipeline.load.read", "finish": "flowstone.pipeline.load.finish",
-    "report": "flowstone.pipeline.load.report",
+    "read ahead (begins)": "flowstone.load.conductor.read_ahead",
+    "open": "flowstone.reading.checkpoint.Checkpoint.check",
+    "prepare": "flowstone.reading.compare.prepare",
+    "match": "flowstone.reading.compare.match", "plan and land": "flowstone.load.loading.choose_destinations",
+    "read (and deliver)": "flowstone.load.conductor.read", "finish": "flowstone.load.conductor.finish",
+    "report": "flowstone.load.conductor.report",
 }
 
 
@@ -53,7 +54,7 @@ class Spent:
 
 
 class Clock:
-    """What the functions of a table take, summed by label."""
+    """The time in the functions of a table, summed by label."""
 
     def __init__(self, table: Mapping[str, str]) -> None:
         self.spent: dict[str, Spent] = defaultdict(Spent)
@@ -61,7 +62,7 @@ class Clock:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Time every call of the table's functions meanwhile."""
+        """Time every call of the table's functions while this is open."""
         patches = [mock.patch(path, self._timed(label, _resolved(path))) for label, path in self._table.items()]
         for patch in patches:
             patch.start()
@@ -129,7 +130,7 @@ STATES = {"plain": plain, "module": module, "adamw": adamw}
 
 
 def measure(state: State, directory: Path, rounds: int) -> tuple[list[Clock], list[Clock]]:
-    """What each round's save and load took; the first save, which plans, is not among them."""
+    """The times of each round's save and load; the first save, which plans, is not included."""
     saves, loads = [], []
     with fs.Checkpointer(directory, keep=fs.Keep(last=1)) as checkpointer:
         checkpointer.save(0, state)
@@ -165,8 +166,8 @@ def main() -> None:
         state = STATES[name](options.tensors, options.bytes // 4)
         with folder_in(options.directory) as own:
             measured = measure(state, own / "run", options.rounds)
-        for what, clocks in zip(("save", "load"), measured, strict=True):
-            print(f"{what} of {options.tensors:,} tensors of {options.bytes:,} bytes, {name}")
+        for verb, clocks in zip(("save", "load"), measured, strict=True):
+            print(f"{verb} of {options.tensors:,} tensors of {options.bytes:,} bytes, {name}")
             print_table(clocks, options.tensors)
 
 

@@ -1,10 +1,10 @@
 """The states that are saved and loaded.
 
-"llama": names and shapes of a real Llama, scaled to the size that is asked for. Weights in bf16, and
-for each of them a master copy and two moments in fp32: 14 bytes a parameter. Proportions are those of
-Llama-2-7B (hidden 4096, MLP 2.69 times that, vocabulary 7.8 times, a layer for each 128 of hidden size).
+"llama": names and shapes of a real Llama, scaled to the requested size. Weights in bf16, and for each of them a master
+copy and two moments in fp32: 14 bytes a parameter. Proportions are those of Llama-2-7B (hidden 4096, MLP 2.69 times
+that, vocabulary 7.8 times, a layer for each 128 of hidden size).
 
-"small": 50,000 tensors of 4 KiB, where what is done for each tensor counts, not the bytes.
+"small": 50,000 tensors of 4 KiB, where the work for each tensor counts, not the bytes.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ SLOTS = ("master", "exp_avg", "exp_avg_sq")
 HIDDEN_STEP = 64
 SMALL_COUNT, SMALL_ITEMS = 50_000, 1024
 PAGE_BYTES = 4096
-BLOCK_ITEMS = 1 << 22  # of random values, from which every tensor takes its own stretch
+BLOCK_ITEMS = 1 << 22  # of random values; every tensor takes its own part of it
 
 Tensors = dict[str, torch.Tensor]
 State = dict[str, object]  # nested dictionaries of tensors
 
 
 class Layout(Protocol):
-    """What a state consists of."""
+    """The layout of a state."""
 
     @property
     def state_bytes(self) -> int: ...
@@ -57,14 +57,14 @@ class Llama:
         hidden, wide, words = self.hidden, self.intermediate, self.vocabulary
         yield "model.embed_tokens.weight", (words, hidden)
         for layer in range(self.layers):
-            at = f"model.layers.{layer}"
+            name = f"model.layers.{layer}"
             for part in ("q_proj", "k_proj", "v_proj", "o_proj"):
-                yield f"{at}.self_attn.{part}.weight", (hidden, hidden)
-            yield f"{at}.mlp.gate_proj.weight", (wide, hidden)
-            yield f"{at}.mlp.up_proj.weight", (wide, hidden)
-            yield f"{at}.mlp.down_proj.weight", (hidden, wide)
-            yield f"{at}.input_layernorm.weight", (hidden,)
-            yield f"{at}.post_attention_layernorm.weight", (hidden,)
+                yield f"{name}.self_attn.{part}.weight", (hidden, hidden)
+            yield f"{name}.mlp.gate_proj.weight", (wide, hidden)
+            yield f"{name}.mlp.up_proj.weight", (wide, hidden)
+            yield f"{name}.mlp.down_proj.weight", (hidden, wide)
+            yield f"{name}.input_layernorm.weight", (hidden,)
+            yield f"{name}.post_attention_layernorm.weight", (hidden,)
         yield "model.norm.weight", (hidden,)
         yield "lm_head.weight", (words, hidden)
 
@@ -97,7 +97,7 @@ class Small:
 
     def empty(self, phase: int | None, ranks: int = 1) -> State:
         shape = part((SMALL_ITEMS,), ranks)
-        return {"table": {f"{at:05d}": empty(shape, torch.float32, phase) for at in range(self.count)}}
+        return {"table": {f"{index:05d}": empty(shape, torch.float32, phase) for index in range(self.count)}}
 
 
 def choose_layout(shape: str, state_bytes: int) -> Layout:
@@ -112,8 +112,8 @@ def choose_llama(state_bytes: int) -> Llama:
     hidden = HIDDEN_STEP
     while _proportioned(hidden + HIDDEN_STEP).state_bytes <= state_bytes:
         hidden += HIDDEN_STEP
-    one, two = Llama(hidden, 1).state_bytes, Llama(hidden, 2).state_bytes
-    return Llama(hidden, max(1, 1 + round((state_bytes - one) / (two - one))))
+    small, two = Llama(hidden, 1).state_bytes, Llama(hidden, 2).state_bytes
+    return Llama(hidden, max(1, 1 + round((state_bytes - small) / (two - small))))
 
 
 def _proportioned(hidden: int) -> Llama:
@@ -121,24 +121,24 @@ def _proportioned(hidden: int) -> Llama:
 
 
 def part(shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
-    """What one of `ranks` holds of a tensor; every size of ours is a multiple of 16."""
+    """The part of a tensor on one of `ranks`; every size of ours is a multiple of 16."""
     rows, rest = divmod(shape[0], ranks)
     assert rest == 0, "all ranks hold as much"
     return rows, *shape[1:]
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype, phase: int | None) -> torch.Tensor:
-    """An untouched tensor that starts `phase` bytes behind a page boundary; None: where the allocator puts it."""
+    """An untouched tensor that starts `phase` bytes after a page boundary; None: at the allocator's choice."""
     if phase is None:
         return torch.empty(shape, dtype=dtype)
     count = torch.Size(shape).numel() * dtype.itemsize
-    room = torch.empty(count + PAGE_BYTES, dtype=torch.uint8)
-    start = (phase - room.data_ptr()) % PAGE_BYTES
-    return room[start : start + count].view(dtype).view(shape)
+    tensor = torch.empty(count + PAGE_BYTES, dtype=torch.uint8)
+    start = (phase - tensor.data_ptr()) % PAGE_BYTES
+    return tensor[start : start + count].view(dtype).view(shape)
 
 
 def build(layout: Layout, phase: int | None = None, rank: int = 0, ranks: int = 1) -> State:
-    """The state, or one rank's part of it, built and touched; its values depend on names and rank alone."""
+    """The state, or one rank's part of it, built and touched; its values depend only on names and rank."""
     state = layout.empty(phase, ranks)
     values = Values(rank)
     for name, tensor in flatten(state).items():
@@ -163,7 +163,7 @@ def flatten(state: State) -> Tensors:
 
 
 def spoil(state: State) -> None:
-    """Overwrite every byte with what no saved state holds everywhere, so that a load must bring them all back."""
+    """Overwrite every byte with a value that no saved state has everywhere, so that a load must restore them all."""
     for tensor in flatten(state).values():
         tensor.view(-1).view(torch.uint8).fill_(0x5A)
 
@@ -175,7 +175,7 @@ def is_exact(state: State, rank: int = 0) -> bool:
 
 
 class Values:
-    """The values of every tensor, from its name and the rank that holds it alone; the same in every process."""
+    """The values of every tensor, determined by its name and rank; the same in every process."""
 
     def __init__(self, rank: int = 0) -> None:
         self._rank = rank
@@ -183,19 +183,19 @@ class Values:
         self._blocks = {dtype: block.to(dtype) for dtype in (torch.float32, torch.bfloat16)}
 
     def fill(self, name: str, tensor: torch.Tensor) -> None:
-        for part, wanted in self._stretches(name, tensor):
-            part.copy_(wanted)
+        for part, expected in self._stretches(name, tensor):
+            part.copy_(expected)
 
     def fills(self, name: str, tensor: torch.Tensor) -> bool:
         """Whether every byte is what `fill` would put there; as integers, since a NaN is not equal to itself."""
         whole = {2: torch.int16, 4: torch.int32}[tensor.element_size()]
-        return all(torch.equal(p.view(whole), wanted.view(whole)) for p, wanted in self._stretches(name, tensor))
+        return all(torch.equal(p.view(whole), expected.view(whole)) for p, expected in self._stretches(name, tensor))
 
     def _stretches(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         block, flat = self._blocks[tensor.dtype], tensor.view(-1)
-        at = zlib.crc32(f"{name} {self._rank}".encode()) % BLOCK_ITEMS
+        offset = zlib.crc32(f"{name} {self._rank}".encode()) % BLOCK_ITEMS
         done = 0
         while done < flat.numel():
-            count = min(flat.numel() - done, BLOCK_ITEMS - at)
-            yield flat[done : done + count], block[at : at + count]
-            done, at = done + count, 0
+            count = min(flat.numel() - done, BLOCK_ITEMS - offset)
+            yield flat[done : done + count], block[offset : offset + count]
+            done, offset = done + count, 0

@@ -1,16 +1,16 @@
-"""What a save reaches over several paths at once: shares that follow measured rates, and a path that is full.
+"""Saves over several paths at once: shares that follow measured rates, and a path that is full.
 
     PYTHONPATH=src python -m bench.striped DIRECTORY [--slow DIRECTORY] [--slow-rate 100e6] [--bytes 1e9] [--saves 6]
     PYTHONPATH=src python -m bench.striped DIRECTORY --bucket [--bytes 1e9] [--saves 6]
 
-Saves of that many bytes, by turns: into one directory; over two directories of its disk; over these and --slow, a
-directory on another device, which is held to --slow-rate by a control group (needs root; 0: no limit). Then --slow is
-filled to its last byte, and a save follows; then it is emptied, and three more. Each line: seconds until the save is
-committed, and which part of the bytes each path has got. Loads read the last step. Rates are bytes per second.
+Saves of that many bytes go, in turn, into one directory; over two directories of its disk; over these and --slow, a
+directory on another device, which a control group limits to --slow-rate (needs root; 0: no limit). Then --slow is
+filled to its last byte before the next save, and emptied again before three more. Each line has the seconds until the
+save is committed, and the share of the bytes on each path. Loads read the last step. Rates are bytes per second.
 
-With --bucket: a directory, and a bucket of moto's server on loopback, which gets a quarter. By turns with a
-budget that holds what an upload has sent until its object is complete, and with one that copies most of it into a
-temporary file: seconds until a save is committed, and this process' processor seconds.
+With --bucket, the paths are a directory and a bucket of moto's server on loopback, which gets a quarter. Two budgets
+alternate: one that holds all bytes that an upload has sent until its object is complete, and one that copies most of
+them into a temporary file. Prints the seconds until a save is committed, and this process' processor seconds.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 import flowstone as fs
 from bench.throttle import held_to
 
-TENSORS = 64  # a tensor lies on one path as a whole
+TENSORS = 64  # a tensor is never divided between paths
 
 
 def state(total_bytes: int, seed: int) -> dict[str, object]:
@@ -40,7 +40,7 @@ def state(total_bytes: int, seed: int) -> dict[str, object]:
 
 
 def parts(paths: Sequence[Path], step: int) -> list[float]:
-    """Which part of a step's segments lies on each path."""
+    """The share of a step's segments on each path."""
     there = [paths[0].glob(f"step-{step:08d}/*.safetensors")]
     there += [path.glob(f"segments-{step:08d}-*/*.safetensors") for path in paths[1:]]
     sizes = [sum(file.stat().st_size for file in files if "rank" in file.name) for files in there]
@@ -49,7 +49,7 @@ def parts(paths: Sequence[Path], step: int) -> list[float]:
 
 @contextlib.contextmanager
 def full(directory: Path) -> Iterator[None]:
-    """Nothing more can be written there."""
+    """Fill the device, so that nothing more can be written there."""
     filler = directory / "filler"
     end, length = 0, 1 << 30
     with filler.open("wb") as file:
@@ -66,45 +66,45 @@ def full(directory: Path) -> Iterator[None]:
 
 
 def save(ckpt: fs.Checkpointer, paths: Sequence[Path], total_bytes: int, step: int) -> dict[str, object]:
-    what = state(total_bytes, step)
+    values = state(total_bytes, step)
     begun = time.perf_counter()
-    ckpt.save(step, what).committed.result()
+    ckpt.save(step, values).committed.result()
     return {"seconds": round(time.perf_counter() - begun, 2), "parts": parts(paths, step)}
 
 
 def measure(paths: Sequence[Path], total_bytes: int, saves: int, *, fills: bool) -> dict[str, object]:
-    """Saves and a load over these paths. `fills`: the last one is full in between."""
+    """Saves and a load over these paths. `fills`: the last path is full in between."""
     for path in paths:
         shutil.rmtree(path, ignore_errors=True)
     store = fs.Striped(list(paths)) if len(paths) > 1 else paths[0]
-    found: dict[str, object] = {}
+    record: dict[str, object] = {}
     step = iter(range(1, 1000))
     with fs.Checkpointer(store, keep=1) as ckpt:
         lines = [save(ckpt, paths, total_bytes, next(step)) for _ in range(saves)]
-        found["saves"] = lines
-        found["rate"] = round(total_bytes / median(float(str(line["seconds"])) for line in lines[2:]))
+        record["saves"] = lines
+        record["rate"] = round(total_bytes / median(float(str(line["seconds"])) for line in lines[2:]))
         if fills:
-            time.sleep(1.0)  # what goes by `keep` has gone
+            time.sleep(1.0)  # until retention (`keep`) has removed files
             with full(paths[-1].parent):
-                found["while it is full"] = [save(ckpt, paths, total_bytes, next(step))]
-            time.sleep(2.5)  # it is tried again after 1 s, and after 2 s
-            found["and after"] = [save(ckpt, paths, total_bytes, next(step)) for _ in range(3)]
+                record["while it is full"] = [save(ckpt, paths, total_bytes, next(step))]
+            time.sleep(2.5)  # the path is tried again after 1 s, and after 2 s
+            record["and after"] = [save(ckpt, paths, total_bytes, next(step)) for _ in range(3)]
         target: dict[str, object] = {
-            "x": {at: np.zeros_like(one) for at, one in _tensors(total_bytes).items()}, "step": 0
+            "x": {key: np.zeros_like(tensor) for key, tensor in _tensors(total_bytes).items()}, "step": 0
         }
         begun = time.perf_counter()
         ckpt.load(target)
-        found["load"] = round(total_bytes / (time.perf_counter() - begun))
+        record["load"] = round(total_bytes / (time.perf_counter() - begun))
     for path in paths:
         shutil.rmtree(path, ignore_errors=True)
-    return found
+    return record
 
 
 def measure_bucket(directory: Path, total_bytes: int, saves: int) -> dict[str, object]:
     """Medians of the saves but the first two, and all of them."""
     from bench.objects import local_server  # imported here: it needs obstore and moto
 
-    found: dict[str, object] = {}
+    record: dict[str, object] = {}
     with local_server() as url:
         for name, budget_bytes in (("held", 4 << 30), ("copied", 256 << 20)):
             store = fs.Striped([directory / name, f"{url}/{name}"], weights=[3, 1])
@@ -115,9 +115,9 @@ def measure_bucket(directory: Path, total_bytes: int, saves: int) -> dict[str, o
                     line = save(ckpt, [directory / name], total_bytes, step)
                     lines.append((float(str(line["seconds"])), round(time.process_time() - before, 2)))
             seconds, processor_seconds = zip(*lines[2:], strict=True)
-            found[name] = {"seconds": median(seconds), "processor": median(processor_seconds), "saves": lines}
+            record[name] = {"seconds": median(seconds), "processor": median(processor_seconds), "saves": lines}
             shutil.rmtree(directory / name)
-    return found
+    return record
 
 
 def _tensors(total_bytes: int) -> dict[int, NDArray[np.uint8]]:
@@ -140,12 +140,12 @@ def main() -> None:
     ways: list[tuple[str, list[Path]]] = [("one path", fast[:1]), ("two paths of one disk", fast)]
     if given.slow is not None:
         ways.append(("and a slow one", [*fast, given.slow / "three/gpt"]))
-    found = {}
+    results = {}
     with held_to(given.slow_rate if given.slow is not None else 0, given.slow or given.directory):
         for name, paths in ways:
             paths[-1].parent.mkdir(parents=True, exist_ok=True)
-            found[name] = measure(paths, total, given.saves, fills=len(paths) == 3)
-    print(json.dumps(found))
+            results[name] = measure(paths, total, given.saves, fills=len(paths) == 3)
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""From raw numbers to tables."""
+"""Tables from raw numbers."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from bench.rivals import entry as entry_of
 
 
 def tables(run: Run) -> tuple[Table, ...]:
-    """Those that have rows."""
+    """The tables that have rows."""
     rivals = [entry for entry in ENTRIES if not entry.is_ours or entry.name == OURS]
     settings = [entry for entry in ENTRIES if entry.is_ours and entry.name != OURS]
     first_later = "first: of a fresh process; later: those after it in the same process"
-    found = (
+    tables = (
         device_table(run),
         Table(f"Save ({first_later})", _SAVE_COLUMNS, tuple(save_rows(run, rivals))),
         Table("Cold load into existing tensors", _LOAD_COLUMNS, tuple(load_rows(run, rivals))),
@@ -28,7 +28,7 @@ def tables(run: Run) -> tuple[Table, ...]:
         sharing_table(run),
         failure_table(run),
     )
-    return tuple(table for table in found if table.rows)
+    return tuple(table for table in tables if table.rows)
 
 
 def device_table(run: Run) -> Table:
@@ -50,7 +50,10 @@ def device_table(run: Run) -> Table:
                 cell(figures.spread(s.seconds for s in samples)), cell(figures.spread(s.gb_per_s for s in samples)),
                 cell(figures.spread(_fio_cpu(s) for s in samples)),
             ))
-    title = "The device (fio: io_uring, direct; ratios below are to the best; registered memory is in huge pages)"
+    title = (
+        "What fio measures on this device, with io_uring and O_DIRECT. Ratios in the tables below are to the best of "
+        "these rates. Registered memory is in huge pages"
+    )
     return Table(title, ("job", "jobs", "memory", "request x depth", "s", "GB/s", "CPU-s/GB"), tuple(rows))
 
 
@@ -58,7 +61,9 @@ def _fio_cpu(sample: FioSample) -> float:
     return sample.cpu_s / sample.bytes * 1e9
 
 
-_SAVE_COLUMNS = ("save", "blocked s", "durable s", "GB/s durable", "of fio", "CPU-s/GB", "extra peak MB", "files")
+_SAVE_COLUMNS = (
+    "save", "blocked s", "durable s", "GB/s durable", "relative to fio", "CPU-s/GB", "extra peak MB", "files",
+)
 
 
 def save_rows(run: Run, entries: Sequence[Entry]) -> Iterator[tuple[str, ...]]:
@@ -71,7 +76,7 @@ def save_rows(run: Run, entries: Sequence[Entry]) -> Iterator[tuple[str, ...]]:
 
 
 def title_of(run: Run, entry: Entry) -> str:
-    """With the number of rounds where it took fewer than others."""
+    """The title, with the number of rounds if it took part in fewer than others."""
     took = figures.rounds(run, entry.name)
     return entry.title if took == run.rounds else f"{entry.title} [{took} of {run.rounds} rounds]"
 
@@ -90,11 +95,11 @@ def _save_cells(run: Run, entry: Entry, series: Series[SaveSample]) -> tuple[str
 
 
 def _device_rates(run: Run, entry: Entry, direction: str) -> dict[int, float]:
-    """Of as many jobs as the row has ranks."""
+    """The rates of as many fio jobs as the row has ranks."""
     return (figures.device_rates if entry.ranks == 1 else figures.many_device_rates)(run, direction)
 
 
-_LOAD_COLUMNS = ("load", "s", "GB/s", "of fio", "CPU-s/GB", "extra peak MB", "page cache", "exact")
+_LOAD_COLUMNS = ("load", "s", "GB/s", "relative to fio", "CPU-s/GB", "extra peak MB", "page cache", "exact")
 
 
 def load_rows(run: Run, entries: Sequence[Entry]) -> Iterator[tuple[str, ...]]:
@@ -129,10 +134,11 @@ def _page_cache(samples: Sequence[LoadSample]) -> str:
 
 
 def sharing_table(run: Run) -> Table:
-    """What replicas gain and pay when one rank reads for all."""
+    """The gain and the cost of replicas when one rank reads for all."""
     columns = (
         "load", "times faster",
-        *(f"{what}: {how}" for what in ("read from the device, of the state", "CPU-s/GB", "extra peak MB of a rank")
+        *(f"{title}: {how}"
+          for title in ("read from the device, relative to the state", "CPU-s/GB", "extra peak MB of a rank")
           for how in ("shared", "each")),
     )
     rows = []
@@ -174,8 +180,8 @@ def against_table(run: Run) -> Table:
 def _times(
     theirs: Series[figures.Sample], ours: Series[figures.Sample], seconds: Callable[[figures.Sample], float]
 ) -> str:
-    found = figures.spread(figures.ratios(figures.by_round(theirs, seconds), figures.by_round(ours, seconds)))
-    return cell(found, 1) if found is None else f"{cell(found, 1)}x"
+    interval = figures.spread(figures.ratios(figures.by_round(theirs, seconds), figures.by_round(ours, seconds)))
+    return cell(interval, 1) if interval is None else f"{cell(interval, 1)}x"
 
 
 def failure_table(run: Run) -> Table:
@@ -186,19 +192,21 @@ def failure_table(run: Run) -> Table:
 
 
 def notes(run: Run) -> tuple[str, ...]:
-    """What readers of the rows have to know, and how Flowstone's bytes moved."""
-    found = []
+    """Notes for readers of the rows, and how Flowstone's bytes moved."""
+    notes = []
     for entry in ENTRIES:
         if any(measured.rival == entry.name for measured in run.measured):
-            facts = [fact for fact in (entry.note, figures.note(run, entry.name)) if fact]
-            found += [f"{entry.title}: {'; '.join(facts)}."] if facts else []
-    return tuple(found)
+            backend = figures.note(run, entry.name)
+            facts = [fact for fact in (entry.note, backend and f"Files are written with {backend}") if fact]
+            notes += [f"{entry.title}: {'. '.join(facts)}."] if facts else []
+    return tuple(notes)
 
 
 def conditions(run: Run) -> str:
     return (
-        f"{run.layout}; {run.rounds} interleaved rounds; median (lowest-highest); GB are 10^9 bytes; "
-        "fsync of files and directories inside every timer; ratios are medians of the rounds' own ratios."
+        f"{run.layout}. In each of {run.rounds} rounds, every row is measured once. Figures are medians "
+        "(lowest-highest); ratios are medians of the rounds' ratios. GB are 10^9 bytes. Every timer includes the fsync "
+        "of files and directories."
     )
 
 

@@ -1,4 +1,4 @@
-"""A device that is slower than the machine's: what this process asks of it is held to a rate."""
+"""A simulated slower device: this process' requests to the device are limited to a rate."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ GROUP = Path("/sys/fs/cgroup/blkio/flowstone-bench")
 
 @contextmanager
 def held_to(bytes_per_s: float, directory: Path) -> Iterator[None]:
-    """This process' requests on the device of the directory, at most at that rate; 0: no limit.
+    """Limit this process' requests to the directory's device to that rate; 0: no limit.
 
-    By a control group (version 1, blkio), which needs root. What the kernel's own threads write back is not held.
+    By a control group (version 1, blkio), which needs root. Write-back by the kernel's own threads is not limited.
     """
     if not bytes_per_s:
         yield

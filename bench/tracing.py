@@ -1,9 +1,9 @@
-"""What an open trace costs: saves and loads of one process, by turns with fs.Trace and without.
+"""The cost of an open trace: saves and loads of one process, alternately with fs.Trace and without.
 
     PYTHONPATH=src python -m bench.tracing DIRECTORY [--bytes 2e9] [--tensors 600] [--rounds 24] [--update PAGE]
 
-Parameters and their AdamW, equal in size. A timer stops when a save is durable, or a load has ended; no file of a
-trace is written, as it would be once at the end of a run. Told are the medians of the ratios of neighbours.
+Parameters and their AdamW, of equal size. A timer stops when a save is durable, or a load has ended; no trace file is
+written, which happens once at the end of a run. Prints the medians of the ratios of neighbours.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ _MARKED = re.compile(r"(?<=<!-- tracing:start -->\n).*(?=<!-- tracing:end -->)",
 
 
 def ratios(rounds: int, traced: Callable[[], float], plain: Callable[[], float]) -> list[float]:
-    """With a trace over without, ascending; which goes first changes each round."""
-    found = []
+    """Times with a trace divided by times without, ascending; the order alternates between rounds."""
+    laps = []
     for number in range(rounds):
         if number % 2:
             before, after = plain(), traced()
-            found.append(after / before)
+            laps.append(after / before)
         else:
             before, after = traced(), plain()
-            found.append(before / after)
-    return sorted(found)
+            laps.append(before / after)
+    return sorted(laps)
 
 
 def measure(directory: Path, size: int, tensors: int, rounds: int) -> dict[str, list[float]]:
@@ -64,18 +64,18 @@ def measure(directory: Path, size: int, tensors: int, rounds: int) -> dict[str, 
 
             return timed
 
-        save()  # plans, and makes the arena
+        save()  # plans, and allocates the arena
         return {
             "a save with a trace open, times one without": ratios(rounds, traced(save), save),
             "a load with a trace open, times one without": ratios(rounds, traced(load), load),
         }
 
 
-def goal_lines(found: dict[str, list[float]]) -> list[str]:
+def goal_lines(samples: dict[str, list[float]]) -> list[str]:
     return [
         f"- {'pass' if median(of) <= GOAL else 'miss'}  {name}: "
         f"{median(of):.3f} ({of[0]:.3f}-{of[-1]:.3f}), goal at most {GOAL:.2f}"
-        for name, of in found.items()
+        for name, of in samples.items()
     ]
 
 
@@ -88,11 +88,11 @@ def main() -> None:
     parser.add_argument("--update", type=Path, help="the page between whose marks the result is written")
     options = parser.parse_args()
     with folder_in(options.directory) as own:
-        found = goal_lines(measure(own, options.bytes, options.tensors, options.rounds))
-    print("\n".join(found))
+        lines = goal_lines(measure(own, options.bytes, options.tensors, options.rounds))
+    print("\n".join(lines))
     if options.update is not None:
         command = f"python -m bench.tracing DIRECTORY --bytes {options.bytes:.0e} --rounds {options.rounds}"
-        text = f"`PYTHONPATH=src {command}`, {datetime.now(UTC):%Y-%m-%d}\n\n" + "\n".join(found) + "\n"
+        text = f"`PYTHONPATH=src {command}`, {datetime.now(UTC):%Y-%m-%d}\n\n" + "\n".join(lines) + "\n"
         options.update.write_text(_MARKED.sub(lambda _: text, options.update.read_text()))
 
 

@@ -1,17 +1,17 @@
-"""What it costs to watch a state for writes while it is captured: by samples, and exactly, as is the default.
+"""The cost of watching a state for writes until it is captured: by samples, and exactly, the default.
 
     PYTHONPATH=src python -m bench.watching DIRECTORY [--bytes 5e9] [--tensors 1800] [--saves 10]
 
-Parameters and their AdamW, equal in size, in three kinds of memory, each in a process of its own:
+Parameters and their AdamW, of equal size, in three kinds of memory, each in a process of its own:
 
     collapsed  as torch allocates them, and as the default leaves them after the first save's pass
     small      the same, with collapse=False
-    huge       one mapping, for which huge pages are advised
+    huge       one mapping, with MADV_HUGEPAGE
 
-It saves by turns into two stores, one for each way to watch, so that both meet the same noise; the first saves, which
-plan, are left out. Told are medians and ranges: for how long `save` blocks, and the processor time of its thread in it;
-then the wait at the fence, the optimizer's step after it, and one beside no save. The goal is what `save` may block
-beyond samples: 2 ms, and 16 ms for each GB that is in small pages.
+It saves alternately into two stores, one for each method, so that noise affects both. The first saves, which plan, are
+left out. Prints medians and ranges: for how long `save` blocks, and the processor time of its thread in it; then the
+wait at the fence, the optimizer's step after it, and a step without a save. The goal limits how much longer `save`
+blocks than with samples: 2 ms, and 16 ms for each GB in small pages.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ import torch
 
 import flowstone as fs
 from bench.script import folder_in
-from flowstone import events
-from flowstone.pipeline.save import Saves
+from flowstone.events import phases as events
+from flowstone.save.saves import Saves
 
 WAYS = ("samples", "auto")
 PAGES = ("collapsed", "small", "huge")
@@ -43,7 +43,7 @@ MS = 1e3
 
 
 class Pool:
-    """One mapping of its own, in huge pages where the system has them, that tensors are moved into."""
+    """One mapping, in huge pages if the system has them, that tensors are moved into."""
 
     def __init__(self, size: int) -> None:
         size = -(-size // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
@@ -53,7 +53,7 @@ class Pool:
         self._at = -start % HUGE_PAGE_BYTES
 
     def take(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy that lies here, right behind the one before."""
+        """A copy in this mapping, directly after the previous one."""
         made = torch.frombuffer(self._memory, dtype=tensor.dtype, count=tensor.numel(), offset=self._at)
         self._at += -(-tensor.nbytes // 64) * 64
         return made.view(tensor.shape).copy_(tensor)
@@ -76,17 +76,17 @@ def build(tensors: int, size: int, *, huge: bool) -> tuple[torch.nn.Module, torc
 
 
 def measure(options: argparse.Namespace, pages: str) -> None:
-    """In a process of its own: one kind of memory, every way to watch it."""
+    """In a process of its own: one kind of memory, every method."""
     model, optimizer = build(options.tensors, options.bytes, huge=pages == "huge")
-    told: list[events.Event] = []
+    emitted: list[events.Event] = []
     timed = {way: Timed() for way in WAYS}
     with ExitStack() as stack:
-        open_one = partial(opened, pages=pages, on_event=told.append)
+        open_one = partial(opened, pages=pages, on_event=emitted.append)
         checkpointers = {way: stack.enter_context(open_one(options.directory / way, way)) for way in WAYS}
         for number in range(options.saves + 1):
             for way, checkpointer in checkpointers.items():
-                told.clear()
-                sample = save_once(checkpointer, number, model, optimizer, told)
+                emitted.clear()
+                sample = save_once(checkpointer, number, model, optimizer, emitted)
                 if number > 0:
                     timed[way].append(sample)
                 elif pages == "collapsed" and way == "auto":
@@ -103,15 +103,15 @@ def measure(options: argparse.Namespace, pages: str) -> None:
         print(f"  {way:<8} {exact:4.0%} exact: " + ", ".join(cells), flush=True)
     extra = median(sample.blocked for sample in timed["auto"]) - median(sample.blocked for sample in timed["samples"])
     small = median(sample.small_gb for sample in timed["auto"])
-    goal = f"{extra:+.1f} ms beyond samples, goal {2 + 16 * small:.1f} ms"
+    goal = f"{extra:+.1f} ms longer than with samples, goal {2 + 16 * small:.1f} ms"
     print(f"  {size - small:.2f} GB in huge pages; {goal}", flush=True)
 
 
 def await_pass(checkpointer: fs.Checkpointer) -> None:
-    """Until what the last save has captured is in huge pages."""
+    """Wait until the memory that the last save has captured is in huge pages."""
     saves = checkpointer._saves
     assert isinstance(saves, Saves)
-    saves._threads.writer.submit(int).result()  # a pass begins behind the commit
+    saves._threads.writer.submit(int).result()  # a pass begins after the commit
     current = saves.collapsing._pass
     if current is not None:
         current.wait(MINUTES_MAX * 60)
@@ -121,7 +121,7 @@ def await_pass(checkpointer: fs.Checkpointer) -> None:
 
 @dataclass
 class Sample:
-    """Of one save, in milliseconds; `exact` as a part of what was captured late, of which so much is in small pages."""
+    """Times of one save, in milliseconds; the share of late captures watched exactly, and the bytes in small pages."""
 
     blocked: float
     processor: float
@@ -137,16 +137,16 @@ Timed = list[Sample]
 
 def save_once(
     checkpointer: fs.Checkpointer, number: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer,
-    told: list[events.Event],
+    emitted: list[events.Event],
 ) -> Sample:
-    optimizer.step()  # the caches are as a training leaves them
+    optimizer.step()  # leaves the caches as a training does
     alone = timed_ms(optimizer.step)
     processor = time.thread_time()
     started = time.perf_counter()
     save = checkpointer.save(number, {"model": model, "optimizer": optimizer})
     blocked, processor = MS * (time.perf_counter() - started), MS * (time.thread_time() - processor)
     after = timed_ms(optimizer.step)
-    fence = MS * sum(event.waited_s for event in told if isinstance(event, events.Fenced))
+    fence = MS * sum(event.waited_s for event in emitted if isinstance(event, events.Fenced))
     io = save.committed.result().manifest.io
     exact, sampled = io.exact_bytes or 0, io.sampled_bytes or 0
     small_gb = (exact - (io.huge_bytes or 0)) / 1e9

@@ -1,7 +1,7 @@
 """One measurement in a process of its own: `python -m bench.worker TASK.json OUTCOME.json`.
 
-It runs in any environment that has torch and msgspec: of the bench's modules it imports only those that need no more.
-In a job of several ranks each is such a process, and they meet before anything is timed.
+It runs in any environment with torch and msgspec: it imports only modules of the bench that need no more. Each rank of
+a job is such a process, and the ranks connect before the first timer.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from bench.rivals import open_rival
 from bench.rivals.base import Rival
 from bench.state import State, build, choose_layout, is_exact, spoil
 
-READY = "ready"  # what a gated worker says on its output before every timer; one line on its input lets it start
+READY = "ready"  # a gated worker prints this before every timer, and starts after a line on its input
 COLLECTIVE_MAX_S = 60.0
-SETTLE_S = 1.0  # before every timer: deleted blocks are discarded and rate limits refill meanwhile
+SETTLE_S = 1.0  # before every timer: the device discards deleted blocks and rate limits refill meanwhile
 
 
 class CacheError(Exception):
-    """What was to be measured cannot be: the page cache is too small."""
+    """The measurement is not possible: the page cache is too small."""
 
 
 def perform(task: Task) -> Outcome:
-    """Build the state, or this rank's part of it, then save or load it under the meter."""
+    """Build the state, or this rank's part of it, then save or load it with a Meter."""
     if task.ranks > 1:
         meet(task)
     layout = choose_layout(task.shape, task.state_bytes)
     rival = open_rival(task.rival, Path(task.directory))
-    # For a load the state is laid out as for the save, as in a job that resumes; its values do not matter.
+    # For a load the state has the layout of the save, as in a job that resumes; its values do not matter.
     empty = task.what == "load"
     part, parts = task.part
     state = layout.empty(task.phase, parts) if empty else build(layout, task.phase, part, parts)
@@ -84,7 +84,7 @@ def save_repeatedly(rival: Rival, state: State, task: Task) -> tuple[SaveSample,
 
 
 def load_repeatedly(rival: Rival, state: State, task: Task) -> tuple[LoadSample, ...]:
-    """Each into tensors that were overwritten, from files of which no page, or every one, is in the page cache."""
+    """Load into overwritten tensors, each time from files of which no page, or every one, is in the page cache."""
     samples = []
     spoil(state)
     gc.collect()
@@ -120,7 +120,7 @@ def fill_or_drop(directory: Path, task: Task) -> bool | None:
 
 
 def settle(settle_s: float) -> None:
-    """Nothing of what came before is left to write, and the device has rested."""
+    """Wait until earlier data is written and the device has rested."""
     os.sync()
     time.sleep(settle_s)
 
@@ -135,7 +135,7 @@ def main(task_path: str, outcome_path: str) -> None:
     task = msgspec.json.decode(Path(task_path).read_bytes(), type=Task)
     Path(outcome_path).write_bytes(msgspec.json.encode(perform(task)))
     if task.ranks > 1:
-        os._exit(0)  # gloo in torch 2.13 aborts one process in eight while the interpreter ends, whatever it has run
+        os._exit(0)  # gloo in torch 2.13 aborts one process in eight while the interpreter ends
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""List what a checkpoint holds, verify it, and read one slice of one tensor. Needs no torch.
+"""List the tensors and values of a checkpoint, verify it, and read one slice of one tensor. Needs no torch.
 
     python examples/inspect_checkpoint.py runs/train
     python examples/inspect_checkpoint.py runs/train --step 90 --tensor model.0.weight --rows 0:4
@@ -15,8 +15,8 @@ import flowstone as fs
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("store", help="the directory that holds the checkpoints")
 parser.add_argument("--step", type=int, help="default: the newest")
-parser.add_argument("--tensor", help="read this one")
-parser.add_argument("--rows", default="0:2", help="which of its rows, FROM:TO")
+parser.add_argument("--tensor", help="the tensor to read")
+parser.add_argument("--rows", default="0:2", help="the rows to read, FROM:TO")
 arguments = parser.parse_args()
 
 checkpoint = fs.open(arguments.store, arguments.step)
@@ -31,5 +31,5 @@ print(f"verified: {verified}")
 
 if arguments.tensor:
     first, last = map(int, arguments.rows.split(":"))
-    part = checkpoint.read(arguments.tensor, np.s_[first:last], framework="numpy")  # only these bytes leave the disk
+    part = checkpoint.read(arguments.tensor, np.s_[first:last], framework="numpy")  # reads only these rows
     print(part)

@@ -1,4 +1,4 @@
-"""Train a small model, save every ten steps. Kill it, start it again: it goes on where the newest checkpoint ends.
+"""Train a small model and save every ten steps. After a kill, start it again: it resumes from the newest checkpoint.
 
     python examples/train.py runs/train --steps 100
 """
@@ -34,5 +34,5 @@ with fs.Checkpointer(arguments.store, keep=fs.Keep(last=3)) as ckpt:
         optimizer.step()
         state["step"] = step
         if step % 10 == 0 or step == arguments.steps:
-            ckpt.save(step, state)  # returns at once; the next optimizer.step() waits for what is not captured yet
+            ckpt.save(step, state)  # returns at once; the next optimizer.step() waits for the capture
             print(f"step {step}: loss {loss.item():.9f}")

@@ -1,9 +1,9 @@
-"""Train on several ranks with DDP. Kill it and start it again, with the same number of ranks or another.
+"""Train on several ranks with DDP. After a kill, start it again, on the same number of ranks or another.
 
     torchrun --nproc-per-node 2 examples/train_ddp.py runs/ddp --steps 40
     torchrun --nproc-per-node 1 examples/train_ddp.py runs/ddp --steps 60
 
-It runs on CPUs, over gloo. All ranks share one checkpoint, and write equal parts of it.
+It runs on CPUs, over gloo. All ranks save into one checkpoint, each an equal part of it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ with fs.Checkpointer(arguments.store, keep=fs.Keep(last=3)) as ckpt:
             print(f"resumed after step {state['step']} on {ranks} ranks")
     for step in range(state["step"] + 1, arguments.steps + 1):
         samples = torch.randn(BATCH, 64, generator=torch.Generator().manual_seed(step))
-        batch = samples[rank::ranks]  # follows from the step alone: no loader's position to save
+        batch = samples[rank::ranks]  # depends only on the step, so there is no loader position to save
         loss = (model(batch) - batch.flip(1)).square().mean()
         optimizer.zero_grad()
         loss.backward()

@@ -6,14 +6,14 @@
 
 namespace flowstone {
 
-// Windows, slots and arena blocks are multiples of this (DESIGN.md, "Slots"). It is a multiple of every O_DIRECT
-// alignment that we accept (512 or 4096), so a range aligned to it is aligned for the device.
+// Windows, slots and arena blocks are multiples of this. It is a multiple of every O_DIRECT alignment that Flowstone
+// accepts (512 or 4096), so a range aligned to it is aligned for the device.
 inline constexpr std::uint64_t block_alignment_bytes = 4096;
 
-// The longest run that one digest covers (DESIGN.md, "chunk"). Chunks start at each extent's start.
+// The longest run that one digest covers: a chunk. Chunks start at each extent's start.
 inline constexpr std::uint64_t chunk_bytes = std::uint64_t{1} << 20;
 
-// Live memory without a buffer of its own is read and compared in parts of this length; a divisor of chunk_bytes.
+// Live memory that is only compared is read in parts of this length; a divisor of chunk_bytes.
 inline constexpr std::uint64_t look_bytes = std::uint64_t{256} << 10;
 
 // In WriteExtent::chunk: the row is written without digests.
@@ -35,14 +35,16 @@ inline constexpr std::size_t posix_threads_max = 16;
 // Offsets are signed in the system's calls.
 inline constexpr std::uint64_t file_bytes_max = (std::uint64_t{1} << 63) - block_alignment_bytes;
 
-// The limit of numpy and torch. No layout has as many loops: sides of 1 make none, and 2^64 bytes have 63 halvings.
+// The limit of numpy and torch. No layout has as many loops: dimensions of length 1 need none, and 2^64 bytes can be
+// halved 63 times.
 inline constexpr std::size_t dimensions_max = 64;
 
-// From here on, reading straight into a target is faster; below, sharing a request with neighbours is.
+// Runs of at least this length are read faster directly into their target; shorter ones share a request with
+// neighbours.
 inline constexpr std::uint64_t direct_read_bytes_min = std::uint64_t{256} << 10;
 
-// Chunks share one read across gaps up to this part of their length: one request less is worth 64 KiB (30 us), yet a
-// load of a part of a checkpoint reads at most 2 % more than that part.
+// Chunks share one read across gaps up to this part (1/64) of their length. Saving one request is worth reading 64 KiB
+// (30 us), yet a load of a part of a checkpoint reads at most 2 % more than that part.
 inline constexpr std::uint64_t read_gap_part = 64;
 
 // Attempts in a row without progress (EAGAIN, EBUSY, a count below the alignment) that count as a fault; pauses double

@@ -14,13 +14,13 @@ from tempfile import TemporaryDirectory
 from unittest import mock
 
 import pytest
-import specimen
-from forge import split_rows
 from hypothesis import settings
-from warm_start import warm_start
 
 import flowstone as fs
+import small_state
 from flowstone.state import describe
+from forge import split_rows
+from warm_start import warm_start
 
 
 def pytest_configure() -> None:
@@ -75,11 +75,11 @@ def store(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store with one checkpoint of the specimen; not to be changed."""
+    """A store with one checkpoint of the reference state; not to be changed."""
     store = tmp_path_factory.mktemp("pristine") / "run"
     split = lambda state, **how: split_rows(describe(state, **how), "table", 2)  # noqa: E731
-    with mock.patch("flowstone.pipeline.save.describe", split), fs.Checkpointer(store) as checkpointer:
-        checkpointer.save(specimen.STEP, specimen.state())
+    with mock.patch("flowstone.save.planning.describe", split), fs.Checkpointer(store) as checkpointer:
+        checkpointer.save(small_state.STEP, small_state.state())
     return store
 
 
@@ -87,7 +87,7 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def checkpoint(pristine: Path, tmp_path: Path) -> Path:
     """A copy of that checkpoint, in a store of its own."""
     shutil.copytree(pristine, tmp_path / "run")
-    return tmp_path / "run" / f"step-{specimen.STEP:08d}"
+    return tmp_path / "run" / f"step-{small_state.STEP:08d}"
 
 
 @pytest.fixture
@@ -96,20 +96,20 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
     mounted: list[Path] = []
 
     def mount(size_bytes: int) -> Path:
-        at = tmp_path / f"disk{len(mounted)}"
-        at.mkdir()
-        command = ["mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "tmpfs", str(at)]
+        path = tmp_path / f"disk{len(mounted)}"
+        path.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "tmpfs", str(path)]
         if os.geteuid() != 0:
             pytest.skip("a full disk needs a small mount, which needs root")
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             pytest.skip(f"a full disk needs a small mount, which was refused: {done.stderr.strip()}")
-        mounted.append(at)
-        return at
+        mounted.append(path)
+        return path
 
     yield mount
-    for at in mounted:
-        subprocess.run(["umount", "--lazy", str(at)], check=True)
+    for path in mounted:
+        subprocess.run(["umount", "--lazy", str(path)], check=True)
 
 
 @pytest.fixture

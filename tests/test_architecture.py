@@ -1,4 +1,4 @@
-"""docs/ARCHITECTURE.md speaks of what exists: its figures' arrows are functions, its table has every folder."""
+"""docs/ARCHITECTURE.md matches the source: its figures' arrows are functions, and its table has every folder."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ ARROW = re.compile(r"^(\w+) +--([\w.]+)--> +(\w+)", re.MULTILINE)
 def figure(title: str) -> list[tuple[str, str, str]]:
     """What goes into each arrow, the arrow, and what comes out of it."""
     section = TEXT.split(f"## {title}\n")[1].split("\n## ")[0]
-    found = ARROW.findall(section)
-    assert len(found) > 4, f"no figure below {title!r}"
-    return found
+    result = ARROW.findall(section)
+    assert len(result) > 4, f"no figure below {title!r}"
+    return result
 
 
 def resolved(dotted: str) -> object:
@@ -28,23 +28,23 @@ def resolved(dotted: str) -> object:
     parts = dotted.split(".")
     for cut in range(len(parts), 0, -1):
         try:
-            found: object = import_module(".".join(["flowstone", *parts[:cut]]))
+            result: object = import_module(".".join(["flowstone", *parts[:cut]]))
         except ModuleNotFoundError:
             continue
         for name in parts[cut:]:
-            found = getattr(found, name)
-        return found
+            result = getattr(result, name)
+        return result
     raise AssertionError(f"there is no {dotted}")
 
 
 @pytest.mark.parametrize(("title", "module"), [("A save", "save"), ("A load", "load")])
 def test_the_arrows_of_a_figure_are_functions_that_give_what_it_says(title: str, module: str) -> None:
-    order = (PACKAGE / "pipeline" / f"{module}.py").read_text()
+    order = (PACKAGE / module / "conductor.py").read_text()
     for _, arrow, result in figure(title):
         function = resolved(arrow)
         assert inspect.isfunction(function), arrow
         assert result in str(inspect.signature(function).return_annotation), f"{arrow} does not give a {result}"
-        assert re.search(rf"\b{function.__name__}\(", order), f"pipeline/{module}.py does not call {arrow}"
+        assert re.search(rf"\b{function.__name__}\(", order), f"{module}/conductor.py does not call {arrow}"
 
 
 @pytest.mark.parametrize("title", ["A save", "A load"])
@@ -60,9 +60,9 @@ def test_the_table_of_folders_has_every_folder() -> None:
     assert folders <= set(re.findall(r"^\| `(\w+)/`", TEXT, flags=re.MULTILINE))
 
 
-@pytest.mark.parametrize("what", ["a kind", "a store", "a codec", "a verb"])
-def test_how_to_add_something_is_five_lines_that_name_files_which_exist(what: str) -> None:
-    section = TEXT.split(f"## How to add {what}\n")[1].split("\n## ")[0]
+@pytest.mark.parametrize("kind", ["a kind", "an option", "a store", "a codec", "a verb"])
+def test_how_to_add_something_is_five_lines_that_name_files_which_exist(kind: str) -> None:
+    section = TEXT.split(f"## How to add {kind}\n")[1].split("\n## ")[0]
     assert re.findall(r"^(\d)\. ", section, flags=re.MULTILINE) == list("12345")
     paths = re.findall(r"`((?:\w+/)+\w+\.(?:py|h|cpp|md))`", section)
     assert paths, "it names no file"

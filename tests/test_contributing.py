@@ -1,4 +1,4 @@
-"""What contributors are told, and what runs where the project is hosted: commands that exist, the same checks."""
+"""The instructions for contributors, and the checks of the project's host: commands that exist, the same checks."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def test_a_part_of_the_tests_runs_alone(verb: str) -> None:
 
 def test_every_command_and_path_of_the_guide_exists() -> None:
     targets = set(re.findall(r"^([a-z-]+):", MAKEFILE, flags=re.MULTILINE))
-    told = re.findall(r"(?:`|^)make ((?:[a-z-]+(?= |`|$) ?)+)", GUIDE, flags=re.MULTILINE)
-    assert {target for verbs in told for target in verbs.split()} <= targets
+    reported = re.findall(r"(?:`|^)make ((?:[a-z-]+(?= |`|$) ?)+)", GUIDE, flags=re.MULTILINE)
+    assert {target for verbs in reported for target in verbs.split()} <= targets
     for path in re.findall(r"`([\w.]+(?:/[\w.-]+)+)`", GUIDE):
         if not path.startswith("build/"):  # made by the commands
             assert (ROOT / path).exists() or (ROOT / "src/flowstone" / path).exists(), path

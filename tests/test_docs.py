@@ -1,4 +1,4 @@
-"""Pages run as a reader goes through them: python and shell blocks in their order, in one directory."""
+"""Pages run as a reader follows them: python and shell blocks in their order, in one directory."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from warm_start import warm_start
 
 ROOT = Path(__file__).resolve().parent.parent

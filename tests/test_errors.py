@@ -37,7 +37,7 @@ def test_what_is_short_is_printed_as_it_is() -> None:
     ids=lambda error: type(error).__name__,
 )
 def test_errors_travel_between_processes(error: fs.FlowstoneError) -> None:
-    found = pickle.loads(pickle.dumps(error))
-    assert type(found) is type(error)
-    assert str(found) == str(error)
-    assert vars(found) == vars(error)
+    actual = pickle.loads(pickle.dumps(error))
+    assert type(actual) is type(error)
+    assert str(actual) == str(error)
+    assert vars(actual) == vars(error)

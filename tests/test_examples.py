@@ -1,4 +1,4 @@
-"""The programs of examples/, run as their first lines say."""
+"""The programs of examples/, run as their first lines describe."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from warm_start import warm_start
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
@@ -56,11 +57,11 @@ def test_two_ranks_train_and_one_goes_on(tmp_path: Path) -> None:
 
 def test_a_checkpoint_is_inspected_without_torch(begun: tuple[Path, str]) -> None:
     inspect = EXAMPLES / "inspect_checkpoint.py"
-    told = run("-c", _WITHOUT_TORCH, inspect, begun[0], "--tensor", "model.0.bias", "--rows", "0:3")
-    assert f"step 20 at {begun[0]}" in told
-    assert "model.0.weight  float32  (256, 64)" in told
-    assert "step = 20" in told
-    assert re.search(r"\[ *-?\d\S* +-?\d\S* +-?\d\S*\]\s*$", told), "three numbers"
+    results = run("-c", _WITHOUT_TORCH, inspect, begun[0], "--tensor", "model.0.bias", "--rows", "0:3")
+    assert f"step 20 at {begun[0]}" in results
+    assert "model.0.weight  float32  (256, 64)" in results
+    assert "step = 20" in results
+    assert re.search(r"\[ *-?\d\S* +-?\d\S* +-?\d\S*\]\s*$", results), "three numbers"
 
 
 def test_every_example_says_how_it_is_run() -> None:

@@ -1,4 +1,4 @@
-"""The log: no thread of Flowstone waits for a lock of `logging`, which a signal handler's error may leave locked."""
+"""The log: no thread of Flowstone waits for a lock of `logging`, which an error in a signal handler may leave held."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ import pytest
 import torch
 
 import flowstone as fs
-from flowstone.events import Event
+from flowstone.events.phases import Event
 from flowstone.log import _Lines, _Log, log
 
 
 @contextmanager
 def left_locked() -> Iterator[None]:
     """As after an error between `_acquireLock()` and its `try`, on this thread: of the module, and of each handler."""
-    locks = [logging._lock, *(one.lock for one in logging.root.handlers if one.lock)]  # type: ignore[attr-defined]
+    locks = [logging._lock, *(h.lock for h in logging.root.handlers if h.lock)]  # type: ignore[attr-defined]
     for lock in locks:
         lock.acquire()
     try:
@@ -46,9 +46,9 @@ def on_a_thread_of_ours(act: Callable[[], object]) -> float:
 def is_written(caplog: pytest.LogCaptureFixture, words: str) -> bool:
     """Whether a line with these words comes: one that was not waited for comes when it can."""
     deadline = time.monotonic() + 60
-    while not (found := any(words in line for line in caplog.messages)) and time.monotonic() < deadline:
+    while not (result := any(words in line for line in caplog.messages)) and time.monotonic() < deadline:
         time.sleep(0.01)
-    return found
+    return result
 
 
 LOCKED = '''
@@ -183,7 +183,7 @@ def test_levels_are_those_of_the_standard_logger(caplog: pytest.LogCaptureFixtur
             for disabled_below in (logging.NOTSET, *levels):
                 standard.setLevel(level)
                 logging.disable(disabled_below)
-                assert [log.isEnabledFor(one) for one in levels] == [standard.isEnabledFor(one) for one in levels]
+                assert [log.isEnabledFor(level) for level in levels] == [standard.isEnabledFor(lvl) for lvl in levels]
     finally:
         standard.setLevel(logging.NOTSET)
         logging.disable(logging.NOTSET)
@@ -216,6 +216,6 @@ def test_a_forked_child_writes_its_lines() -> None:
         on_a_thread_of_ours(lambda: log.warning("the child's"))
         os._exit(0)
     os.close(writes)
-    with os.fdopen(reads) as told:
-        assert told.read() == "the child's\n"
+    with os.fdopen(reads) as file:
+        assert file.read() == "the child's\n"
     assert os.waitpid(child, 0)[1] == 0

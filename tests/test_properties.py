@@ -1,4 +1,4 @@
-"""Properties: whatever the state, it comes back bit for bit; whatever bit is flipped, it is noticed."""
+"""Properties: any state is restored bit for bit, and any flipped bit is detected."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from forge import content, flip, split_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import State, assert_same, blank, raw_bytes, states, tensors
 
 import flowstone as fs
 from flowstone.plan.write import plan_writes
 from flowstone.state import describe
+from forge import content, flip, split_rows
+from strategies import State, assert_same, blank, raw_bytes, states, tensors
 
 # The contents are what is tested here, so the cheapest engine will do.
 PLAIN = fs.EngineOptions(backend="posix", direct="off", workers=1)
@@ -48,7 +48,7 @@ def test_any_state_survives_in_several_segments(
     store = Path(mkdtemp(dir=memory_path))
     state["_many"] = [torch.full((1,), float(i)) for i in range(200)]
     small = partial(plan_writes, header_bytes_max=header_bytes_max)
-    planned = mock.patch("flowstone.pipeline.plan_cache.plan_writes", small)
+    planned = mock.patch("flowstone.save.plan_cache.plan_writes", small)
     with planned, fs.Checkpointer(store, engine=PLAIN) as checkpointer:
         checkpointer.save(1, state)
     target = blank(state)
@@ -73,17 +73,17 @@ def test_any_box_of_any_tensor_reads_as_slicing_would(
     store = Path(mkdtemp(dir=memory_path))
     with fs.Checkpointer(store, engine=PLAIN) as checkpointer:
         checkpointer.save(1, {"w": tensor})
-    found, raw = fs.open(store, engine=PLAIN), raw_bytes(tensor)
+    checkpoint, raw = fs.open(store, engine=PLAIN), raw_bytes(tensor)
     for _ in range(4):
         box = data.draw(st.sampled_from(list(boxes_of(tuple(tensor.shape)))))
         expected = raw[tuple(map(slice, box.offset, box.end))].tobytes()
-        part = found.read("w", box)
+        part = checkpoint.read("w", box)
         assert (part.dtype, tuple(part.shape)) == (tensor.dtype, box.shape)
         assert raw_bytes(part).tobytes() == expected
         try:
-            array = found.read("w", box, framework="numpy")
+            array = checkpoint.read("w", box, framework="numpy")
         except fs.UnsupportedStateError:
-            name = found.tensors["w"].dtype
+            name = checkpoint.tensors["w"].dtype
             assert name not in np.sctypeDict or np.dtype(name).type.__module__ != "numpy"
         else:
             assert array.shape == box.shape
@@ -96,7 +96,7 @@ def wide(memory_path: Path) -> tuple[Path, np.ndarray]:
     store = Path(mkdtemp(dir=memory_path)) / "run"
     table = torch.arange(7 * 211 * 1021, dtype=torch.int32).reshape(7, 211, 1021)
     split = lambda state, **how: split_rows(describe(state, **how), "w", 3)  # noqa: E731
-    with mock.patch("flowstone.pipeline.save.describe", split), fs.Checkpointer(store) as checkpointer:
+    with mock.patch("flowstone.save.planning.describe", split), fs.Checkpointer(store) as checkpointer:
         checkpointer.save(1, {"w": table})
     return store, table.numpy()
 
@@ -182,15 +182,15 @@ def test_any_flipped_bit_of_a_small_file_is_detected(copy: Path, name: str) -> N
 def test_any_flipped_bit_of_a_segments_header_is_detected(copy: Path) -> None:
     path = copy / "rank-00000.safetensors"
     header_bytes = json.loads((copy / "manifest.json").read_bytes())["segments"][0]["header_bytes"]
-    found = fs.open(copy.parent, engine=PLAIN)
+    checkpoint = fs.open(copy.parent, engine=PLAIN)
     with fs.Checkpointer(copy.parent, engine=PLAIN) as checkpointer:
         for byte in range(header_bytes):
             flip(path, byte, byte % 8)
-            with pytest.raises(fs.DamagedError, match=r"the header of .*rank-00000\.safetensors is not what"):
-                found.check()
+            with pytest.raises(fs.DamagedError, match=r"the header of .*rank-00000\.safetensors does not match"):
+                checkpoint.check()
             if byte % 64 == 0:
                 with pytest.raises(fs.DamagedError, match="header, bytes 0"):
-                    found.verify()
+                    checkpoint.verify()
                 assert loads_as_saved_or_raises(copy, checkpointer)
             flip(path, byte, byte % 8)
     assert fs.open(copy.parent).verify().sound
@@ -199,19 +199,19 @@ def test_any_flipped_bit_of_a_segments_header_is_detected(copy: Path) -> None:
 def test_a_flipped_bit_behind_the_header_is_detected_or_was_not_asked_for(copy: Path) -> None:
     """Every byte of small pieces and around borders, a sample of the large one and of the padding."""
     path = copy / "rank-00000.safetensors"
-    size, found = path.stat().st_size, fs.open(copy.parent, engine=PLAIN)
-    extents = [(int(o), int(o + n)) for o, n in zip(found.index.chunks.offset, found.index.chunks.length, strict=True)]
+    size, ckpt = path.stat().st_size, fs.open(copy.parent, engine=PLAIN)
+    extents = [(int(o), int(o + n)) for o, n in zip(ckpt.index.chunks.offset, ckpt.index.chunks.length, strict=True)]
     begin, end = extents[0]
-    header_bytes = found.manifest.segments[0].header_bytes
+    header_bytes = ckpt.manifest.segments[0].header_bytes
     chosen = {*range(header_bytes, begin, 97), *range(begin, end, 997), *range(end, size, 97), size - 1}
     chosen |= {*range(begin - 8, begin + 8), *range(end - 8, end + 8)} & {*range(header_bytes, size)}
-    chosen |= {at for low, high in extents[1:] for at in range(low - 4, high + 4) if at < size}
+    chosen |= {index for low, high in extents[1:] for index in range(low - 4, high + 4) if index < size}
     with fs.Checkpointer(copy.parent, engine=PLAIN) as checkpointer:
         for byte in sorted(chosen):
             flip(path, byte, byte % 8)
             inside = any(low <= byte < high for low, high in extents)
             if byte % 5 == 0 or byte >= size - 64:
-                (finding,) = found.inspect().findings
+                (finding,) = ckpt.inspect().findings
                 assert finding.what.startswith("tensor" if inside else "padding"), f"byte {byte}: {finding.what}"
             assert loads_as_saved_or_raises(copy, checkpointer) == inside, f"byte {byte}"
             flip(path, byte, byte % 8)
@@ -236,11 +236,11 @@ def test_a_flipped_bit_of_the_stores_marker_is_detected_and_harms_no_checkpoint(
 def test_a_file_cut_at_any_interesting_length_is_detected(copy: Path, name: str) -> None:
     path = copy / name
     data = path.read_bytes()
-    found = fs.open(copy.parent, engine=PLAIN)
+    checkpoint = fs.open(copy.parent, engine=PLAIN)
     cuts = {0, 1, 7, 8, 9, 4095, 4096, 4097, 31, len(data) - 4096, len(data) - 31, len(data) - 1}
     if name == "rank-00000.safetensors":
-        chunks = found.index.chunks
-        cuts |= {int(at) for at in chunks.offset} | {int(at) for at in chunks.offset + chunks.length}
+        chunks = checkpoint.index.chunks
+        cuts |= {int(offset) for offset in chunks.offset} | {int(offset) for offset in chunks.offset + chunks.length}
     else:
         cuts |= set(range(0, len(data), 7))
     with fs.Checkpointer(copy.parent, engine=PLAIN) as checkpointer:

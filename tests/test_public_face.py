@@ -1,4 +1,4 @@
-"""The names that a user finds in `flowstone`: all of them, by completion, by type checkers, and without torch."""
+"""The names of the package `flowstone`: all of them, by completion, by type checkers, and without torch."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ def test_every_public_name_is_found_by_completion() -> None:
 
 
 def test_every_event_rule_and_error_is_exported() -> None:
-    from flowstone import errors, events, rules
+    from flowstone import errors
+    from flowstone.events import phases as events
+    from flowstone.rules import load_rules as rules
 
     named = {*typing.get_args(events.Event), *typing.get_args(rules.Rule)}
-    named |= {one for one in vars(errors).values() if isinstance(one, type) and issubclass(one, fs.FlowstoneError)}
+    named |= {var for var in vars(errors).values() if isinstance(var, type) and issubclass(var, fs.FlowstoneError)}
     assert len(named) > 30
-    assert [one.__name__ for one in named if getattr(fs, one.__name__, None) is not one] == []
+    assert [item.__name__ for item in named if getattr(fs, item.__name__, None) is not item] == []
     assert {"Event", "OnEvent", "Rule"} <= set(fs.__all__)
 
 

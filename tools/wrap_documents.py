@@ -1,6 +1,6 @@
-"""Fill paragraphs of documents anew if a line is too long: `python tools/wrap_documents.py [FILE...]`, or all of docs/.
+"""Refill paragraphs of documents that have a long line: `python tools/wrap_documents.py [FILE...]`, or all of docs/.
 
-Tables, headings, samples, and sections that benchmarks write stay as they are.
+Tables, headings, samples, and sections that benchmarks write stay unchanged.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ COLUMNS = 120
 _ROOT = Path(__file__).resolve().parent.parent
 _ITEM = re.compile(r"( *)([-*] |\d+\. )")
 _WORD = re.compile(r"(?:`[^`]{1,90}`|\[[^\][]{1,25}\]\(|[^\s`]|`)+")  # neither code nor a short link is broken
-_NOT_FIRST = re.compile(r"[-+*]$|\d+[.)]$|[#>|]|!!!|```")  # it would begin a list, a heading, a table
+_NOT_FIRST = re.compile(r"[-+*]$|\d+[.)]$|[#>|]|!!!|```")  # would begin a list, a heading or a table
 
 
 def prose(text: str) -> Iterator[tuple[int, str]]:
-    """Numbers and lines of what can be wrapped: no sample, no table, no heading, no section between marks."""
+    """Numbers and lines of prose that can be wrapped: no samples, tables, headings, or sections between marks."""
     is_code = is_made = False
     for number, line in enumerate(text.splitlines(), 1):
         is_fence = line.lstrip().startswith("```")
@@ -30,12 +30,12 @@ def prose(text: str) -> Iterator[tuple[int, str]]:
 
 
 def is_too_long(line: str) -> bool:
-    """A line that is one word, such as a link, cannot be shorter."""
+    """Whether the line is too long; a line of one word, such as a link, cannot be shorter."""
     return len(line) > COLUMNS and len(_words(_ITEM.sub("", line, count=1))) > 1
 
 
 def wrapped(text: str) -> str:
-    """The text with each paragraph or item of a list filled anew that has a line beyond the last column."""
+    """The text, with each paragraph or list item filled again in which a line is too long."""
     lines: list[str] = []
     block: list[str] = []
     plain = dict(prose(text))

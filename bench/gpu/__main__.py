@@ -2,10 +2,10 @@
 
     PYTHONPATH=src:. python -m bench.gpu --out DIRECTORY [--scratch DIRECTORY] [--simulate] [--only STAGE ...]
 
-DIRECTORY/session.json has every result and DIRECTORY/table.txt the table, both written after each stage;
-DIRECTORY/log.txt what stages have said besides. DIRECTORY/running.jsonl has what a stage has found until it has ended,
-also if the session is killed. The exit status is 1 where a test, a fault or a comparison of bits has failed, on the
-simulated device too; numbers that are lower than asked change it for a GPU alone.
+DIRECTORY/session.json has every result and DIRECTORY/table.txt the table, both written after each stage.
+DIRECTORY/log.txt has other output of the stages. DIRECTORY/running.jsonl has the results of the running stage, also if
+the session is killed. The exit status is 1 if a test, a fault or a comparison of bits has failed, also on the simulated
+device. Figures that miss their goal make it 1 only on a GPU.
 """
 
 from __future__ import annotations
@@ -34,8 +34,11 @@ LIMITS_S: Mapping[str, float] = {
     "facts": 60, "ceilings": 75, "correctness": 175, "faults": 85, "performance": 150, "kinds": 60, "transformer": 75,
     "rivals": 60,
 }
-"""In the order in which they run, so what is needed first comes first. Together they are longer than a session, since
-most stages take much less: one that does not leaves less to those behind it."""
+"""In their order, most important first.
+
+The sum of their limits is longer than a session, since most stages take much less. A stage that does not leaves less
+time to later ones.
+"""
 STAGE_S_MIN, STOP_S = 5.0, 3.0
 
 
@@ -47,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", choices=STAGES, default=STAGES)
     options = parser.parse_args(argv)
     options.out.mkdir(parents=True, exist_ok=True)
-    before = signal.signal(signal.SIGTERM, _end)  # as a time limit sends it: the stage under way must not outlive it
+    before = signal.signal(signal.SIGTERM, _end)  # by a time limit: the running stage must end, too
     try:
         stages, took = _run_all(options.out, options.scratch, options.only, simulate=options.simulate)
     finally:
@@ -65,7 +68,7 @@ def _end(number: int, _: FrameType | None) -> None:
 def _run_all(
     out: Path, scratch: Path, names: Sequence[str], *, simulate: bool
 ) -> tuple[dict[str, list[Row]], dict[str, str]]:
-    """What each stage has found, and how long it took. Written into `out` after each of them."""
+    """The results of each stage, and how long it took. Written into `out` after each of them."""
     stages: dict[str, list[Row]] = {}
     took: dict[str, str] = {}
     end = time.monotonic() + SESSION_S
@@ -77,20 +80,20 @@ def _run_all(
             if left_s < STAGE_S_MIN:
                 stages[stage], took[stage] = [], "not run: the stages before took all the time!"
             else:
-                with tempfile.TemporaryDirectory(prefix="gpu-", dir=scratch, ignore_cleanup_errors=True) as at:
+                with tempfile.TemporaryDirectory(prefix="gpu-", dir=scratch, ignore_cleanup_errors=True) as folder:
                     size = state_bytes_max(scratch, Results(stages).number("ceilings", "disk write"))
-                    own = Options(simulate, Path(at).absolute(), size)
+                    own = Options(simulate, Path(folder).absolute(), size)
                     stages[stage], ended = run(stage, own, log, out / "running.jsonl", min(LIMITS_S[stage], left_s))
                 took[stage] = f"{time.monotonic() - begin:.0f} s{ended}"
-            found = {"stages": stages, "took": took, "simulated": simulate}
-            (out / "session.json").write_text(json.dumps(found, indent=1))
+            session = {"stages": stages, "took": took, "simulated": simulate}
+            (out / "session.json").write_text(json.dumps(session, indent=1))
             (out / "table.txt").write_text(text(stages, took))
             (out / "running.jsonl").unlink(missing_ok=True)
     return stages, took
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End a stage, and give it a moment to end what it has started in sessions of their own."""
+    """End a stage, and give it a moment to end its children in other sessions."""
     if process.poll() is not None:
         return
     os.killpg(process.pid, signal.SIGTERM)
@@ -102,9 +105,9 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def run(stage: str, options: Options, log: TextIO, results: Path, limit_s: float) -> tuple[list[Row], str]:
-    """What a stage has found until its end or its limit, and how it ended; "!" at the end: not well.
+    """The results of a stage until its end or its limit, and how it ended; a final "!" marks a failure.
 
-    results  a file for what it has found so far
+    results  a file for its results so far
     """
     if stage == "faults":
         rows = []
@@ -123,8 +126,8 @@ def run(stage: str, options: Options, log: TextIO, results: Path, limit_s: float
             ended = f", stopped after {limit_s:.0f} s!"
         finally:
             _stop(process)
-    said = results.read_text().splitlines(keepends=True)
-    return [json.loads(line) for line in said if line.startswith('{"what"') and line.endswith("\n")], ended
+    lines = results.read_text().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.startswith('{"what"') and line.endswith("\n")], ended
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The device of a session: a CUDA GPU, or the simulated device of the tests.
 
-The simulated one shows that the session itself works, on a machine without a GPU. What it measures says nothing.
+The simulated one checks the session itself on a machine without a GPU. Its measurements have no meaning.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ MIB = 1 << 20
 
 
 class Accelerator(Protocol):
-    """What stages need of a device. Seconds are the device's own, between two marks in its current stream."""
+    """The operations of stages on a device. Seconds are the device's own, between two marks in its current stream."""
 
     @property
     def name(self) -> str: ...
 
     def module(self, module: torch.nn.Module) -> torch.nn.Module:
-        """The module, moved there."""
+        """Move a module to the device."""
 
     def slots(self, optimizer: torch.optim.Optimizer) -> None:
-        """Move an optimizer's state there, if it is not."""
+        """Move an optimizer's state to the device, if it is not there."""
 
     def tensor(self, like: torch.Tensor) -> torch.Tensor:
-        """A copy of a dense host tensor, there."""
+        """A copy of a dense host tensor, on the device."""
 
     def strided(self, like: torch.Tensor) -> torch.Tensor:
-        """A copy of a host tensor without gaps, there, with the same strides."""
+        """A copy of a host tensor without gaps, on the device, with the same strides."""
 
     def pinned(self, count: int) -> torch.Tensor:
         """Host memory of `count` bytes, pinned and touched."""
@@ -44,18 +44,18 @@ class Accelerator(Protocol):
         """Put matrix products of about that many seconds into the current stream."""
 
     def mark(self) -> Callable[[], float]:
-        """A point in the current stream. The call waits until the device has passed it, and says when that was."""
+        """A point in the current stream. The call waits until the device has passed it, and returns that time."""
 
     def copies(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], streams: int) -> float:
-        """Copy each (target, source), by turns on so many streams; the seconds that it takes, from first to last."""
+        """Copy each (target, source), alternating over that many streams; returns the seconds from first to last."""
 
     def synchronize(self) -> None: ...
 
     def fill_up(self) -> object:
-        """Take what memory the device has left, until the result is dropped."""
+        """Allocate the device's remaining memory, until the result is dropped."""
 
     def break_down(self) -> None:
-        """Make the device fail as a kernel's assertion does: all that follows fails too."""
+        """Make the device fail like a kernel's assertion, after which all calls fail."""
 
 
 class Cuda:
@@ -75,7 +75,7 @@ class Cuda:
         return module.to(self.device)
 
     def slots(self, optimizer: torch.optim.Optimizer) -> None:
-        """They are made where the parameters are."""
+        """Moments are created on the parameters' device."""
 
     def tensor(self, like: torch.Tensor) -> torch.Tensor:
         return like.to(self.device)
@@ -143,12 +143,12 @@ class Cuda:
 
 
 class Simulated:
-    """`tests/far.py`: its memory kills a process that touches it; the device's work is done by the processor."""
+    """The device of tests/support/simulated_device.py: any access to its memory kills the process."""
 
     def __init__(self, memory_bytes: int) -> None:
-        from far import Far
+        from simulated_device import SimulatedDevice
 
-        self.far = Far(memory_bytes, delay_s=0.0002)
+        self.far = SimulatedDevice(memory_bytes, delay_s=0.0002)
         self._held: list[torch.Tensor] = []
 
     name = "simulated"
@@ -187,7 +187,7 @@ class Simulated:
         """The processor has done its work."""
 
     def fill_up(self) -> object:
-        """Nothing that the simulated device does needs memory of its own."""
+        """The simulated device needs no memory of its own."""
         return None
 
     def break_down(self) -> None:
@@ -208,12 +208,12 @@ def opened(options: Options) -> Iterator[Accelerator]:
 
 @contextmanager
 def simulated(memory_bytes: int) -> Iterator[Simulated]:
-    """The simulated device, which Flowstone sees meanwhile. From a checkout only: it is the tests'."""
-    tests = str(Path(__file__).resolve().parents[2] / "tests")
+    """The simulated device, which Flowstone uses meanwhile. Only in a checkout, since it is part of the tests."""
+    tests = str(Path(__file__).resolve().parents[2] / "tests" / "support")
     if tests not in sys.path:
         sys.path.insert(0, tests)
-    from far import shown
+    from simulated_device import visible_device
 
     device = Simulated(memory_bytes)
-    with shown(device.far):
+    with visible_device(device.far):
         yield device

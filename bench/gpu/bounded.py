@@ -1,4 +1,4 @@
-"""A process that ends in time, with all that it has started."""
+"""A process with a time limit, which ends with all its children."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """What a process has said until its end. `status` None: it was still running at its limit, and was ended."""
+    """The output of a process until its end. `status` None: it was still running at its limit, and was ended."""
 
     status: int | None
     out: str
@@ -22,7 +22,7 @@ class Done:
 def run(
     command: Sequence[str], limit_s: float, *, cwd: Path | None = None, env: Mapping[str, str] | None = None
 ) -> Done:
-    """Run a command for at most `limit_s`, and keep what it says."""
+    """Run a command for at most `limit_s`; returns its output."""
     with subprocess.Popen(
         command, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as process:
@@ -32,11 +32,11 @@ def run(
         except subprocess.TimeoutExpired:
             _end(process)
             return Done(None, *process.communicate())
-        except BaseException:  # a stage that is ended: in a session of its own, this would outlive it
+        except BaseException:  # the stage was ended: this process, in a session of its own, would outlive it
             _end(process)
             raise
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Its children too: they hold the pipes, and perhaps the GPU."""
+    """Kill its children too, since they hold the pipes, and perhaps the GPU."""
     os.killpg(process.pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Stage "ceilings": what copies, pinning, digests and the disk reach by themselves. All else is a share of these."""
+"""Stage "ceilings": the rates of copies, pinning, digests and the disk alone, to which all others are relative."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from bench.gpu.options import MEMORY, Options, emit, note, parse
 from bench.meter import cool
 from flowstone import _native
 from flowstone.stage.device import SideStream, side_stream
-from flowstone.state import tensors
+from flowstone.torch import tensors
 
 SIZES = (256 << 10, 1 * MIB, 8 * MIB, 32 * MIB, 64 * MIB)
 DISK_THREADS, DISK_REQUEST_BYTES = 16, 8 * MIB
@@ -43,12 +43,12 @@ def main() -> None:
         try:
             size = 64 * MIB if options.simulate else min(8192 * MIB, shutil.disk_usage(place).free // 4 // MIB * MIB)
             _file_system(place, where, size, by_fio=where == "disk" and not options.simulate)
-        except OSError as error:  # a container's may be too small for anything, or not there
+        except OSError as error:  # a container's may be missing or too small
             emit(f"{where}: not measured", str(error))
 
 
 def _copies(device: Accelerator, options: Options) -> None:
-    """Both ways, by length of a copy, from pinned and from pageable memory, on one stream and on two."""
+    """Copies in both directions, by length, from pinned and pageable memory, on one stream and on two."""
     whole = 8 * MIB if options.simulate else 1024 * MIB
     there = device.tensor(torch.zeros(whole, dtype=torch.uint8))
     for kind, here in (("pinned", device.pinned(whole)), ("pageable", torch.ones(whole, dtype=torch.uint8))):
@@ -63,7 +63,7 @@ def _copies(device: Accelerator, options: Options) -> None:
 
 
 def _digests(device: Accelerator, options: Options) -> None:
-    """The kernel that digests when a save begins, against what the device's memory reaches in a copy."""
+    """The kernel that digests when a save begins, compared with the rate of a copy within the device."""
     whole = 8 * MIB if options.simulate else 4096 * MIB
     there, other = (device.tensor(torch.zeros(whole, dtype=torch.uint8)) for _ in range(2))
     seconds = [_between(device, lambda: other.copy_(there)) for _ in range(4)][1:]
@@ -81,7 +81,7 @@ def _digests(device: Accelerator, options: Options) -> None:
 
 
 def _digests_agree(stream: SideStream, there: torch.Tensor, address: int) -> bool:
-    """Of rows at odd places, and with short ends."""
+    """Rows at unaligned places, with short ends."""
     chance = torch.randint(0, 256, (4 * MIB,), dtype=torch.uint8)
     there[: len(chance)] = chance.to(there.device)
     rows = [(0, 3 * MIB), (1, MIB + 241), (6, MIB + 240), (8, 777_777), (16, 300)]
@@ -90,15 +90,16 @@ def _digests_agree(stream: SideStream, there: torch.Tensor, address: int) -> boo
     stream.native.synchronize()
     data = chance.numpy()
     return all(
-        found is not None
-        and found.digests()[number] == _native.xxh3_64(data[first + at : first + min(at + MIB, size)])
-        for found, (first, size) in zip(digested, rows, strict=True) for number, at in enumerate(range(0, size, MIB))
+        batch is not None
+        and batch.digests()[number] == _native.xxh3_64(data[first + start : first + min(start + MIB, size)])
+        for batch, (first, size) in zip(digested, rows, strict=True) for number, start in enumerate(range(0, size, MIB))
     )
 
 
 def _strided(device: Accelerator, options: Options) -> None:
-    """The kernels that put strided memory in order, into pinned memory, and that digest it: by width of an element, and
-    how they lie.
+    """The kernels for strided memory: one copies it in order into pinned memory, the other digests it.
+
+    By width of an element, and by layout.
     """
     side = 512 if options.simulate else 8192
     raw = device.tensor(torch.randint(0, 256, (side * side * 4,), dtype=torch.uint8))
@@ -125,11 +126,11 @@ def _strided(device: Accelerator, options: Options) -> None:
         )
         seconds = [_between(device, pack) for _ in range(4)][1:]
         emit(f"strided kernel, {name}", size / 1e9 / median(seconds), "GB/s", seconds=median(seconds))
-        found = pack()
+        actual = pack()
         stream.wait_current()
         stream.native.synchronize()
         expected = tensor.cpu().contiguous().flatten().view(torch.uint8).numpy()
-        emit(f"strided kernel, {name}: in order", bool(np.array_equal(found[:size], expected)))
+        emit(f"strided kernel, {name}: in order", bool(np.array_equal(actual[:size], expected)))
         _strided_digests(device, stream, name, memory.address, layout, expected)
 
 
@@ -137,17 +138,17 @@ def _strided_digests(
     device: Accelerator, stream: SideStream, name: str, address: int, layout: _native.GatherLayout,
     expected: NDArray[np.uint8],
 ) -> None:
-    """The kernel that digests the same memory where it lies. `expected`: its bytes in order."""
+    """The kernel that digests the same memory in place. `expected`: its bytes in order."""
     rows = *_rows(address, [len(expected)]), np.zeros(1, np.int64), (layout,)
     digest = partial(stream.digest, *rows)
     seconds = [_between(device, digest) for _ in range(4)][1:]
     rate = len(expected) / 1e9 / median(seconds)
     emit(f"strided digest kernel, {name}", rate, "GB/s", seconds=median(seconds))
-    found = digest()
+    actual = digest()
     stream.wait_current()
     stream.native.synchronize()
-    parts = [expected[at : at + MIB] for at in range(0, len(expected), MIB)]
-    same = found is not None and found.digests().tolist() == [_native.xxh3_64(part) for part in parts]
+    parts = [expected[offset : offset + MIB] for offset in range(0, len(expected), MIB)]
+    same = actual is not None and actual.digests().tolist() == [_native.xxh3_64(part) for part in parts]
     emit(f"strided digest kernel, {name}: the host's digests", same)
 
 
@@ -157,7 +158,7 @@ def _rows(address: int, sizes: list[int]) -> tuple[NDArray[np.uint64], NDArray[n
 
 
 def _between(device: Accelerator, work: Callable[[], object]) -> float:
-    """The device's seconds of what `work` puts into its current stream."""
+    """The device's seconds for the work that `work` puts into the current stream."""
     begin = device.mark()
     kept = work()
     end = device.mark()
@@ -167,9 +168,9 @@ def _between(device: Accelerator, work: Callable[[], object]) -> float:
 
 
 def _completions(device: Cuda) -> None:
-    """What it costs a stream of copies to tell after each one: nothing, an event, a call-back of the host's.
+    """The cost for a stream of copies of reporting each end: by nothing, an event, or a callback of the host.
 
-    The call-back is a function of libc that does nothing, so that only the driver's part is measured.
+    The callback is a function of libc that does nothing, so that only the driver's part is measured.
     """
     size, count = 1 * MIB, 256
     here, there = device.pinned(size), torch.empty(size, dtype=torch.uint8, device=device.device)
@@ -179,7 +180,7 @@ def _completions(device: Cuda) -> None:
     events = [torch.cuda.Event() for _ in range(count)]
     ways: dict[str, Callable[[int], object]] = {
         "none": lambda _: None,
-        "event": lambda at: events[at].record(stream),
+        "event": lambda index: events[index].record(stream),
         "callback": lambda _: driver.cuStreamAddCallback(handle, ctypes.cast(libc.getpid, ctypes.c_void_p), None, 0),
     }
     for way, tell in ways.items():
@@ -188,16 +189,16 @@ def _completions(device: Cuda) -> None:
             torch.cuda.synchronize()
             begin = time.perf_counter()
             with torch.cuda.stream(stream):
-                for at in range(count):
+                for index in range(count):
                     here.copy_(there, non_blocking=True)
-                    tell(at)
+                    tell(index)
             torch.cuda.synchronize()
             seconds.append(time.perf_counter() - begin)
         emit(f"a copy of 1 MiB, completion told by: {way}", 1e6 * median(seconds[1:]) / count, "us")
 
 
 def _pinning(device: Accelerator) -> None:
-    """Of memory that was touched before, by cuMemHostRegister, in slabs as the arena has them."""
+    """Pinning touched memory by cuMemHostRegister, in slabs like the arena's."""
     if not isinstance(device, Cuda):
         note("pinning is the driver's: the simulated device has none")
         return
@@ -226,7 +227,7 @@ def _digest_rate() -> float:
 
 
 def _file_system(place: Path, where: str, size: int, *, by_fio: bool) -> None:
-    """By fio where it is installed; else by threads that write and read aligned blocks past the page cache."""
+    """By fio if it is installed, or else by threads that write and read aligned blocks with direct I/O."""
     folder = place / "flowstone-gpu-ceiling"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
@@ -246,7 +247,7 @@ def _file_system(place: Path, where: str, size: int, *, by_fio: bool) -> None:
 
 
 def _threaded(path: Path, size: int, flags: int) -> float:
-    """GB/s of all bytes, the sync inside. A file system without O_DIRECT goes through its cache."""
+    """GB/s of all bytes, with the sync. On a file system without O_DIRECT, through its cache."""
     try:
         fd = os.open(path, flags | os.O_DIRECT, 0o600)
     except OSError:
@@ -260,8 +261,8 @@ def _threaded(path: Path, size: int, flags: int) -> float:
 
     def move(number: int) -> None:
         try:
-            for at in range(number * DISK_REQUEST_BYTES, size, DISK_THREADS * DISK_REQUEST_BYTES):
-                moved = os.pwrite(fd, blocks[number], at) if flags & os.O_CREAT else os.preadv(fd, [blocks[number]], at)
+            for i in range(number * DISK_REQUEST_BYTES, size, DISK_THREADS * DISK_REQUEST_BYTES):
+                moved = os.pwrite(fd, blocks[number], i) if flags & os.O_CREAT else os.preadv(fd, [blocks[number]], i)
                 if moved != DISK_REQUEST_BYTES:
                     raise OSError(f"{moved} of {DISK_REQUEST_BYTES} bytes")
         except OSError as error:

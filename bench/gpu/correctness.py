@@ -1,4 +1,4 @@
-"""Stage "correctness": every test that needs CUDA, under each way that users set up the device."""
+"""Stage "correctness": every test that needs CUDA, with each device setting that users have."""
 
 from __future__ import annotations
 
@@ -20,15 +20,17 @@ CONFIGURATIONS: Mapping[str, Mapping[str, str]] = {
     "one connection": {"CUDA_DEVICE_MAX_CONNECTIONS": "1"},
 }
 LIMITS_S = 70.0, 34.0
-"""Of the first configuration, which has the tests of several processes, and of each other one: one that stands still
-leaves the others their time.
+"""The limit of the first configuration, which has the tests of several processes, and of each other one.
+
+A configuration that hangs thus leaves time for the others.
 """
-TEST_LIMIT_S = 20  # of one test: then its process ends, and says where each thread was
+TEST_LIMIT_S = 20  # of one test: then its process ends, and prints where each thread was
 SIMULATED = (
-    "tests/test_device_memory.py", "tests/test_device_derived.py", "tests/test_device_strided.py", "-k",
+    "tests/stage/test_device_memory.py", "tests/stage/test_device_derived.py", "tests/stage/test_device_strided.py",
+    "-k",
     "stored_as_one_on_the_host or files_are_the_same_whoever_compares or is_that_of_the_same_on_the_host",
 )
-RANKS = "tests/ranks"  # processes of their own, which take seconds to begin: under the first configuration alone
+RANKS = "tests/ranks"  # separate processes, which take seconds to start: only in the first configuration
 
 
 def main() -> None:
@@ -36,15 +38,15 @@ def main() -> None:
     for name, variables in CONFIGURATIONS.items():
         _run(name, variables, options)
         if options.simulate:
-            break  # the simulated device knows none of these
+            break  # the simulated device supports none of these
 
 
 def tests(options: Options, *, ranks: bool) -> tuple[str, ...]:
-    """What pytest is to run: for a GPU all files whose names say CUDA. `ranks`: those of several processes, too."""
+    """The files for pytest: on a GPU, all whose names contain CUDA. `ranks`: also those with several processes."""
     if options.simulate:
         return SIMULATED
-    found = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "tests").rglob("test_*cuda*.py"))]
-    return tuple(path for path in found if ranks or not path.startswith(RANKS))
+    files = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "tests").rglob("test_*cuda*.py"))]
+    return tuple(path for path in files if ranks or not path.startswith(RANKS))
 
 
 def _run(name: str, variables: Mapping[str, str], options: Options) -> None:
@@ -59,12 +61,12 @@ def _run(name: str, variables: Mapping[str, str], options: Options) -> None:
     note(f"== {name}\n{done.out}{done.error}")
     outcome = outcomes(done.out)
     failed = [test for test, how in outcome.items() if how in ("FAILED", "ERROR", "")]
-    counts = {how: sum(one == how.upper() for one in outcome.values()) for how in ("passed", "skipped")}
-    has_stopped = "" in outcome.values()  # a test that stood still has ended pytest, also with 1
+    counts = {how: sum(state == how.upper() for state in outcome.values()) for how in ("passed", "skipped")}
+    has_stopped = "" in outcome.values()  # a test that hung has ended pytest, also with 1
     if done.status not in (0, 1) or has_stopped or not outcome:  # 1: some tests have failed
         how = f"stood still for {limit_s:.0f} s" if done.status is None else f"pytest ended with {done.status}"
-        said = done.error.strip()[-300:] if not outcome else ""
-        emit(f"tests, {name}", f"{how}: {said}" if said else how, "", **counts, names=failed)
+        message = done.error.strip()[-300:] if not outcome else ""
+        emit(f"tests, {name}", f"{how}: {message}" if message else how, "", **counts, names=failed)
         return
     emit(f"tests, {name}: failed", len(failed), "", **counts, names=failed)
 
@@ -72,10 +74,10 @@ def _run(name: str, variables: Mapping[str, str], options: Options) -> None:
 _TEST = re.compile(r"^(tests/\S+?::.+?)(?: (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b.*)?$")
 
 
-def outcomes(said: str) -> dict[str, str]:
-    """How each test ended, as pytest says while it runs; "": it had begun, and had not ended."""
-    found: dict[str, str] = {}
-    for line in said.splitlines():
+def outcomes(message: str) -> dict[str, str]:
+    """The outcome of each test, from pytest's output; "": it had begun, and had not ended."""
+    outcomes: dict[str, str] = {}
+    for line in message.splitlines():
         if (match := _TEST.match(line)) is not None:
-            found[match[1].strip()] = match[2] or found.get(match[1].strip(), "")
-    return found
+            outcomes[match[1].strip()] = match[2] or outcomes.get(match[1].strip(), "")
+    return outcomes

@@ -1,4 +1,4 @@
-"""Stage "facts": what the session runs on."""
+"""Stage "facts": the hardware and software of the session."""
 
 from __future__ import annotations
 

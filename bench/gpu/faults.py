@@ -1,6 +1,6 @@
-"""Stage "faults": a device that fails, an exit with a save queued, a fork, a full device, a sanitizer.
+"""Stage "faults": a failing device, an exit with a queued save, a fork, a full device, a sanitizer.
 
-Each case is a process of its own that has to end by itself; then the session looks at what it has left.
+Each case is a process that has to end by itself; then the session checks what it has left behind.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SMALL_BYTES = 12_000_000
 
 
 def main() -> None:
-    """In the process of a case."""
+    """Runs in the process of a case."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--case", choices=tuple(CASES), required=True)
     case, rest = parser.parse_known_args()
@@ -40,7 +40,7 @@ def _store(options: Options) -> Path:
 
 
 def _device_fails(device: Accelerator, options: Options) -> None:
-    """The save that is under way fails by name or had been captured; the process ends, and does not hang."""
+    """The save in flight fails by name, or was captured already; the process ends, and does not hang."""
     loop = Loop(device, options, SMALL_BYTES)
     checkpointer = fs.Checkpointer(_store(options), on_error="continue")
     checkpointer.save(1, loop.state).committed.result()
@@ -49,19 +49,19 @@ def _device_fails(device: Accelerator, options: Options) -> None:
     device.break_down()
     try:
         error = checkpointer.save(2, loop.state).committed.exception(30)
-    except (fs.FlowstoneError, RuntimeError) as raised:  # what torch raises of a device that has failed
+    except (fs.FlowstoneError, RuntimeError) as raised:  # torch's error for a failed device
         error = raised
     print(f"step 2: {type(error).__name__}: {error}", flush=True)
     assert error is not None, "a device that fails gives no bytes"
     try:
         checkpointer.close()
-    except fs.FlowstoneError as told:
-        print(f"close: {type(told).__name__}", flush=True)
-    os._exit(0)  # torch's own end may raise once more
+    except fs.FlowstoneError as caught:
+        print(f"close: {type(caught).__name__}", flush=True)
+    os._exit(0)  # torch's own exit may raise once more
 
 
 def _exit_with_a_save_queued(device: Accelerator, options: Options) -> None:
-    """What the device still has to do comes first; the end of the process waits for the save."""
+    """The exit of the process waits for the save, although the device still has other work first."""
     loop = Loop(device, options, SMALL_BYTES)
     checkpointer = fs.Checkpointer(_store(options))
     checkpointer.save(1, loop.state).committed.result()
@@ -70,7 +70,7 @@ def _exit_with_a_save_queued(device: Accelerator, options: Options) -> None:
 
 
 def _fork(device: Accelerator, options: Options) -> None:
-    """Children that are forked in the middle of saves, as loaders' workers are, and end: the saves go on."""
+    """Children that are forked during saves, like loaders' workers, and end: the saves continue."""
     loop = Loop(device, options, SMALL_BYTES)
     context = multiprocessing.get_context("fork")
     with fs.Checkpointer(_store(options)) as checkpointer:
@@ -87,7 +87,7 @@ def _fork(device: Accelerator, options: Options) -> None:
 
 
 def _full_device(device: Accelerator, options: Options) -> None:
-    """A save needs no memory of the device that it has not taken before."""
+    """A save needs no device memory that it has not allocated before."""
     loop = Loop(device, options, SMALL_BYTES)
     with fs.Checkpointer(_store(options)) as checkpointer:
         checkpointer.save(1, loop.state).committed.result()
@@ -97,7 +97,7 @@ def _full_device(device: Accelerator, options: Options) -> None:
 
 
 class Case:
-    """What a process is to do, and the newest step that there is to be afterwards."""
+    """The process of a case, and the newest step that has to exist afterwards."""
 
     def __init__(self, run: Callable[[Accelerator, Options], None], newest: int) -> None:
         self.run, self.newest = run, newest
@@ -112,7 +112,7 @@ CASES: Mapping[str, Case] = {
 
 
 def judged(options: Options, log: TextIO, limit_s: float) -> Iterator[Row]:
-    """Run every case, and say how it ended. All together end after `limit_s`."""
+    """Run every case, and report how it ended. All together end after `limit_s`."""
     end = time.monotonic() + limit_s
     for name in CASES:
         yield {"what": f"fault: {name}", "unit": "", **_judge(name, options, log, end)}

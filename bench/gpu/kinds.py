@@ -1,6 +1,6 @@
-"""Stage "kinds": states that take a way of their own: replicas, working copies with their masters, strided memory.
+"""Stage "kinds": states with a separate code path: replicas, working copies with their masters, strided memory.
 
-Stores are in memory, where that has room, so that many saves are durable soon. Replicas have two ranks, both on the
+Stores are in memory, if it is large enough, so that many saves are durable soon. Replicas have two ranks, both on the
 one device.
 """
 
@@ -25,30 +25,30 @@ from bench.gpu.loop import Told
 from bench.gpu.options import CHECKPOINTS_MAX, Options, emit, parse
 from flowstone.config import Compress, Watch
 
-RANKS, SAVES = 2, 5  # the first save of each Checkpointer counts for nothing
+RANKS, SAVES = 2, 5  # the first save of each Checkpointer is not counted
 RANKS_LIMIT_S, SAVE_LIMIT_S = 25.0, 20.0
-COPIES = 6  # working copies: their masters are twice as long, and so are two moments of each
+COPIES = 6  # a working copy's master takes twice its bytes, and each of two moments too
 State = dict[str, torch.Tensor]
 
 
 def main() -> None:
     options = parse()
-    _ranks(options)  # first: they are forked from a process that has no device yet
+    _ranks(options)  # first, because they are forked from a process that has no device yet
     with opened(options) as device:
         _derived(device, options)
         _strided(device, options)
 
 
 class Saves:
-    """What saves of a state have cost; the last one stays to be read.
+    """The cost of saves of a state; the last checkpoint stays for a load.
 
     blocked_ms    in `save`
-    device_s      of what `save` has put into the current stream, and what that waits for
-    captured_s    until all of it was captured
-    copied_bytes  from the device, of the last one
+    device_s      of the work of `save` in the current stream, and its waits
+    captured_s    until everything was captured
+    copied_bytes  from the device, in the last save
     """
 
-    def __init__(self, device: Accelerator, saver: fs.Checkpointer, told: Told, state: Mapping[str, object]) -> None:
+    def __init__(self, device: Accelerator, saver: fs.Checkpointer, events: Told, state: Mapping[str, object]) -> None:
         self.blocked_ms: list[float] = []
         self.device_s: list[float] = []
         self.captured_s: list[float] = []
@@ -62,7 +62,7 @@ class Saves:
             if number > 1:
                 self.blocked_ms.append(1e3 * blocked)
                 self.device_s.append(after() - before())
-                self.captured_s.append(told.captured(number).captured_s)
+                self.captured_s.append(events.captured(number).captured_s)
         assert self.last.manifest.io is not None
         self.copied_bytes = self.last.manifest.io.copied_bytes
 
@@ -71,14 +71,14 @@ class Saves:
 def _opened(
     options: Options, *, watch: Watch = "auto", compress: Compress = "off", folder: Path | None = None
 ) -> Iterator[tuple[fs.Checkpointer, Told]]:
-    """`folder`: of a store of several ranks, which one of them removes."""
-    told, engine = Told(), fs.EngineOptions(watch=watch, compress=compress)
-    budget = options.kind_bytes * 2 + 64 * MIB  # so that a fence waits for no disk
+    """`folder`: of the store of several ranks, which one of them removes."""
+    events, engine = Told(), fs.EngineOptions(watch=watch, compress=compress)
+    budget = options.kind_bytes * 2 + 64 * MIB  # so that a fence does not wait for a disk
     with tempfile.TemporaryDirectory(dir=_memory(options)) as shm, fs.Checkpointer(
-        folder or Path(shm) / "run", keep=1, budget_bytes=budget, on_event=told.seen.append, on_error="continue",
+        folder or Path(shm) / "run", keep=1, budget_bytes=budget, on_event=events.seen.append, on_error="continue",
         max_unsaved_steps=None, engine=engine,
     ) as saver:
-        yield saver, told
+        yield saver, events
 
 
 def _memory(options: Options) -> Path:
@@ -89,17 +89,17 @@ def _size(state: State) -> int:
     return sum(tensor.numel() * tensor.itemsize for tensor in state.values())
 
 
-def _is_stored(found: fs.Checkpoint, state: State) -> bool:
-    return found.verify().sound and all(torch.equal(found.read(name), one.cpu()) for name, one in state.items())
+def _is_stored(stored: fs.Checkpoint, state: State) -> bool:
+    return stored.verify().sound and all(torch.equal(stored.read(name), tensor.cpu()) for name, tensor in state.items())
 
 
 def _derived(device: Accelerator, options: Options) -> None:
-    """Working copies in bfloat16: copied from the device and compared on the host, or known by the device's digests."""
+    """Working copies in bfloat16: copied and compared on the host, or recognised by the device's digests."""
     elements = options.kind_bytes // (14 * COPIES)
     torch.manual_seed(1)
-    masters = {f"master.{at}": device.tensor(torch.randn(elements)) for at in range(COPIES)}
-    slots = {f"slot.{at}": device.tensor(torch.randn(elements)) for at in range(2 * COPIES)}
-    working = {f"model.{at}": device.tensor(torch.empty(elements, dtype=torch.bfloat16)) for at in range(COPIES)}
+    masters = {f"master.{index}": device.tensor(torch.randn(elements)) for index in range(COPIES)}
+    slots = {f"slot.{index}": device.tensor(torch.randn(elements)) for index in range(2 * COPIES)}
+    working = {f"model.{index}": device.tensor(torch.empty(elements, dtype=torch.bfloat16)) for index in range(COPIES)}
     for copy, master in zip(working.values(), masters.values(), strict=True):
         copy.copy_(master)
     state = masters | slots | working
@@ -108,18 +108,18 @@ def _derived(device: Accelerator, options: Options) -> None:
         "told by digests": ("digests", "derived"),
     }
     for name, (watch, compress) in ways.items():
-        with _opened(options, watch=watch, compress=compress) as (saver, told):
-            found = Saves(device, saver, told, state)
-            emit(f"working copies, {name}: captured", median(found.captured_s), "s", all=found.captured_s)
-            emit(f"working copies, {name}: save, p50", median(found.blocked_ms), "ms", all=found.blocked_ms)
-            emit(f"working copies, {name}: copied, of the state", 100 * found.copied_bytes / _size(state), "%")
-            emit(f"working copies, {name}: the same bits", _is_stored(found.last, state))
-            emit(f"saves, false alarms, working copies, {name}", told.failed(), "", of=SAVES)
-    emit("what follows is not copied", found.copied_bytes < _size(masters | slots) * 1.01 + MIB)
+        with _opened(options, watch=watch, compress=compress) as (saver, events):
+            saves = Saves(device, saver, events, state)
+            emit(f"working copies, {name}: captured", median(saves.captured_s), "s", all=saves.captured_s)
+            emit(f"working copies, {name}: save, p50", median(saves.blocked_ms), "ms", all=saves.blocked_ms)
+            emit(f"working copies, {name}: copied, of the state", 100 * saves.copied_bytes / _size(state), "%")
+            emit(f"working copies, {name}: the same bits", _is_stored(saves.last, state))
+            emit(f"saves, false alarms, working copies, {name}", events.failed(), "", of=SAVES)
+    emit("what follows is not copied", saves.copied_bytes < _size(masters | slots) * 1.01 + MIB)
 
 
 def _strided(device: Accelerator, options: Options) -> None:
-    """Beside matrix products, as the same bytes in row-major order are captured."""
+    """Beside matrix products, compared with captures of the same bytes in row-major order."""
     count = options.kind_bytes // 3 // 4
     images = torch.randn(count // (9 * 64), 64, 3, 3).to(memory_format=torch.channels_last)
     side = int(count**0.5)
@@ -130,20 +130,20 @@ def _strided(device: Accelerator, options: Options) -> None:
     dense = {name: device.tensor(torch.zeros(tensor.shape)) for name, tensor in strided.items()}
     for name, state in (("row-major", dense), ("strided", strided)):
         for watch in ("auto", "digests"):
-            with _opened(options, watch=watch) as (saver, told):  # type: ignore[arg-type]
-                found, said = Saves(device, saver, told, state), f"{name}, {watch}"
-                rates = [_size(state) / 1e9 / seconds for seconds in found.captured_s]
-                emit(f"{said}: captured", median(rates), "GB/s", all=rates)
-                emit(f"{said}: save, p50", median(found.blocked_ms), "ms", all=found.blocked_ms)
-                emit(f"{said}: save, on the device", 1e3 * median(found.device_s), "ms", all=found.device_s)
-                emit(f"{said}: the same bits", _is_stored(found.last, state))
+            with _opened(options, watch=watch) as (saver, events):  # type: ignore[arg-type]
+                saves, title = Saves(device, saver, events, state), f"{name}, {watch}"
+                rates = [_size(state) / 1e9 / seconds for seconds in saves.captured_s]
+                emit(f"{title}: captured", median(rates), "GB/s", all=rates)
+                emit(f"{title}: save, p50", median(saves.blocked_ms), "ms", all=saves.blocked_ms)
+                emit(f"{title}: save, on the device", 1e3 * median(saves.device_s), "ms", all=saves.device_s)
+                emit(f"{title}: the same bits", _is_stored(saves.last, state))
                 longer = _longer(device, saver, state, options.step_s)
-                emit(f"{said}: matrix products beside a capture, longer by", 100 * median(longer), "%", all=longer)
-                emit(f"saves, false alarms, {said}", told.failed(), "", of=SAVES + len(longer))
+                emit(f"{title}: matrix products beside a capture, longer by", 100 * median(longer), "%", all=longer)
+                emit(f"saves, false alarms, {title}", events.failed(), "", of=SAVES + len(longer))
 
 
 def _longer(device: Accelerator, saver: fs.Checkpointer, state: State, seconds: float) -> list[float]:
-    """By what share products take longer that are put into the stream behind `save`, without a fence."""
+    """By what share products take longer that follow `save` in the stream, without a fence."""
     usual, shares = [], []
     for number in range(6):
         device.synchronize()
@@ -164,19 +164,19 @@ def _ranks(options: Options) -> None:
     with tempfile.TemporaryDirectory(dir=_memory(options)) as shm:
         ranks = [context.Process(target=_rank, args=(rank, Path(shm), options)) for rank in range(RANKS)]
         end = perf_counter() + RANKS_LIMIT_S
-        for one in ranks:
-            one.start()
-        for one in ranks:
-            one.join(max(0.0, end - perf_counter()))
-        codes = [one.exitcode for one in ranks]
-        for one in ranks:
-            one.kill()
-            one.join()
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join(max(0.0, end - perf_counter()))
+        codes = [rank.exitcode for rank in ranks]
+        for rank in ranks:
+            rank.kill()
+            rank.join()
     emit("replicas: both ranks ended well", codes == [0] * RANKS, "", codes=codes)
 
 
 def _rank(rank: int, shm: Path, options: Options) -> None:
-    """In a process of its own, which ends here: gloo's threads do not always let it end by itself."""
+    """In a process of its own, which ends here, because gloo's threads may prevent a normal exit."""
     code = 1
     try:
         _replicas(rank, shm, options)
@@ -195,23 +195,23 @@ def _replicas(rank: int, shm: Path, options: Options) -> None:
     with opened(options) as device:
         size = options.kind_bytes // 4
         torch.manual_seed(2)
-        state = {f"t{at}": device.tensor(torch.randint(0, 256, (size,), dtype=torch.uint8)) for at in range(4)}
+        state = {f"t{index}": device.tensor(torch.randint(0, 256, (size,), dtype=torch.uint8)) for index in range(4)}
         for watch in ("auto", "digests"):
-            with _opened(options, watch=watch, folder=shm / watch) as (saver, told):  # type: ignore[arg-type]
-                found = Saves(device, saver, told, state)
+            with _opened(options, watch=watch, folder=shm / watch) as (saver, events):  # type: ignore[arg-type]
+                saves = Saves(device, saver, events, state)
                 if rank == 0:
-                    emit(f"replicas, {watch}: save, p50", median(found.blocked_ms), "ms", all=found.blocked_ms)
-                    emit(f"replicas, {watch}: save, on the device", 1e3 * median(found.device_s), "ms")
-                    emit(f"replicas, {watch}: captured", median(found.captured_s), "s", all=found.captured_s)
-                    emit(f"replicas, {watch}: the same bits", _is_stored(found.last, state))
-                emit(f"saves, false alarms, replicas, {watch}, rank {rank}", told.failed(), "", of=SAVES)
+                    emit(f"replicas, {watch}: save, p50", median(saves.blocked_ms), "ms", all=saves.blocked_ms)
+                    emit(f"replicas, {watch}: save, on the device", 1e3 * median(saves.device_s), "ms")
+                    emit(f"replicas, {watch}: captured", median(saves.captured_s), "s", all=saves.captured_s)
+                    emit(f"replicas, {watch}: the same bits", _is_stored(saves.last, state))
+                emit(f"saves, false alarms, replicas, {watch}, rank {rank}", events.failed(), "", of=SAVES)
                 if watch == "digests":
-                    said = _one_byte_differs(rank, device, saver, state)
-                    emit(f"replicas that differ in one byte are told, rank {rank}", "'t2' is not the same" in said)
+                    problem = _one_byte_differs(rank, device, saver, state)
+                    emit(f"replicas that differ in one byte are told, rank {rank}", "'t2' is not the same" in problem)
 
 
 def _one_byte_differs(rank: int, device: Accelerator, saver: fs.Checkpointer, state: State) -> str:
-    """What is said of a save of which rank 1 has one byte that is another one."""
+    """The report of a save in which one byte on rank 1 differs."""
     if rank == 1:
         state["t2"][len(state["t2"]) // 2 + 12_345] ^= 1
     device.synchronize()

@@ -1,4 +1,4 @@
-"""A training loop on the device: parameters in many tensors, their AdamW, matrix products in the place of a model."""
+"""A training loop on the device: parameters in many tensors, their AdamW, and matrix products instead of a model."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ import torch
 import flowstone as fs
 from bench.gpu.accelerator import Accelerator
 from bench.gpu.options import Options
-from flowstone import events
+from flowstone.events import phases as events
 
 
 @dataclass
 class Told:
-    """What a Checkpointer's events have said, by step of the save."""
+    """A Checkpointer's events, by step of the save."""
 
     seen: list[events.Event] = field(default_factory=list)
 
     def fences_s(self) -> float:
-        return sum(one.waited_s for one in self.seen if isinstance(one, events.Fenced))
+        return sum(event.waited_s for event in self.seen if isinstance(event, events.Fenced))
 
     def failed(self) -> int:
-        """How many saves have failed."""
-        return sum(isinstance(one, events.SaveFailed) for one in self.seen)
+        """The number of failed saves."""
+        return sum(isinstance(event, events.SaveFailed) for event in self.seen)
 
     def captured(self, step: int) -> events.Captured:
-        return next(one for one in self.seen if isinstance(one, events.Captured) and one.step == step)
+        return next(event for event in self.seen if isinstance(event, events.Captured) and event.step == step)
 
     def committed(self, step: int) -> events.Committed:
-        return next(one for one in self.seen if isinstance(one, events.Committed) and one.step == step)
+        return next(event for event in self.seen if isinstance(event, events.Committed) and event.step == step)
 
 
 class Loop:
-    """A state of `options.tensors` tensors and `state_bytes`, made there; each step changes all of it."""
+    """A state of `options.tensors` tensors and `state_bytes` on the device; each step changes all of it."""
 
     def __init__(self, device: Accelerator, options: Options, state_bytes: int | None = None) -> None:
         self.device, self.options = device, options
@@ -64,7 +64,7 @@ class Loop:
         return sum(tensor.nbytes for tensor in (*self.model.parameters(), *slots))
 
     def step(self) -> Callable[[], float]:
-        """One step; the seconds that the optimizer's part has taken on the device, once that has passed it."""
+        """One step; returns the seconds of the optimizer's part on the device, once that has ended."""
         self.device.work(self.options.step_s)
         begin = self.device.mark()
         self.optimizer.step()
@@ -74,8 +74,9 @@ class Loop:
 
 @dataclass(frozen=True)
 class Trained:
-    """`seconds` of `steps` steps by the clock; what each `save` blocked; the optimizer's seconds behind each save, and
-    in the other steps.
+    """Seconds of `steps` steps by the clock; what each `save` blocked; and the optimizer's seconds.
+
+    The latter for steps after a save, and for the other steps.
     """
 
     seconds: float
@@ -88,8 +89,10 @@ class Trained:
 def train(
     loop: Loop, steps: int, *, every: int = 0, checkpointer: fs.Checkpointer | None = None, limit_s: float = math.inf
 ) -> Trained:
-    """So many steps, or for so long, with a save after each `every` of them, unless the one before is under way still:
-    that would be waited for, and what is asked is what `save` itself blocks.
+    """That many steps, or for that long, with a save after each `every` of them.
+
+    No save begins while the previous one is in flight, since it would wait for that, and the time in `save` itself is
+    measured.
     """
     blocked: list[float] = []
     last: fs.Save | None = None
@@ -109,11 +112,11 @@ def train(
             blocked.append(perf_counter() - started)
     loop.device.synchronize()
     seconds = perf_counter() - begin
-    found = [(behind, passed()) for behind, passed in optimizer]
-    behind_s, others_s = ([took for behind, took in found if behind == which] for which in (True, False))
+    pending = [(behind, passed()) for behind, passed in optimizer]
+    behind_s, others_s = ([took for behind, took in pending if behind == which] for which in (True, False))
     return Trained(seconds, done, blocked, behind_s, others_s)
 
 
 def folder(options: Options, name: str) -> Path:
-    """A place for a store on the disk that is measured."""
+    """A folder for a store on the measured disk."""
     return options.scratch / name

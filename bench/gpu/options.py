@@ -1,4 +1,4 @@
-"""What a session is told, and what its stages print."""
+"""The options of a session, and the output of its stages."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 Row = dict[str, object]
-"""One result: "what", "value", "unit", and whatever else there is to say."""
+"""One result: "what", "value", "unit", and further fields."""
 
 STATE_BYTES = 20_000_000_000
-"""Of the state whose saves are measured, where there is room and time for it."""
-CHECKPOINTS_MAX = 4  # of that size at one time: the newest, one in the making, one that is being removed; and some room
-SAVE_S = 8.0  # and so long to write it, at most: a stage writes a few of them
+"""Of the state whose saves are measured, if space and time are enough for it."""
+CHECKPOINTS_MAX = 4  # of that size at one time: the newest, one in the making, one being removed; and some space
+SAVE_S = 8.0  # the longest time to write it: a stage writes a few of them
 MEMORY = Path("/dev/shm")
 
 
 def state_bytes_max(scratch: Path, disk_gb_per_s: float | None) -> int:
-    """As large a state as the disk and the machine's memory have room for, and as the disk writes in time.
+    """The largest state that the disk and the machine's memory have space for, and that the disk writes in time.
 
     disk_gb_per_s  None: not measured
     """
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    room = min(STATE_BYTES, shutil.disk_usage(scratch).free // CHECKPOINTS_MAX, memory // CHECKPOINTS_MAX)
-    return room if disk_gb_per_s is None else min(room, int(disk_gb_per_s * 1e9 * SAVE_S))
+    free_bytes = min(STATE_BYTES, shutil.disk_usage(scratch).free // CHECKPOINTS_MAX, memory // CHECKPOINTS_MAX)
+    return free_bytes if disk_gb_per_s is None else min(free_bytes, int(disk_gb_per_s * 1e9 * SAVE_S))
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Options:
     state_bytes_max: int = STATE_BYTES
 
     def words(self) -> list[str]:
-        """For the command of a process that is to have the same."""
+        """Arguments for the command of a process with the same options."""
         words = ["--scratch", str(self.scratch), "--state-bytes-max", str(self.state_bytes_max)]
         return [*words, "--simulate"] if self.simulate else words
 
@@ -54,7 +54,7 @@ class Options:
         return 24_000_000 if self.simulate else self.state_bytes_max
 
     def in_memory(self, size: int) -> Path:
-        """Where a store of `size` bytes is in memory; on the disk, where that has no room, as in most containers."""
+        """A folder for a store of `size` bytes: in memory, or on the disk if memory is too small (most containers)."""
         has_room = MEMORY.is_dir() and shutil.disk_usage(MEMORY).free >= size
         return MEMORY if has_room else self.scratch
 
@@ -64,7 +64,7 @@ class Options:
 
     @property
     def kind_bytes(self) -> int:
-        """Of one kind of state: strided, of working copies with their masters, of replicas."""
+        """Of one kind of state: strided, working copies with their masters, replicas."""
         return 12_000_000 if self.simulate else 1_000_000_000
 
     @property
@@ -83,15 +83,15 @@ def parse(argv: list[str] | None = None) -> Options:
     parser.add_argument("--simulate", action="store_true")
     parser.add_argument("--scratch", type=Path, required=True)
     parser.add_argument("--state-bytes-max", type=int, default=STATE_BYTES)
-    found = parser.parse_args(argv)
-    return Options(found.simulate, found.scratch, found.state_bytes_max)
+    args = parser.parse_args(argv)
+    return Options(args.simulate, args.scratch, args.state_bytes_max)
 
 
-def emit(what: str, value: float | str | bool | None, unit: str = "", **more: object) -> None:
-    """One result, as a line of JSON on standard output. What a stage has printed counts, also if it ends early."""
-    print(json.dumps({"what": what, "value": value, "unit": unit, **more}), flush=True)
+def emit(metric: str, value: float | str | bool | None, unit: str = "", **more: object) -> None:
+    """Print one result as a line of JSON on standard output. Printed results count, also if the stage ends early."""
+    print(json.dumps({"what": metric, "value": value, "unit": unit, **more}), flush=True)
 
 
 def note(text: str) -> None:
-    """For whoever reads the log."""
+    """A line for readers of the log."""
     print(text, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Stage "performance": saves and loads of 900 tensors beside matrix products: of 20 GB, or what there is room for."""
+"""Stage "performance": saves and loads of 900 tensors beside matrix products: 20 GB, or as much as fits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from bench.meter import Meter, cool, files_below
 from flowstone.config import Watch
 
 CAPTURES, DURABLE, BLOCKED = 3, 3, 20
-BLOCKED_LIMIT_S = 40.0  # for so many saves; fewer, where each takes longer
+BLOCKED_LIMIT_S = 40.0  # for all saves; fewer are made if each takes longer
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +43,13 @@ def main() -> None:
 
 
 def _capture(device: Accelerator, options: Options) -> None:
-    """Of a state that fits into the arena: the fence comes at once, so that it is captured as fast as can be."""
+    """Saves of a state that fits into the arena: the fence follows at once, so the capture runs at full speed."""
     state_bytes = options.state_bytes // 4
-    loop, told = Loop(device, options, state_bytes), Told()
+    loop, events = Loop(device, options, state_bytes), Told()
     where = folder(options, "captures")
     budget = state_bytes * 3 // 2 + 64 * MIB
     rates = []
-    with fs.Checkpointer(where, keep=1, budget_bytes=budget, on_event=told.seen.append) as checkpointer:
+    with fs.Checkpointer(where, keep=1, budget_bytes=budget, on_event=events.seen.append) as checkpointer:
         for number in range(1, CAPTURES + 2):
             loop.step()
             device.synchronize()
@@ -57,7 +57,7 @@ def _capture(device: Accelerator, options: Options) -> None:
             checkpointer.fence()
             save.captured.result()
             save.committed.result()
-            rates.append(loop.bytes / 1e9 / told.captured(number).captured_s)
+            rates.append(loop.bytes / 1e9 / events.captured(number).captured_s)
     emit("capture, first", rates[0], "GB/s")
     emit("capture, warm", median(rates[1:]), "GB/s", all=rates[1:])
     shutil.rmtree(where)
@@ -70,30 +70,30 @@ def _usual(loop: Loop) -> Usual:
 
 
 def _blocked(loop: Loop, saves: int, usual: Usual, *, watch: Watch = "auto", named: str = "") -> None:
-    """Into memory, where that has room, so that many saves are durable soon: what `save` blocks, what the fence and the
-    optimizer wait.
+    """What `save` blocks, and the waits of the fence and the optimizer.
 
-    Nothing but the optimizer changes the state, so a save that fails is a false alarm.
+    Into memory, if it is large enough, so that many saves are durable soon. Only the optimizer changes the state, so
+    a save that fails is a false alarm.
     """
-    told, steps, engine = Told(), saves * 2, fs.EngineOptions(watch=watch)
+    events, steps, engine = Told(), saves * 2, fs.EngineOptions(watch=watch)
     memory = loop.options.in_memory(loop.bytes * CHECKPOINTS_MAX)
     with tempfile.TemporaryDirectory(dir=memory) as shm, fs.Checkpointer(
-        Path(shm) / "run", keep=1, on_event=told.seen.append, on_error="continue", max_unsaved_steps=None,
+        Path(shm) / "run", keep=1, on_event=events.seen.append, on_error="continue", max_unsaved_steps=None,
         engine=engine,
     ) as checkpointer:
         train(loop, 4, every=2, checkpointer=checkpointer)
         checkpointer.wait()
-        alarms = told.failed()
-        told.seen.clear()
-        found = train(loop, steps, every=2, checkpointer=checkpointer, limit_s=BLOCKED_LIMIT_S * saves / BLOCKED)
+        alarms = events.failed()
+        events.seen.clear()
+        trained = train(loop, steps, every=2, checkpointer=checkpointer, limit_s=BLOCKED_LIMIT_S * saves / BLOCKED)
         checkpointer.wait()
-    blocked = sorted(1e3 * one for one in found.blocked_s)
+    blocked = sorted(1e3 * seconds for seconds in trained.blocked_s)
     emit(f"save, p50{named}", median(blocked), "ms")
     emit(f"save, p95{named}", blocked[round(0.95 * (len(blocked) - 1))], "ms", all=blocked)
-    emit(f"saves, false alarms{named}", alarms + told.failed(), "", of=len(blocked))
-    emit(f"fence, for each save{named}", 1e3 * told.fences_s() / len(blocked), "ms")
-    emit(f"optimizer behind a save, on the device{named}", 1e3 * (median(found.behind_s) - usual.optimizer_s), "ms")
-    loss = (found.seconds - told.fences_s()) / found.steps / usual.step_s - 1
+    emit(f"saves, false alarms{named}", alarms + events.failed(), "", of=len(blocked))
+    emit(f"fence, for each save{named}", 1e3 * events.fences_s() / len(blocked), "ms")
+    emit(f"optimizer behind a save, on the device{named}", 1e3 * (median(trained.behind_s) - usual.optimizer_s), "ms")
+    loss = (trained.seconds - events.fences_s()) / trained.steps / usual.step_s - 1
     emit(f"step time lost outside of the fence{named}", 100 * loss, "%", usual_s=usual.step_s)
 
 

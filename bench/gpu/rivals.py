@@ -1,7 +1,8 @@
-"""Stage "rivals": what others block and when they are durable, with the same state in the same run.
+"""Stage "rivals": how long rivals block and until they are durable, with the same state in the same run.
 
-torch.save; DCP's async_save with its stager's pinned memory kept from save to save, which is its best; the background
-process of torch_checkpointing. Each as its documentation says, with everything synced inside the timer.
+They are torch.save, DCP's async_save with a stager that keeps its pinned memory from save to save (its best setting),
+and the background process of torch_checkpointing. Each runs as its documentation says, with everything synced inside
+the timer.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ def main() -> None:
         for name, way in ways.items():
             try:
                 way()
-            except Exception as error:  # a rival that fails is a row, and no end of the session
+            except Exception as error:  # a rival that fails is a row, and does not end the session
                 emit(f"{name}: failed", f"{type(error).__name__}: {error}"[:300])
             shutil.rmtree(folder(options, "rival"), ignore_errors=True)
 
 
 def _measure(name: str, loop: Loop, save: Callable[[int], Callable[[], object]]) -> None:
-    """`save` returns once the state may change; what it returns waits until the save is durable."""
+    """`save` returns once the state may change; its result waits until the save is durable."""
     blocked, durable = [], []
     for number in range(1, SAVES + 1):
         loop.step()
@@ -59,7 +60,7 @@ def _measure(name: str, loop: Loop, save: Callable[[int], Callable[[], object]])
 
 
 def _flowstone(loop: Loop, options: Options) -> None:
-    """As in a training: `save` returns, and the step comes when it comes; the fence is in the stage before."""
+    """As in a training: `save` returns, and steps follow; the stage before measures the fence."""
     with fs.Checkpointer(folder(options, "rival"), keep=1) as checkpointer:
         _measure("flowstone", loop, lambda number: checkpointer.save(number, loop.state).committed.result)
 
@@ -70,10 +71,10 @@ def _tensors(loop: Loop) -> dict[str, object]:
 
 def _torch_save(loop: Loop, options: Options) -> None:
     def save(number: int) -> Callable[[], object]:
-        at = folder(options, "rival") / f"save-{number}"
-        at.mkdir(parents=True)
-        torch.save(_tensors(loop), at / "state.pt")
-        make_durable(at)
+        path = folder(options, "rival") / f"save-{number}"
+        path.mkdir(parents=True)
+        torch.save(_tensors(loop), path / "state.pt")
+        make_durable(path)
         return lambda: None
 
     _measure("torch.save", loop, save)
@@ -88,13 +89,13 @@ def _dcp(loop: Loop, options: Options) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder(options, 'rival')}/meeting", rank=0, world_size=1)
     pinned = not options.simulate  # pinned memory, and staging in the background, need a GPU
     stager = DefaultStager(StagingOptions(pinned, pinned, pinned, pinned))
-    names = {str(at): parameter for at, parameter in enumerate(loop.model)}
+    names = {str(index): parameter for index, parameter in enumerate(loop.model)}
     numbered = enumerate(loop.optimizer.state.values())
-    slots = {f"{at}.{slot}": value for at, of in numbered for slot, value in of.items()}
+    slots = {f"{index}.{slot}": value for index, of in numbered for slot, value in of.items()}
 
     def save(number: int) -> Callable[[], object]:
-        at = folder(options, "rival") / f"save-{number}"
-        writer = dcp.FileSystemWriter(at, thread_count=2)
+        path = folder(options, "rival") / f"save-{number}"
+        writer = dcp.FileSystemWriter(path, thread_count=2)
         response = dcp.async_save({"model": names, "slots": slots}, storage_writer=writer, async_stager=stager)
         if hasattr(response, "staging_completion"):
             response.staging_completion.result()  # until then the state may not change
@@ -102,7 +103,7 @@ def _dcp(loop: Loop, options: Options) -> None:
 
         def wait() -> None:
             response.result()
-            make_durable(at)
+            make_durable(path)
 
         return wait
 

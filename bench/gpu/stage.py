@@ -1,4 +1,4 @@
-"""One stage, in the process that has it alone: `python -m bench.gpu.stage NAME --scratch DIRECTORY [...]`."""
+"""One stage, alone in a process: `python -m bench.gpu.stage NAME --scratch DIRECTORY [...]`."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ if __name__ == "__main__":
     stage = sys.argv.pop(1)
     if stage not in STAGES:
         sys.exit(f"bench.gpu.stage: unknown stage {stage!r}; there are {', '.join(STAGES)}")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so it ends what it has started, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that it also ends its children
     import_module(f"bench.gpu.{stage}").main()

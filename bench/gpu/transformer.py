@@ -1,5 +1,6 @@
-"""Stage "transformer": a real one of a billion parameters, or as many as the disk has room for, trained with a save
-every ten steps, and resumed.
+"""Stage "transformer": one of a billion parameters, or as many as fit on the disk.
+
+It is trained with a save every ten steps, and resumed.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ EVERY, STEPS = 10, 40
 
 
 def build(options: Options) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
-    """The model on the host, its input, and what it is to give."""
+    """The model on the host, its input, and its expected output."""
     width, layers, length = (64, 2, 16) if options.simulate else (2048, 20, 512)
     if not options.simulate:  # three numbers of four bytes for each of a layer's 12 width^2 parameters
         layers = max(1, min(layers, options.state_bytes // (12 * 12 * width**2)))
@@ -34,10 +35,10 @@ def build(options: Options) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
 def main() -> None:
     options = parse()
     with opened(options) as device:
-        model, x, wanted = build(options)
+        model, x, expected = build(options)
         if not options.simulate:
             model.to("cuda:0")
-            x, wanted = x.to("cuda:0"), wanted.to("cuda:0")
+            x, expected = x.to("cuda:0"), expected.to("cuda:0")
         device.module(model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         emit("parameters", sum(parameter.numel() for parameter in model.parameters()) / 1e6, "million")
@@ -45,7 +46,7 @@ def main() -> None:
         def step() -> torch.Tensor:
             kind = "cpu" if options.simulate else "cuda"
             with torch.autocast(kind, torch.bfloat16):
-                loss = (model(x) - wanted).square().mean()
+                loss = (model(x) - expected).square().mean()
             loss.backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -54,10 +55,10 @@ def main() -> None:
         for _ in range(3):
             step()
         device.slots(optimizer)
-        told, where = Told(), folder(options, "transformer")
+        events, where = Told(), folder(options, "transformer")
         usual = _seconds(device, step, EVERY)
         with fs.Checkpointer(
-            where, keep=1, on_event=told.seen.append, on_error="continue", max_unsaved_steps=None
+            where, keep=1, on_event=events.seen.append, on_error="continue", max_unsaved_steps=None
         ) as checkpointer:
             blocked, begin = [], perf_counter()
             for number in range(1, STEPS + 1):
@@ -77,11 +78,11 @@ def main() -> None:
             report = checkpointer.load({"model": model, "optimizer": optimizer, "step": 0})
         same = all(torch.equal(a, b) for a, b in zip(model.parameters(), weights, strict=True))
         emit("saved, overwritten, loaded: the same bits", same and report.step == STEPS)
-        emit("saves, false alarms", told.failed(), "", of=len(blocked))
+        emit("saves, false alarms", events.failed(), "", of=len(blocked))
         emit("save blocked", median(blocked), "ms", all=blocked)
-        emit("fence, for each save", 1e3 * told.fences_s() / len(blocked), "ms")
+        emit("fence, for each save", 1e3 * events.fences_s() / len(blocked), "ms")
         emit("steps with saves, of steps without", trained / STEPS / usual, "", usual_s=usual)
-        emit("waited for earlier saves", sum(1 for one in told.seen if getattr(one, "waited_s", 0) > 0.001))
+        emit("waited for earlier saves", sum(1 for event in events.seen if getattr(event, "waited_s", 0) > 0.001))
 
 
 def _seconds(device: object, step: object, count: int) -> float:

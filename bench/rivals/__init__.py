@@ -1,4 +1,4 @@
-"""Who takes part. One module for each rival, loaded in the process that measures it and nowhere else."""
+"""The rivals. Each has a module, which is loaded only in the process that measures it."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from pathlib import Path
 from bench.rivals.base import Rival
 
 OURS = "flowstone"
-PHASE = 64  # where large tensors of torch's own allocator mostly start in their page
+PHASE = 64  # where large tensors usually start in their page with torch's own allocator
 OTHER_PHASE = PHASE + 2048
 REPLICAS = "flowstone-replicas"
 CACHED, BUFFERED = "cached", "through the page cache"
-CONDITIONS = ("cold", f"cold, {BUFFERED}", f"{CACHED}, {BUFFERED}")  # under which replicas are loaded
+CONDITIONS = ("cold", f"cold, {BUFFERED}", f"{CACHED}, {BUFFERED}")  # the conditions under which replicas are loaded
 SHARED, ALONE = "reads shared", "each rank for itself"
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A row of the programme: a rival, or Flowstone, in one setting.
+    """A row of the programme: a rival, or Flowstone in one setting.
 
-    module       below this package; its `open_rival(name, directory)` gives the Rival
+    module       in this package; its `open_rival(name, directory)` returns the Rival
     saves        in one process: the first is cold, later ones find what it left (memory, plans, caches)
-    loads        the ways to load what it saved; the first is the one that ratios are made of
+    loads        the ways to load its checkpoints; ratios use the first
     times_loaded in one process, for each way
-    environment  of bench/pins that its process runs in; None: the benchmark's own
-    rounds       at most so many, for rivals that are slow and that no goal is about; None: all
-    note         what a reader of its row has to know
+    environment  of bench/pins in which its process runs; None: the benchmark's own
+    rounds       the most rounds, for slow rivals without a goal; None: all
+    note         for readers of its row
     shape        of the state, see bench/state.py
-    phases       where tensors start in their page at save and at load; None: where the allocator puts them
+    phases       where tensors start in their page at save and at load; None: chosen by the allocator
     ranks        of one job, each with its part of every tensor, that saves one checkpoint into one store
-    replicas     each rank has all of a state instead; so that all hold as much as others, it has fewer bytes
+    replicas     each rank has the full state instead; it has fewer bytes, so that all together hold as much as others
     io_uring     False: the kernel refuses it
     """
 
@@ -63,34 +63,37 @@ def replica_load(condition: str, how: str) -> str:
 _OURS = ("Checkpointer.load",)
 _FEWER = 3
 _BCP_NOTE = (
-    "framework ddp, one rank; on this torch, since the 2.5.0 that it asks for comes for this platform "
-    "with CUDA only. Its RPC server is started before the timer"
+    "framework ddp, one rank. It runs on the torch of the other rows, because torch 2.5.0, which it requires, has only "
+    "builds with CUDA for this platform. Its RPC server is started before the timer"
 )
 _TC_NOTE = (
-    "its defaults fail on ext4 (O_DIRECT from unaligned buffers: EINVAL), so use_direct_io=False; "
-    "its process and staging memory are made before the timer (prewarm_staging)"
+    "with its defaults, saves fail on ext4 (EINVAL, since it uses O_DIRECT from unaligned buffers), so "
+    "use_direct_io=False. Its process and staging memory are created before the timer (prewarm_staging)"
 )
-_ORBAX_NOTE = "tensors are handed over as numpy views, and copied back after a restore"
+_ORBAX_NOTE = "tensors are passed as numpy views, and copied back after a restore"
 _DATASTATES_NOTE = (
-    "an EMULATION of the layout: DataStates-LLM's own engine needs CUDA. Tensors are copied into host memory "
-    "touched before the timer, one thread writes them through the page cache (open, seek, write, close for each); "
-    "fsync, which the engine leaves out, is added"
+    "an EMULATION of its file layout, because DataStates-LLM's own engine needs CUDA. Tensors are copied into host "
+    "memory that was touched before the timer. One thread writes them through the page cache (open, seek, write, close "
+    "for each). fsync, which the engine omits, is added"
 )
-_EACH_NOTE = "as Gossman et al. (2512.24511) ran it: one take for each tensor, batching off"
-_ASYNC_NOTE = "async_take of 0.1.0 does not copy CPU tensors too large for its slabs: it writes what they hold later"
-_THROUGH_NOTE = "flowstone.adapters.dcp.FlowstoneWriter and FlowstoneReader; one writer for all saves"
+_EACH_NOTE = "as Gossman et al. (2512.24511) ran it, with one take for each tensor, and batching off"
+_ASYNC_NOTE = (
+    "async_take of version 0.1.0 does not copy CPU tensors that are too large for its slabs, so it writes values that "
+    "these tensors get after the call"
+)
+_THROUGH_NOTE = "flowstone.adapters.dcp.FlowstoneWriter and FlowstoneReader, with one writer for all saves"
 
 FLOWSTONE = (
     Entry(OURS, "Flowstone", "ours", 3, _OURS),
     Entry(
         "flowstone-in-place", "Flowstone, loads in phase", "ours", 3, _OURS, phases=(PHASE, PHASE),
-        note="read_in_place=True, and tensors start where they started in their pages at the save",
+        note="with read_in_place=True; tensors start at the same offset in a page of memory as at the save",
     ),
     Entry(
         "flowstone-arena", "Flowstone through the arena, loads out of phase", "ours", 3, _OURS,
         phases=(PHASE, OTHER_PHASE),
-        note="an arena as large as the state; read_in_place=True, but tensors start elsewhere in their pages, so loads "
-        "go through the arena too",
+        note="the arena is as large as the state. read_in_place=True, but tensors start at other offsets in a page of "
+        "memory than at the save, so loads go through the arena, too",
     ),
     Entry(
         "flowstone-arena-256", "Flowstone through an arena of 256 MiB", "ours", 3, phases=(PHASE, PHASE),
@@ -99,20 +102,21 @@ FLOWSTONE = (
     Entry("flowstone-small", "Flowstone, 50,000 tensors of 4 KiB", "ours", 3, _OURS, 2, shape="small"),
     Entry(
         "flowstone-ranks", "Flowstone, one job of four ranks", "ours", 3, _OURS, ranks=4,
-        note="torch.distributed over gloo, a quarter of every tensor on each rank (fs.Shard), one store, one commit; "
-        "fence='manual', then fence(); the slowest rank's time",
+        note="torch.distributed over gloo, with a quarter of every tensor on each rank (fs.Shard), one store and one "
+        "commit. fence='manual', then fence(). Times are those of the slowest rank",
     ),
     Entry(
         REPLICAS, "Flowstone, four replicas", "ours", 3,
         tuple(replica_load(condition, how) for condition in CONDITIONS for how in (SHARED, ALONE)),
         ranks=4, replicas=True,
-        note="one job over gloo, each rank holds all of a state that has a quarter of the other rows' bytes, as "
-        "under DDP; rates are of that state, once. Reads shared: each byte is read by one rank and passed on in shared "
-        "memory (the default); each rank for itself: EngineOptions(share_reads=False). Through the page cache: "
-        "EngineOptions(direct='off'), where ranks share here alone; cached: all of the files is there",
+        note="one job over gloo. As under DDP, each rank holds the full state, which has a quarter of the bytes of the "
+        "other rows. Rates count these bytes once. *Reads shared* (the default): each byte is read by one rank and "
+        "passed on in shared memory. *Each rank for itself*: EngineOptions(share_reads=False). *Through the page "
+        "cache*: EngineOptions(direct='off'), with which only this benchmark shares reads. *Cached*: all files are in "
+        "the page cache",
     ),
     Entry("flowstone-posix", "Flowstone, io_uring refused", "ours", 3, _OURS, io_uring=False,
-          note="by a seccomp filter, before the process's first instruction"),
+          note="a seccomp filter refuses it from the process's first instruction on"),
 )
 
 RIVALS = (
@@ -134,9 +138,9 @@ RIVALS = (
     Entry("torchsnapshot-each", "TorchSnapshot, one snapshot per tensor", "torchsnapshot_take", 2, ("restore",),
           environment="torchsnapshot", note=_EACH_NOTE),
     Entry("datastates", "DataStates layout (emulation), file per tensor", "datastates_layout", 2, ("read",),
-          note=_DATASTATES_NOTE + "; one file for each tensor, as Gossman et al. ran the engine"),
+          note=_DATASTATES_NOTE + ". There is one file for each tensor, as Gossman et al. ran the engine"),
     Entry("datastates-section", "DataStates layout (emulation), file per section", "datastates_layout", 2, ("read",),
-          rounds=_FEWER, note=_DATASTATES_NOTE + "; one file for the model and one for the optimizer"),
+          rounds=_FEWER, note=_DATASTATES_NOTE + ". There is one file for the model and one for the optimizer"),
     Entry("bytecheckpoint", "ByteCheckpoint", "bytecheckpoint_save", 2, ("load",), environment="bytecheckpoint",
           rounds=_FEWER, note=_BCP_NOTE),
     Entry("bytecheckpoint-best", "ByteCheckpoint fast_saving, 2 workers", "bytecheckpoint_save", 2,
@@ -147,10 +151,10 @@ RIVALS = (
           ("load",), environment="torch-checkpointing", rounds=_FEWER, note=_TC_NOTE),
     Entry("orbax", "Orbax", "orbax_pytree", 2, ("restore",), environment="orbax", rounds=_FEWER, note=_ORBAX_NOTE),
     Entry("orbax-best", "Orbax, not compressed", "orbax_pytree", 2, ("restore",), environment="orbax", rounds=_FEWER,
-          note=_ORBAX_NOTE + "; use_compression=False"),
+          note=_ORBAX_NOTE + ". use_compression=False"),
 )
 
-ENTRIES = FLOWSTONE + RIVALS  # in this order, so that what goals compare closely is measured side by side
+ENTRIES = FLOWSTONE + RIVALS  # in this order, so that rows with a common goal are measured side by side
 SHORT = (OURS, "torch", "safetensors", "dcp-1", "dcp-2", "dcp-async")
 
 

@@ -1,4 +1,4 @@
-"""What every rival is asked to do."""
+"""The interface of a rival."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from bench.state import State
 
 
 class Rival(Protocol):
-    """One system, used as its documentation says. Made in a fresh process; everything it imports, it imports then."""
+    """One system, used as its documentation says. Created in a new process, in which it imports its packages."""
 
-    def prepare(self, state: State, what: str, /) -> None:
-        """What a job does once, before its first "save" or "load": process groups and the like. Not timed.
+    def prepare(self, state: State, verb: str, /) -> None:
+        """Done once by a job, before its first "save" or "load": process groups and the like. Not timed.
 
-        Memory that it takes counts as the rival's.
+        Memory that it allocates counts as the rival's.
         """
 
     def save(self, state: State, number: int, /) -> Callable[[], object]:
-        """Save; return once the state may change. What is returned waits until the save is durable."""
+        """Save; return once the state may change. The returned function waits until the save is durable."""
 
     def place(self, number: int, /) -> Path:
-        """The directory that holds the files of save `number`, and nothing else."""
+        """The directory that contains the files of save `number`, and nothing else."""
 
     def load(self, state: State, number: int, how: str, /) -> None:
-        """Bring save `number` into the state's own tensors, in one of the ways that its Entry lists."""
+        """Load save `number` into the state's own tensors, in one of the ways that its Entry lists."""
 
     def note(self, number: int, /) -> str:
-        """How the bytes of save `number` moved, if the rival can tell; else nothing."""
+        """How the bytes of save `number` moved, if the rival reports it; else ""."""
 
     def close(self) -> None:
         """Not timed."""
@@ -40,7 +40,7 @@ class SavesInDirectories:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
-    def prepare(self, state: State, what: str, /) -> None:
+    def prepare(self, state: State, verb: str, /) -> None:
         pass
 
     def place(self, number: int, /) -> Path:
@@ -54,4 +54,4 @@ class SavesInDirectories:
 
 
 def already_durable() -> None:
-    """What a save that did everything before it returned hands back."""
+    """The result of a save that did everything before it returned."""

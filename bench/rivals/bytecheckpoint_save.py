@@ -1,6 +1,6 @@
 """ByteCheckpoint: save and load with framework="ddp" on one rank of gloo.
 
-It syncs its data files before Python's buffer is flushed, its directories never; `make_durable` adds that.
+It syncs its data files before Python's buffer is flushed, and never its directories; `make_durable` adds that.
 """
 
 from __future__ import annotations
@@ -46,27 +46,27 @@ class ByteCheckpoint(SavesInDirectories):
 
         self._save, self._load, self._start_server = bytecheckpoint.save, bytecheckpoint.load, setup_rpc_service
 
-    def prepare(self, _state: State, what: str, /) -> None:
+    def prepare(self, _state: State, verb: str, /) -> None:
         """The process group, and the server over which ranks report; its authors leave that out of their times too."""
         with tempfile.TemporaryDirectory() as meeting:
             dist.init_process_group("gloo", init_method=f"file://{meeting}/store", rank=0, world_size=1)
-        if what == "save":
+        if verb == "save":
             self._start_server()
 
     def place(self, number: int, /) -> Path:
         return super().place(number) / f"global_step_{number}"
 
     def save(self, state: State, number: int, /) -> Callable[[], object]:
-        at, written = self.place(number), Event()
+        path, written = self.place(number), Event()
         self._save(
-            str(at.parent), _sections(state), framework="ddp", fast_saving=self._fast, global_steps=number,
+            str(path.parent), _sections(state), framework="ddp", fast_saving=self._fast, global_steps=number,
             callback=written.set,
         )
 
         def wait() -> None:
             if not written.wait(WRITE_TIMEOUT_S):
                 raise TimeoutError(f"not written after {WRITE_TIMEOUT_S:.0f} s")
-            make_durable(at.parent)
+            make_durable(path.parent)
 
         return wait
 

@@ -1,9 +1,9 @@
-"""An emulation of DataStates-LLM's layout and flow; its own engine cannot run without CUDA.
+"""An emulation of DataStates-LLM's layout and flow, because its own engine cannot run without CUDA.
 
-A file is a length (8 bytes), a JSON header with each tensor's dtype, shape and place, the tensors one after
-another without alignment, and the pickled skeleton of what was saved. Tensors are copied into a pool of host
-memory that was made before (and pinned, where there is a GPU); one thread writes them behind the copy
-through the page cache, opening, seeking and closing for each. A reload reads tensor by tensor.
+A file has a length (8 bytes), a JSON header with each tensor's dtype, shape and place, the tensors one after another
+without alignment, and the pickled skeleton of the state. Tensors are copied into a pool of host memory that was
+allocated before (and pinned, if there is a GPU). One thread writes them after the copy through the page cache, and
+opens, seeks and closes for each. A reload reads tensor by tensor.
 """
 
 from __future__ import annotations
@@ -34,33 +34,33 @@ class DataStatesLayout(SavesInDirectories):
         self._by_section = by_section
         self._flusher = ThreadPoolExecutor(1)
 
-    def prepare(self, state: State, what: str, /) -> None:
-        if what == "save":
-            room = mmap.mmap(-1, sum(map(_size, flatten(state).values())))
-            self._pool = torch.frombuffer(room, dtype=torch.uint8)
+    def prepare(self, state: State, verb: str, /) -> None:
+        if verb == "save":
+            buffer = mmap.mmap(-1, sum(map(_size, flatten(state).values())))
+            self._pool = torch.frombuffer(buffer, dtype=torch.uint8)
             self._pool.fill_(1)  # touched, as pinned memory is
 
     def save(self, state: State, number: int, /) -> Callable[[], object]:
-        at = self.place(number)
-        at.mkdir()
+        path = self.place(number)
+        path.mkdir()
         flushed: list[Future[None]] = []
         used = 0
         for file, tensors in self._files(state):
             header, starts, end = _header(tensors)
-            (at / file).write_bytes(header)
+            (path / file).write_bytes(header)
             for name, tensor in tensors.items():
                 staged = self._pool[used : used + _size(tensor)]
                 staged.copy_(_bytes(tensor))
                 used += _size(tensor)
-                flushed.append(self._flusher.submit(_write, at / file, starts[name], staged.numpy().data))
+                flushed.append(self._flusher.submit(_write, path / file, starts[name], staged.numpy().data))
             skeleton = pickle.dumps({name: f"TENSOR.{name}" for name in tensors})
-            flushed.append(self._flusher.submit(_write, at / file, end, memoryview(skeleton)))
+            flushed.append(self._flusher.submit(_write, path / file, end, memoryview(skeleton)))
 
         def until_durable() -> None:
             wait(flushed)
             for future in flushed:
                 future.result()
-            make_durable(at)
+            make_durable(path)
 
         return until_durable
 
@@ -93,15 +93,15 @@ def _header(tensors: Tensors) -> tuple[bytes, Mapping[str, int], int]:
 
     Places depend on the header's length, and that on their digits: so they are given room.
     """
-    room = LENGTH_BYTES + sum(len(name) + 160 for name in tensors)
-    rows, starts, at = {}, {}, room
+    header_bytes = LENGTH_BYTES + sum(len(name) + 160 for name in tensors)
+    rows, starts, offset = {}, {}, header_bytes
     for name, tensor in tensors.items():
-        starts[name], end = at, at + _size(tensor)
-        rows[name] = {"dtype": str(tensor.dtype), "shape": list(tensor.shape), "start": at, "end": end}
-        at = end
-    text = json.dumps(rows).encode().ljust(room - LENGTH_BYTES)
-    assert len(text) == room - LENGTH_BYTES
-    return len(text).to_bytes(LENGTH_BYTES, "little") + text, starts, at
+        starts[name], end = offset, offset + _size(tensor)
+        rows[name] = {"dtype": str(tensor.dtype), "shape": list(tensor.shape), "start": offset, "end": end}
+        offset = end
+    text = json.dumps(rows).encode().ljust(header_bytes - LENGTH_BYTES)
+    assert len(text) == header_bytes - LENGTH_BYTES
+    return len(text).to_bytes(LENGTH_BYTES, "little") + text, starts, offset
 
 
 def _write(path: Path, start: int, content: memoryview) -> None:

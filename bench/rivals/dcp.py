@@ -1,7 +1,7 @@
 """torch.distributed.checkpoint: save with one and two threads, and async_save.
 
-DCP syncs its data files itself (sync_files, its default), its metadata before Python's buffer is
-flushed, and the directory never; `make_durable` adds what is missing, so that all rivals promise the same.
+DCP syncs its data files itself (sync_files, its default), its metadata before Python's buffer is flushed, and never the
+directory; `make_durable` adds what is missing, so that all rivals make the same promise.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class Dcp(SavesInDirectories):
         self._thread_count = thread_count
 
     def save(self, state: State, number: int, /) -> Callable[[], object]:
-        at = self.place(number)
-        writer = dcp.FileSystemWriter(at, thread_count=self._thread_count, sync_files=True)
+        path = self.place(number)
+        writer = dcp.FileSystemWriter(path, thread_count=self._thread_count, sync_files=True)
         dcp.save(state, storage_writer=writer, no_dist=True)
-        make_durable(at)
+        make_durable(path)
         return already_durable
 
     def load(self, state: State, number: int, _how: str, /) -> None:
@@ -50,8 +50,8 @@ class DcpAsync(Dcp):
             dist.init_process_group("gloo", init_method=f"file://{meeting}/store", rank=0, world_size=1)
 
     def save(self, state: State, number: int, /) -> Callable[[], object]:
-        at = self.place(number)
-        writer = dcp.FileSystemWriter(at, thread_count=self._thread_count)
+        path = self.place(number)
+        writer = dcp.FileSystemWriter(path, thread_count=self._thread_count)
         planner = dcp.DefaultSavePlanner(enable_plan_caching=self._thread_count > 1)
         uploaded = dcp.async_save(state, storage_writer=writer, planner=planner)
 
@@ -59,7 +59,7 @@ class DcpAsync(Dcp):
 
         def wait() -> None:
             uploaded.result()
-            make_durable(at)
+            make_durable(path)
 
         return wait
 

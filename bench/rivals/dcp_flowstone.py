@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint through Flowstone: what changes for those who keep dcp.save and dcp.async_save."""
+"""torch.distributed.checkpoint through Flowstone: the gain of users who keep dcp.save and dcp.async_save."""
 
 from __future__ import annotations
 

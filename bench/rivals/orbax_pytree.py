@@ -31,12 +31,12 @@ class Orbax(SavesInDirectories):
         self._checkpointer = ocp.AsyncCheckpointer(handler)
 
     def save(self, state: State, number: int, /) -> Callable[[], object]:
-        at = self.place(number)
-        self._checkpointer.save(at, args=ocp.args.PyTreeSave(arrays(state)))
+        path = self.place(number)
+        self._checkpointer.save(path, args=ocp.args.PyTreeSave(arrays(state)))
 
         def wait() -> None:
             self._checkpointer.wait_until_finished()
-            make_durable(at)
+            make_durable(path)
 
         return wait
 

@@ -1,4 +1,4 @@
-"""Flowstone, with its defaults and in the settings that goals are about. Digests cannot be switched off."""
+"""Flowstone, with its defaults and in the settings of the goals. Digests cannot be switched off."""
 
 from __future__ import annotations
 

@@ -15,10 +15,10 @@ from bench.state import State, flatten
 
 class SafetensorsFile(SavesInDirectories):
     def save(self, state: State, number: int, /) -> Callable[[], object]:
-        at = self.place(number)
-        at.mkdir()
-        save_file(flatten(state), at / "state.safetensors")
-        make_durable(at)
+        path = self.place(number)
+        path.mkdir()
+        save_file(flatten(state), path / "state.safetensors")
+        make_durable(path)
         return already_durable
 
     def load(self, state: State, number: int, how: str, /) -> None:

@@ -1,7 +1,7 @@
 """torch_checkpointing's CheckpointManager: synchronous, and through its background process.
 
-Direct I/O, its default, writes from Python's unaligned buffers, which ext4 refuses; its own advice is to
-switch it off. Nothing is synced by it; `make_durable` is inside the timer.
+Direct I/O, its default, writes from Python's unaligned buffers, which ext4 refuses; its own advice is to switch it off.
+It syncs nothing; `make_durable` is inside the timer.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ class TorchCheckpointing(SavesInDirectories):
         super().__init__(directory)
         self._background = background
 
-    def prepare(self, state: State, what: str, /) -> None:
+    def prepare(self, state: State, verb: str, /) -> None:
         """The manager, its process, and the shared memory that it stages in."""
         saver = (
             AsyncCheckpointSaverConfig(writer_config=CheckpointWriterConfig(file_write_max_threads=2))
-            if self._background and what == "save"
+            if self._background and verb == "save"
             else SyncCheckpointSaverConfig()
         )
         storage = LocalFileSystemStorageConfig(use_direct_io=False)
         self._manager = CheckpointManager(CheckpointManager.Config(save=saver, storage_config=storage))
-        if self._background and what == "save":
+        if self._background and verb == "save":
             self._manager.prewarm_staging(state)
             # Both go on in the background, and the first save would wait for them.
             self._manager._prewarm_staging_future.result()
             self._manager._saver._checkpoint_process.wait_for_init()
 
     def save(self, state: State, number: int, /) -> Callable[[], object]:
-        at = self.place(number)
-        written = self._manager.save(str(at), state)
+        path = self.place(number)
+        written = self._manager.save(str(path), state)
         with self._manager.lock():  # what an optimizer step waits for: until then, the state is being copied
             pass
 
         def wait() -> None:
             if written is not None:
                 written.result()
-            make_durable(at)
+            make_durable(path)
 
         return wait
 

@@ -14,10 +14,10 @@ from bench.state import State, flatten
 
 class TorchSave(SavesInDirectories):
     def save(self, state: State, number: int, /) -> Callable[[], object]:
-        at = self.place(number)
-        at.mkdir()
-        torch.save(state, at / "state.pt")
-        make_durable(at)
+        path = self.place(number)
+        path.mkdir()
+        torch.save(state, path / "state.pt")
+        make_durable(path)
         return already_durable
 
     def load(self, state: State, number: int, how: str, /) -> None:

@@ -1,4 +1,4 @@
-"""TorchSnapshot: take and async_take of the whole state, and one take for each tensor."""
+"""TorchSnapshot: take and async_take of the full state, and one take for each tensor."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ class TorchSnapshot(SavesInDirectories):
         self._background = background
 
     def save(self, state: State, number: int, /) -> Callable[[], object]:
-        at, stateful = self.place(number), _stateful(state)
+        path, stateful = self.place(number), _stateful(state)
         if not self._background:
-            Snapshot.take(str(at), stateful)
-            make_durable(at)
+            Snapshot.take(str(path), stateful)
+            make_durable(path)
             return already_durable
-        pending = Snapshot.async_take(str(at), stateful)
+        pending = Snapshot.async_take(str(path), stateful)
 
         def wait() -> None:
             pending.wait()
-            make_durable(at)
+            make_durable(path)
 
         return wait
 
@@ -42,10 +42,10 @@ class TorchSnapshotEach(SavesInDirectories):
     """A snapshot, and so a directory with a metadata file, for each tensor."""
 
     def save(self, state: State, number: int, /) -> Callable[[], object]:
-        at = self.place(number)
+        path = self.place(number)
         for name, tensor in flatten(state).items():
-            Snapshot.take(str(at / name), {"x": StateDict(x=tensor)})
-        make_durable(at)
+            Snapshot.take(str(path / name), {"x": StateDict(x=tensor)})
+        make_durable(path)
         return already_durable
 
     def load(self, state: State, number: int, _how: str, /) -> None:

@@ -1,8 +1,8 @@
-"""The least that the largest writer must write: exact, by maximum flow, only from what each rank holds.
+"""The least that the largest writer must write, exactly, by maximum flow from the pieces that each rank holds.
 
-Pieces that the same ranks hold are one source of bytes; an edge leads to each of these ranks, and from a rank to the
-sink as much as it may write at most. Flow may cut pieces anywhere, so no plan of whole pieces is below the bound.
-Written without the product's own tables, to judge them.
+Pieces that the same ranks hold are one source of bytes. An edge leads to each of these ranks, and from a rank to the
+sink with the most bytes that it may write. Flow may cut pieces anywhere, so no plan of full pieces is below the bound.
+It does not use the product's own tables, since it checks them.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ Ownership = Mapping[tuple[int, ...], int]
 def ownership(held: Sequence[Pieces]) -> tuple[dict[tuple[int, ...], int], int]:
     """Who holds what, and how many distinct pieces there are."""
     variants: dict[tuple[int, int, int], list[int]] = defaultdict(list)
-    for rank, one in enumerate(held):
-        variants[id(one.tensors), id(one.parts), id(one.kinds)].append(rank)
+    for rank, table in enumerate(held):
+        variants[id(table.tensors), id(table.parts), id(table.kinds)].append(rank)
     groups = list(variants.values())
     seen: dict[str, list[tuple[int, int]]] = defaultdict(list)  # name -> (variant, kind) where it occurs
     facts: dict[str, tuple[tuple[int, ...], int]] = {}
     for number, ranks in enumerate(groups):
-        one = held[ranks[0]]
-        kinds = np.arange(len(one.parts)) if one.kinds is None else one.kinds
-        kind_at = dict(zip(one.parts.tolist(), kinds.tolist(), strict=True))
-        for at, (name, dtype, shape) in enumerate(
-            zip(one.names, one.dtypes, one.shapes, strict=True)
+        table = held[ranks[0]]
+        kinds = np.arange(len(table.parts)) if table.kinds is None else table.kinds
+        kind_at = dict(zip(table.parts.tolist(), kinds.tolist(), strict=True))
+        for index, (name, dtype, shape) in enumerate(
+            zip(table.names, table.dtypes, table.shapes, strict=True)
         ):
-            seen[name].append((number, kind_at.get(at, -1)))
+            seen[name].append((number, kind_at.get(index, -1)))
             facts[name] = shape, dtype.item_bytes
     alike: dict[tuple[object, ...], int] = defaultdict(int)
     for name, where in seen.items():
         alike[facts[name], tuple(where)] += 1
     boxes = [_boxes([held[rank] for rank in ranks]) for ranks in groups]
-    found: dict[tuple[int, ...], int] = defaultdict(int)
+    sizes: dict[tuple[int, ...], int] = defaultdict(int)
     pieces = 0
     for ((shape, item), where), count in alike.items():  # type: ignore[misc]
         holders: dict[tuple[int, ...], list[int]] = defaultdict(list)
@@ -49,22 +49,22 @@ def ownership(held: Sequence[Pieces]) -> tuple[dict[tuple[int, ...], int], int]:
                 holders[of[kind] if kind >= 0 else (*(0,) * len(shape), *shape)].append(rank)
         for box, ranks in holders.items():
             elements = int(np.prod(box[len(shape) :], dtype=np.int64))
-            found[tuple(sorted(ranks))] += count * item * elements
+            sizes[tuple(sorted(ranks))] += count * item * elements
         pieces += count * len(holders)
-    return dict(found), pieces
+    return dict(sizes), pieces
 
 
 def _boxes(alike: Sequence[Pieces]) -> list[list[tuple[int, ...]]]:
     """Of each of these ranks, whose columns but the boxes are the same: its boxes, offset before shape."""
-    one = alike[0]
-    kinds = range(len(one.parts)) if one.kinds is None else one.kinds.tolist()
-    ndim = {kind: len(one.shapes[part]) for part, kind in zip(one.parts.tolist(), kinds, strict=True)}
+    pieces = alike[0]
+    kinds = range(len(pieces.parts)) if pieces.kinds is None else pieces.kinds.tolist()
+    ndim = {kind: len(pieces.shapes[part]) for part, kind in zip(pieces.parts.tolist(), kinds, strict=True)}
     starts = np.cumsum([0, *(2 * ndim[kind] for kind in range(len(ndim)))]).tolist()
-    found = []
+    boxes = []
     for rank in alike:
         numbers = rank.boxes.tolist()
-        found.append([tuple(numbers[begin:end]) for begin, end in pairwise(starts)])
-    return found
+        boxes.append([tuple(numbers[begin:end]) for begin, end in pairwise(starts)])
+    return boxes
 
 
 def least_largest(owned: Ownership, ranks: int, *, within: float = 0.0) -> int:
@@ -92,10 +92,10 @@ def _apart(
     for holders, _ in shared:
         for rank in holders[1:]:
             leader[find(rank)] = find(holders[0])
-    found: dict[int, list[tuple[tuple[int, ...], int]]] = defaultdict(list)
-    for one in shared:
-        found[find(one[0][0])].append(one)
-    return list(found.values())
+    groups: dict[int, list[tuple[tuple[int, ...], int]]] = defaultdict(list)
+    for part in shared:
+        groups[find(part[0][0])].append(part)
+    return list(groups.values())
 
 
 def _least_of(part: Sequence[tuple[tuple[int, ...], int]], own: Sequence[int], within: float) -> int:
@@ -127,13 +127,13 @@ def _fits(
     part: Sequence[tuple[tuple[int, ...], int]], own: Sequence[int], ranks: Sequence[int], most: int
 ) -> bool:
     """Whether no rank need write more than `most`. Maximum flow by Dinic's algorithm."""
-    node = {rank: 1 + len(part) + at for at, rank in enumerate(ranks)}
+    node = {rank: 1 + len(part) + number for number, rank in enumerate(ranks)}
     sink = 1 + len(part) + len(ranks)
     flow = _Flow(sink + 1)
-    for at, (holders, bytes_) in enumerate(part, 1):
-        flow.edge(0, at, bytes_)
+    for index, (holders, bytes_) in enumerate(part, 1):
+        flow.edge(0, index, bytes_)
         for rank in holders:
-            flow.edge(at, node[rank], bytes_)
+            flow.edge(index, node[rank], bytes_)
     for rank in ranks:
         flow.edge(node[rank], sink, most - own[rank])
     return flow.most(0, sink) == sum(bytes_ for _, bytes_ in part)
@@ -145,8 +145,8 @@ class _Flow:
         self._to: list[int] = []
         self._room: list[int] = []
 
-    def edge(self, source: int, target: int, room: int) -> None:
-        for a, b, r in ((source, target, room), (target, source, 0)):
+    def edge(self, source: int, target: int, capacity: int) -> None:
+        for a, b, r in ((source, target, capacity), (target, source, 0)):
             self._out[a].append(len(self._to))
             self._to.append(b)
             self._room.append(r)

@@ -1,6 +1,6 @@
 """One job, planned in a process of its own: `python -m bench.scaling.measure TASK.json OUTCOME.json`.
 
-Every phase is the product's own code on what thousands of ranks would say; only the ranks are made up. The process
+Every phase runs the product's own code on the messages of thousands of ranks; only the ranks are simulated. The process
 keeps to one core.
 """
 
@@ -23,6 +23,22 @@ from bench.meter import Meter, resident_bytes
 from bench.scaling.bound import least_largest, ownership
 from bench.scaling.records import Outcome, Spent, Task
 from bench.scaling.state import MODELS, PARALLELISMS, RANKS_PER_NODE, Job, Sizes, layout_of, pieces_of
+from flowstone.coordination.messages import (
+    Contribution,
+    PackedLayout,
+    PlanTerms,
+    Proposal,
+    ReplicaDigests,
+    WriterShare,
+    assignment_of,
+    compressed,
+    pack,
+    pack_written,
+    packed,
+    unpack,
+    written_by,
+)
+from flowstone.coordination.rank_zero import RankZero
 from flowstone.format.digest import chunk_digests
 from flowstone.format.index import decode_index
 from flowstone.format.manifest import (
@@ -34,46 +50,30 @@ from flowstone.format.manifest import (
     SegmentRow,
     encode_manifest,
 )
-from flowstone.pipeline.messages import (
-    Contribution,
-    LookedAt,
-    PackedLayout,
-    Part,
-    Proposal,
-    Terms,
-    assignment_of,
-    compressed,
-    pack,
-    pack_written,
-    packed,
-    unpack,
-    written_by,
-)
-from flowstone.pipeline.plan_cache import plan_save
-from flowstone.pipeline.rank_zero import RankZero
 from flowstone.plan.assign_writers import WriterAssignment
 from flowstone.plan.global_index import global_index
-from flowstone.plan.match import Available, Requested, match
+from flowstone.plan.match import CheckpointTensors, StateRequest, match
 from flowstone.plan.read import plan_reads
 from flowstone.plan.write import Writer, data_offsets
 from flowstone.ranks import Decision
+from flowstone.ranks.exchange import Exchange, ExchangeSide
 from flowstone.ranks.failure_detector import FailureDetector
 from flowstone.ranks.kv_store import Mailbox
-from flowstone.ranks.wire import Exchange, Side
-from flowstone.state import Counters, Described
+from flowstone.save.plan_cache import plan_save
+from flowstone.state import StateDescription, VersionCounters
 from flowstone.store.base import Receipt
 from flowstone.store.local import LocalStore
 from flowstone.table.pieces import Layout, Pieces, Places
 
 CACHED_TIMES = 51
-SAMPLE = 1  # the rank that is looked at: not the one that leads
-SAMPLED = 33  # ranks whose receipts are encoded; those of the others are taken to be as long
+SAMPLE = 1  # the sampled rank: not the leader
+SAMPLED = 33  # ranks whose receipts are encoded; those of others are assumed to be as long
 FAN = 16
 BOUND_WITHIN = 1e-4
 
 
 class Bench:
-    """The phases in order; what each took."""
+    """The phases in order, with their costs."""
 
     def __init__(self, task: Task) -> None:
         self._task = task
@@ -116,24 +116,24 @@ class Bench:
         index, rows, manifest = self._commit(shared, rank_zero)
         reads, read_bytes, chunks = self._load(index, rows)
         return Outcome(
-            held_pieces=sum(len(one.names) for one in layouts), pieces=sum(map(len, shared.writes)),
+            held_pieces=sum(len(layout.names) for layout in layouts), pieces=sum(map(len, shared.writes)),
             chunks=chunks, state_bytes=job.state_bytes, message_bytes=max(map(len, messages)), posted=posted,
             posted_bytes=posted_bytes, commit_bytes=max(receipts),
             posted_receipts_bytes=round(statistics.fmean(receipts) * _hops(task.ranks)),
             largest=int(loads.max()), mean=float(loads.mean()), bound=bound,
-            largest_piece=max(int(self._sizes(one).max()) for one in shared.layouts[::RANKS_PER_NODE]),
+            largest_piece=max(int(self._sizes(layout).max()) for layout in shared.layouts[::RANKS_PER_NODE]),
             cached_s=cached_s, index_bytes=len(index),
             manifest_bytes=len(manifest), segments=len(rows), reads=reads, read_bytes=read_bytes, spent=self.spent,
         )
 
     def _write_plan(self, layout: Layout, decision: Decision) -> float:
-        """The last rank's plan, and what a save with a known one takes."""
+        """The last rank's plan, and the time of a save with a cached one."""
         count = len(layout.pieces)
         nowhere = np.zeros(count, np.uint64)
-        uncounted = Counters.none()
-        described = Described(layout, Places(nowhere, {}, [None] * count), {}, {}, (), uncounted, deque())
-        part = unpack(decision.each[SAMPLE], Part)
-        assignment = assignment_of(unpack(decision.common, Terms), layout, part)
+        uncounted = VersionCounters.empty()
+        described = StateDescription(layout, Places(nowhere, {}, [None] * count), {}, {}, (), uncounted, deque())
+        part = unpack(decision.each[SAMPLE], WriterShare)
+        assignment = assignment_of(unpack(decision.common, PlanTerms), layout, part)
         with self._phase("write plan"):
             planned = plan_save(described, None, assignment, fence="manual", writer=Writer(SAMPLE))
         again = msgspec.structs.replace(assignment, plan="next")
@@ -145,9 +145,9 @@ class Bench:
         return statistics.median(_timed(cached) for _ in range(CACHED_TIMES))
 
     def _receipts(self, shared: WriterAssignment) -> list[int]:
-        """Lengths of what ranks say once they have written."""
+        """Lengths of the ranks' receipts."""
         chance = np.random.default_rng(1)
-        found = []
+        receipts = []
         ranks = sorted(set(np.linspace(0, len(shared.layouts) - 1, SAMPLED).astype(int).tolist()))
         for rank in ranks:
             lengths = self._sizes(shared.layouts[rank])[shared.writes[rank]]
@@ -157,16 +157,16 @@ class Bench:
                 [SegmentRow(0, None, f"rank-{rank:05d}.safetensors", int(lengths.sum()), 4096, "0" * 16)],
                 np.zeros(count, np.uint32), np.cumsum(-(-lengths // 4096) * 4096 + 4096).astype(np.uint64),
                 Receipt(None, chance.integers(0, 1 << 64, chunks, np.uint64), _IO),
-                {"step": b"1"}, {}, {"step": 1}, LookedAt(None, np.zeros(0, np.uint16)),
+                {"step": b"1"}, {}, {"step": 1}, ReplicaDigests(None, np.zeros(0, np.uint16)),
             )
-            found.append(len(pack_written(written_by(made, "p" * 16, "d" * 24, 1))))
-        return found
+            receipts.append(len(pack_written(written_by(made, "p" * 16, "d" * 24, 1))))
+        return receipts
 
     def _commit(self, shared: WriterAssignment, rank_zero: RankZero) -> tuple[bytes, list[SegmentRow], bytes]:
-        """Index and manifest of what all ranks have written, as rank 0 makes them in every save."""
+        """The index and manifest of all ranks, as rank 0 makes them in every save."""
         counts = list(map(len, shared.writes))
         segment = np.repeat(np.arange(len(counts), dtype=np.uint32), counts)
-        lengths = [self._sizes(one)[writes] for one, writes in zip(shared.layouts, shared.writes, strict=True)]
+        lengths = [self._sizes(layout)[writes] for layout, writes in zip(shared.layouts, shared.writes, strict=True)]
         offsets = np.concatenate([4096 + np.cumsum(of) - of for of in lengths]).astype(np.uint64)
         chunks = int(sum((-(-of // (1 << 20))).sum() for of in lengths))
         rows = [
@@ -197,16 +197,16 @@ class Bench:
         return index, rows, manifest
 
     def _load(self, index: bytes, rows: Sequence[SegmentRow]) -> tuple[int, int, int]:
-        """What the middle rank of a job of another layout reads."""
+        """The reads of the middle rank of a job with another layout."""
         target = Job(self._model, PARALLELISMS[self._task.target], self._task.ranks)
         pieces = pieces_of(target.held(self._task.ranks // 2))
         with self._phase("open index"):
             table = decode_index(index, segments=rows, path=INDEX_NAME)
         elsewhere = set(table.tensors.names)
         with self._phase("load plan"):
-            requested = Requested(pieces, (), ("model", "optimizer"))
-            found = match(requested, Available(table, table.rows()), (), elsewhere=elsewhere)
-            plan = plan_reads(table, pieces.take(found.wanted), found.rows)
+            requested = StateRequest(pieces, (), ("model", "optimizer"))
+            matched = match(requested, CheckpointTensors(table, table.rows()), (), other_rank_names=elsewhere)
+            plan = plan_reads(table, pieces.take(matched.positions), matched.rows)
         return len(plan.piece), plan.bytes, len(table.chunks.digest)
 
 
@@ -214,7 +214,7 @@ _IO = IoRecord("io_uring", 4096, 8 << 20, 16, 0, 0)
 
 
 class _MemoryStore:
-    """The job's store, in this process: what is put there is counted by Mailbox."""
+    """The job's key-value store, in this process; Mailbox counts its messages."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
@@ -237,34 +237,34 @@ class _MemoryStore:
 
 
 def _exchanged(messages: Sequence[bytes], decision: Decision, kv_store: _MemoryStore) -> tuple[int, int]:
-    """Take the agreement on a plan through its tree, rank after rank: children before parents, so that none waits."""
+    """Run the agreement on a plan through its tree, rank after rank: children before parents, so that none waits."""
     ranks = len(messages)
     mailboxes = [Mailbox(kv_store) for _ in range(ranks)]
     detector = FailureDetector(kv_store)
     sides = [
-        Exchange(Side(mailbox, detector, rank, ranks, FAN, 600.0, 600.0), "1", "the plan", 1)
+        Exchange(ExchangeSide(mailbox, detector, rank, ranks, FAN, 600.0, 600.0), "1", "the plan", 1)
         for rank, mailbox in enumerate(mailboxes)
     ]
     for rank in reversed(range(ranks)):
-        said = sides[rank].collect(messages[rank])
-    assert [len(one.payload) for one in sorted(said, key=lambda one: one.rank)] == list(map(len, messages))
-    assert sides[0].claim()
-    sides[0].reach_decision(said, lambda _: decision)
+        received = sides[rank].collect_messages(messages[rank])
+    assert [len(sent.payload) for sent in sorted(received, key=lambda sent: sent.rank)] == list(map(len, messages))
+    assert sides[0].claim_decision()
+    sides[0].reach_decision(received, lambda _: decision)
     for side in sides:
-        assert side.learn().failure is None
-        side.own()
+        assert side.read_outcome().failure is None
+        side.read_own_part()
     return sum(mailbox.sent for mailbox in mailboxes), sum(mailbox.sent_bytes for mailbox in mailboxes)
 
 
 def _said(layouts: Sequence[Pieces]) -> tuple[list[bytes], PackedLayout | None]:
-    """What each rank says, and the layout in what SAMPLE does. What ranks have alike is encoded once."""
+    """Each rank's message, and the layout in that of SAMPLE. The common parts of ranks are encoded once."""
     known: dict[tuple[int, int, int], PackedLayout] = {}
     messages, made = [], None
-    for rank, one in enumerate(layouts):
-        key = id(one.tensors), id(one.parts), id(one.kinds)
+    for rank, table in enumerate(layouts):
+        key = id(table.tensors), id(table.parts), id(table.kinds)
         if key not in known:
-            known[key] = packed(one, [])
-        layout = msgspec.structs.replace(known[key], boxes=compressed(one.boxes))
+            known[key] = packed(table, [])
+        layout = msgspec.structs.replace(known[key], boxes=compressed(table.boxes))
         node = f"node-{rank // RANKS_PER_NODE}"
         messages.append(msgspec.msgpack.encode(Proposal(1, node, None, layout)))
         if rank == SAMPLE:
@@ -273,7 +273,7 @@ def _said(layouts: Sequence[Pieces]) -> tuple[list[bytes], PackedLayout | None]:
 
 
 def _hops(ranks: int) -> int:
-    """How often a message is posted on the way from each rank to rank 0, all ranks together."""
+    """How often a message is posted on its way from each rank to rank 0, all ranks together."""
     hops = 0
     for rank in range(1, ranks):
         while rank:

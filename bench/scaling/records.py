@@ -1,4 +1,4 @@
-"""What is asked of a process that plans, and what it finds."""
+"""The task of a process that plans, and its results."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ class Spent(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What a job of `ranks` ranks costs to plan.
+    """The cost of planning a job of `ranks` ranks.
 
-    held_pieces    of all ranks, replicas counted as often as they are held
+    held_pieces    of all ranks; replicas count once for each rank
     pieces         that are written
-    message_bytes  of the largest layout that a rank says
+    message_bytes  of the largest layout message of a rank
     posted         values put into the job's store by all ranks, for the first plan
     posted_bytes   of these
-    commit_bytes   of the largest receipt that a rank says; posted_receipts_bytes of all, on the way through the tree
+    commit_bytes   of the largest receipt of a rank; posted_receipts_bytes of all, on the way through the tree
     spent          by phase
     largest, mean, bound  bytes of the largest writer, of the mean, and the least that ownership allows the largest
-    cached_s       what `save` does on a rank with a known plan: median of many, by the clock
+    cached_s       the time of `save` on a rank with a cached plan: median of many, by the clock
     reads          rows of the load plan
     """
 

@@ -1,7 +1,7 @@
-"""What each of thousands of simulated ranks holds of a Llama-3's training state, without its memory.
+"""The part of a Llama-3's training state on each of thousands of simulated ranks, without its memory.
 
-The state is described on meta tensors: bf16 parameters, fp32 master, exp_avg, exp_avg_sq and step. A layout says
-what becomes of a parameter and of its optimizer state on a mesh of ranks; ranks are numbered with tensor parallelism
+The state is described on meta tensors: bf16 parameters, fp32 master, exp_avg, exp_avg_sq and step. A layout determines
+how a parameter and its optimizer state are divided on a mesh of ranks. Ranks are numbered with tensor parallelism
 innermost, then data, then pipeline (Megatron's order).
 """
 
@@ -47,18 +47,18 @@ class Model:
 
         yield "model.embed_tokens.weight", meta(self.vocabulary, hidden), "rows"
         for layer in range(self.layers):
-            at = f"model.layers.{layer}"
-            yield f"{at}.self_attn.q_proj.weight", meta(hidden, hidden), "rows"
-            yield f"{at}.self_attn.k_proj.weight", meta(self.key_value, hidden), "rows"
-            yield f"{at}.self_attn.v_proj.weight", meta(self.key_value, hidden), "rows"
-            yield f"{at}.self_attn.o_proj.weight", meta(hidden, hidden), "columns"
+            prefix = f"model.layers.{layer}"
+            yield f"{prefix}.self_attn.q_proj.weight", meta(hidden, hidden), "rows"
+            yield f"{prefix}.self_attn.k_proj.weight", meta(self.key_value, hidden), "rows"
+            yield f"{prefix}.self_attn.v_proj.weight", meta(self.key_value, hidden), "rows"
+            yield f"{prefix}.self_attn.o_proj.weight", meta(hidden, hidden), "columns"
             for name in [f"experts.{e}." for e in range(self.experts)] or [""]:
                 inner = wide // 16 if self.experts else wide
-                yield f"{at}.mlp.{name}gate_proj.weight", meta(inner, hidden), "rows"
-                yield f"{at}.mlp.{name}up_proj.weight", meta(inner, hidden), "rows"
-                yield f"{at}.mlp.{name}down_proj.weight", meta(hidden, inner), "columns"
-            yield f"{at}.input_layernorm.weight", meta(hidden), None
-            yield f"{at}.post_attention_layernorm.weight", meta(hidden), None
+                yield f"{prefix}.mlp.{name}gate_proj.weight", meta(inner, hidden), "rows"
+                yield f"{prefix}.mlp.{name}up_proj.weight", meta(inner, hidden), "rows"
+                yield f"{prefix}.mlp.{name}down_proj.weight", meta(hidden, inner), "columns"
+            yield f"{prefix}.input_layernorm.weight", meta(hidden), None
+            yield f"{prefix}.post_attention_layernorm.weight", meta(hidden), None
         yield "model.norm.weight", meta(hidden), None
         yield "lm_head.weight", meta(self.vocabulary, hidden), "rows"
 
@@ -85,20 +85,20 @@ class Tensor:
 
 
 def tensors(model: Model) -> list[Tensor]:
-    """The whole state, parameters first."""
-    found, slots = [], []
+    """The full state, parameters first."""
+    tensors, slots = [], []
     for name, meta, cut in model.parameters():
         shape = tuple(meta.shape)
-        found.append(Tensor(f"model.{name}", name, DTYPES["bfloat16"], shape, cut, False))
+        tensors.append(Tensor(f"model.{name}", name, DTYPES["bfloat16"], shape, cut, False))
         path = f"optimizer.state.model.{name}"
         slots += [Tensor(f"{path}.{slot}", name, DTYPES["float32"], shape, cut, True) for slot in SLOTS]
         slots.append(Tensor(f"{path}.step", name, DTYPES["float32"], (), None, True))
-    return found + slots
+    return tensors + slots
 
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """tensor x data x pipeline = ranks. `copies`: of the data-parallel ranks so many hold the same shards."""
+    """tensor x data x pipeline = ranks. `copies`: the number of data-parallel ranks with the same shards."""
 
     tensor: int
     data: int
@@ -112,7 +112,7 @@ class Mesh:
 
 @dataclass(frozen=True, slots=True)
 class Parallelism:
-    """How a job lays its state out. `parameters`, `slots`: whether the data-parallel ranks shard them."""
+    """How a job lays out its state. `parameters`, `slots`: whether the data-parallel ranks shard them."""
 
     title: str
     mesh: Callable[[int], Mesh]
@@ -138,7 +138,7 @@ PARALLELISMS = {
 
 
 class Job:
-    """What the ranks of a job hold, as the columns that they say it with; those of most ranks are shared."""
+    """The pieces of a job's ranks, as the columns of their messages; most ranks share them."""
 
     def __init__(self, model: Model, how: Parallelism, ranks: int) -> None:
         self.ranks, self._model, self._how = ranks, model, how
@@ -153,14 +153,14 @@ class Job:
 
     @cached_property
     def state_bytes(self) -> int:
-        return sum(int(np.prod(one.shape, dtype=np.int64)) * one.dtype.item_bytes for one in self._all)
+        return sum(int(np.prod(tensor.shape, dtype=np.int64)) * tensor.dtype.item_bytes for tensor in self._all)
 
     def held(self, rank: int) -> Pieces:
-        """What a rank holds: each distinct box of each shape once, as `Pieces.compact` makes them."""
+        """The pieces of a rank: each distinct box of each shape once, as `Pieces.compact` makes them."""
         tensor, data, stage = self.mesh.place(rank)
         form = self._form(stage, self._owner(rank))
-        regions = [self._region(one, tensor, data) for one in form.examples]
-        key = stage, self._owner(rank), *(_how(one, of) for one, of in zip(regions, form.examples, strict=True))
+        regions = [self._region(example, tensor, data) for example in form.examples]
+        key = stage, self._owner(rank), *(_how(region, of) for region, of in zip(regions, form.examples, strict=True))
         if key not in self._forms:
             self._forms[key] = _Form.of(form, regions)
         return self._forms[key].held(regions)
@@ -168,7 +168,7 @@ class Job:
     def _form(self, stage: int, owner: int) -> _Form:
         """The tensors of a stage and of the experts' owner, before it is known which are empty."""
         if (stage, owner) not in self._forms:
-            mine = [one for one in self._all if self._is_of(one, stage, owner)]
+            mine = [tensor for tensor in self._all if self._is_of(tensor, stage, owner)]
             self._forms[stage, owner] = _Form(mine)
         return self._forms[stage, owner]
 
@@ -179,24 +179,24 @@ class Job:
     def _expert_groups(self) -> int:
         return min(self._model.experts, self.ranks)
 
-    def _is_of(self, one: Tensor, stage: int, owner: int) -> bool:
-        if self._stages[one.parameter] != stage:
+    def _is_of(self, tensor: Tensor, stage: int, owner: int) -> bool:
+        if self._stages[tensor.parameter] != stage:
             return False
-        if not self._how.experts or ".experts." not in one.name:
+        if not self._how.experts or ".experts." not in tensor.name:
             return True
-        number = int(one.name.partition(".experts.")[2].partition(".")[0])
+        number = int(tensor.name.partition(".experts.")[2].partition(".")[0])
         return number % self._expert_groups == owner
 
-    def _region(self, one: Tensor, tensor: int, data: int) -> Region:
-        """What a rank at these coordinates holds of a tensor."""
-        offset, shape = [0] * len(one.shape), list(one.shape)
+    def _region(self, value: Tensor, tensor: int, data: int) -> Region:
+        """The part of a tensor on a rank at these coordinates."""
+        offset, shape = [0] * len(value.shape), list(value.shape)
         if not shape:
             return (), ()
-        if one.cut is not None and self.mesh.tensor > 1:
-            dim = 0 if one.cut == "rows" else 1
+        if value.cut is not None and self.mesh.tensor > 1:
+            dim = 0 if value.cut == "rows" else 1
             offset[dim], shape[dim] = _chunk(shape[dim], self.mesh.tensor, tensor)
-        is_expert = self._how.experts and ".experts." in one.name
-        if (self._how.slots if one.is_slot else self._how.parameters) and not is_expert:
+        is_expert = self._how.experts and ".experts." in value.name
+        if (self._how.slots if value.is_slot else self._how.parameters) and not is_expert:
             shards = self.mesh.data // min(self.mesh.copies, self.mesh.data)
             begin, shape[0] = _chunk(shape[0], shards, data % shards)
             offset[0] += begin
@@ -204,7 +204,7 @@ class Job:
 
 
 def _chunk(length: int, parts: int, number: int) -> tuple[int, int]:
-    """Where the part begins, and its length, as torch.chunk cuts; 0 long where there are not so many parts."""
+    """The begin and length of the part, as torch.chunk cuts; length 0 if there are fewer parts."""
     size = -(-length // parts)
     begin = min(number * size, length)
     return begin, min(size, length - begin)
@@ -212,23 +212,23 @@ def _chunk(length: int, parts: int, number: int) -> tuple[int, int]:
 
 def _stages(model: Model, stages: int) -> dict[str, int]:
     """The pipeline stage of each parameter: layers in even runs, the ends with what belongs to them."""
-    found = {}
+    numbers = {}
     for name, _, _ in model.parameters():
         if name.startswith("model.layers."):
-            found[name] = int(name.split(".")[2]) * stages // model.layers
+            numbers[name] = int(name.split(".")[2]) * stages // model.layers
         else:
-            found[name] = 0 if "embed" in name else stages - 1
-    return found
+            numbers[name] = 0 if "embed" in name else stages - 1
+    return numbers
 
 
-def _how(region: Region, one: Tensor) -> str:
-    if region[1] == one.shape:
+def _how(region: Region, tensor: Tensor) -> str:
+    if region[1] == tensor.shape:
         return "whole"
     return "empty" if 0 in region[1] else "part"
 
 
 class _Form:
-    """Tensors of which ranks hold parts, and the columns that all these ranks have alike.
+    """Tensors of which ranks hold parts, and the columns that all these ranks have in common.
 
     examples  a tensor of each kind: of one shape, cut one way
     """
@@ -237,14 +237,14 @@ class _Form:
         kinds: dict[tuple[object, ...], int] = {}
         self.mine = mine
         self.kind = [kinds.setdefault((t.shape, t.cut, t.is_slot, ".experts." in t.name), len(kinds)) for t in mine]
-        first = {kind: at for at, kind in reversed(list(enumerate(self.kind)))}
+        first = {kind: index for index, kind in reversed(list(enumerate(self.kind)))}
         self.examples = [mine[first[kind]] for kind in range(len(kinds))]
 
     @classmethod
     def of(cls, form: _Form, regions: list[Region]) -> _Form:
-        """Without the tensors of which nothing is held."""
+        """Without the tensors of which the rank holds nothing."""
         made = cls.__new__(cls)
-        how = [_how(region, one) for region, one in zip(regions, form.examples, strict=True)]
+        how = [_how(region, example) for region, example in zip(regions, form.examples, strict=True)]
         pairs = [(t, kind) for t, kind in zip(form.mine, form.kind, strict=True) if how[kind] != "empty"]
         made.mine, made.kind, made.examples = [t for t, _ in pairs], [kind for _, kind in pairs], form.examples
         made._columns(how)
@@ -256,9 +256,9 @@ class _Form:
             tuple(t.name for t in mine), tuple(t.dtype for t in mine), tuple(t.shape for t in mine)
         )
         self._parts: NDArray[np.int64] = np.array(
-            [at for at, kind in enumerate(self.kind) if how[kind] == "part"], np.int64
+            [index for index, kind in enumerate(self.kind) if how[kind] == "part"], np.int64
         )
-        self._kinds = [self.kind[at] for at in self._parts.tolist()]
+        self._kinds = [self.kind[part] for part in self._parts.tolist()]
         self._compact: dict[tuple[int, ...], NDArray[np.int64]] = {}
 
     def held(self, regions: list[Region]) -> Pieces:
@@ -276,7 +276,7 @@ class _Form:
 
 
 def pieces_of(held: Pieces) -> Pieces:
-    """The same with a box for each part: what a rank itself has."""
+    """The same with a box for each part, like a rank's own pieces."""
     return Pieces(held.tensors, held.parts, held.part_numbers()[0])
 
 
@@ -298,15 +298,15 @@ class Sizes:
         if key not in self._known:
             items = np.array([dtype.item_bytes for dtype in names.dtypes], np.int64)
             whole = np.array([np.prod(shape, dtype=np.int64) for shape in names.shapes], np.int64)
-            ndim = dict(zip(kinds.tolist(), (len(names.shapes[at]) for at in held.parts.tolist()), strict=True))
-            sides = np.full((len(ndim), max(ndim.values(), default=0)), -1)  # where they are in the boxes; -1: behind
-            at = 0
+            ndim = dict(zip(kinds.tolist(), (len(names.shapes[part]) for part in held.parts.tolist()), strict=True))
+            sides = np.full((len(ndim), max(ndim.values(), default=0)), -1)  # their place in the boxes; -1: the end
+            offset = 0
             for kind in range(len(ndim)):
                 n = ndim[kind]
-                sides[kind, :n] = np.arange(at + n, at + 2 * n)
-                at += 2 * n
+                sides[kind, :n] = np.arange(offset + n, offset + 2 * n)
+                offset += 2 * n
             self._known[key] = items, whole, sides
         items, whole, sides = self._known[key]
-        found = whole.copy()
-        found[held.parts] = np.append(held.boxes, 1)[sides].prod(axis=1)[kinds]
-        return found * items
+        values = whole.copy()
+        values[held.parts] = np.append(held.boxes, 1)[sides].prod(axis=1)[kinds]
+        return values * items

@@ -1,18 +1,19 @@
-"""From what was measured to goals, tables and growth curves."""
+"""Goals, tables and growth curves from the measurements."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+from bench.charts import Curve, GrowthChart
 from bench.figures import Spread, spread
 from bench.goals import Goal
 from bench.report import Table
-from bench.scaling.curves import Curve, Growth
 from bench.scaling.records import Case, Outcome, Run
 from bench.scaling.state import MODELS, PARALLELISMS
 
 FIRST_PLAN_S, OF_BOUND, OF_MEAN, CACHED_MS = 60.0, 1.02, 1.02, 10.0
 MILLION, INDEX_S, LOAD_S, MEMORY_BYTES = 1_000_000, 2.0, 1.0, 1e9
+_MOST = "bytes of the rank that writes most"
 LOAD_PHASES, SAVE_PHASES = ("open index", "load plan"), ("index", "manifest", "write index")
 
 
@@ -31,8 +32,8 @@ def _title(case: Case) -> str:
 
 def _large(run: Run) -> Iterator[Goal]:
     ranks = max((case.task.ranks for case in run.cases), default=0)
-    found = [(case, outcome) for case, outcome in _done(run) if case.task.ranks == ranks]
-    for case, outcome in found:
+    cases = [(case, outcome) for case, outcome in _done(run) if case.task.ranks == ranks]
+    for case, outcome in cases:
         taken = outcome.spent["first plan"].cpu_s
         yield Goal(f"{_title(case)}: first plan, CPU-s of one core", _one(taken), FIRST_PLAN_S, at_most=True)
 
@@ -41,20 +42,20 @@ def _balance(run: Run) -> Iterator[Goal]:
     def of(value: Callable[[Outcome], float], how: Sequence[str]) -> Spread | None:
         return spread(value(outcome) for case, outcome in _done(run) if case.task.how in how)
 
-    for how, one in PARALLELISMS.items():
+    for how, form in PARALLELISMS.items():
         reached = of(lambda outcome: outcome.largest / outcome.bound, (how,))
         if reached is not None:
             worst = Spread(reached.high, reached.low, reached.high)
-            yield Goal(f"{one.title}, all sizes: the largest writer, of the least that ownership allows; the worst",
-                       worst, OF_BOUND, at_most=True, digits=3)
-    for how, one in PARALLELISMS.items():
+            text = f"{form.title}, all sizes: {_MOST}, relative to the least possible; the worst"
+            yield Goal(text, worst, OF_BOUND, at_most=True, digits=3)
+    for how, form in PARALLELISMS.items():
         if how in ("hsdp", "tp-pp-ddp", "tp-pp-zero"):
             reached = of(lambda outcome: outcome.largest / outcome.mean, (how,))
             even = of(lambda outcome: outcome.bound / outcome.mean, (how,))
             if reached is not None and even is not None:
                 worst = Spread(reached.high, reached.low, reached.high)
-                allowed = f"(ownership allows {even.high:.3f})"
-                text = f"{one.title}, all sizes: the largest writer, of the mean {allowed}; the worst"
+                relative = f"relative to the mean (the least possible is {even.high:.3f})"
+                text = f"{form.title}, all sizes: {_MOST}, {relative}; the worst"
                 yield Goal(text, worst, OF_MEAN, at_most=True, digits=3)
 
 
@@ -62,7 +63,8 @@ def _cached(run: Run) -> Iterator[Goal]:
     reached = spread(outcome.cached_s * 1e3 for _, outcome in _done(run))
     if reached is not None:
         worst = Spread(reached.high, reached.low, reached.high)
-        yield Goal("plan, cached: what `save` waits for it, ms; the worst of all jobs", worst, CACHED_MS, at_most=True)
+        text = "save with the plan of an earlier save: time in `save`, ms; the worst of all jobs"
+        yield Goal(text, worst, CACHED_MS, at_most=True)
 
 
 def _million(run: Run) -> Iterator[Goal]:
@@ -75,7 +77,7 @@ def _million(run: Run) -> Iterator[Goal]:
     yield Goal(f"{title}: index made, written and synced, CPU-s", _one(written), INDEX_S, at_most=True)
     yield Goal(f"{title}: index opened and one rank's load planned, CPU-s", _one(opened), LOAD_S, at_most=True)
     peak = max(outcome.spent[phase].peak_bytes for phase in (*SAVE_PHASES, *LOAD_PHASES))
-    yield Goal(f"{title}: memory beyond what was there, MB", _one(peak / 1e6), MEMORY_BYTES / 1e6, at_most=True,
+    yield Goal(f"{title}: additional memory, MB", _one(peak / 1e6), MEMORY_BYTES / 1e6, at_most=True,
                digits=0)
 
 
@@ -85,20 +87,20 @@ def _one(value: float) -> Spread:
 
 def tables(run: Run) -> tuple[Table, ...]:
     """Those that have rows."""
-    found = (
-        Table("The first plan (rank 0: every layout learnt, shared out, proved whole, told)", _PLAN_COLUMNS,
-              tuple(_plan_rows(run))),
-        Table("Bytes for each rank, and what goes through the job's store", _BALANCE_COLUMNS,
+    rows = (
+        Table("The first plan (rank 0 decodes all layouts, assigns writers, checks the plan and encodes its answer)",
+              _PLAN_COLUMNS, tuple(_plan_rows(run))),
+        Table("Bytes for each rank, and messages through the job's key-value store", _BALANCE_COLUMNS,
               tuple(_balance_rows(run))),
         Table("Index and manifest (rank 0, every save), and a load into another layout (every rank)", _INDEX_COLUMNS,
               tuple(_index_rows(run))),
         Table("What failed", ("job", "why"), tuple((_title(c), c.error) for c in run.cases if c.error is not None)),
     )
-    return tuple(table for table in found if table.rows)
+    return tuple(table for table in rows if table.rows)
 
 
 _PLAN_COLUMNS = (
-    "job", "state TB", "pieces held", "pieces written", "one rank's message kB", "to say it, ms",
+    "job", "state TB", "pieces held", "pieces written", "one rank's message kB", "to encode it, ms",
     "first plan, CPU-s", "peak MB", "one rank's write plan, ms", "cached, ms",
 )
 
@@ -115,8 +117,8 @@ def _plan_rows(run: Run) -> Iterator[tuple[str, ...]]:
 
 
 _BALANCE_COLUMNS = (
-    "job", "mean GB", "largest, of the least possible", "least possible, of the mean", "largest, of the mean",
-    "largest piece, of the mean", "first plan: messages", "MB", "each save: receipts MB",
+    "job", "mean GB", "largest writer / least possible", "least possible / mean", "largest writer / mean",
+    "largest piece / mean", "first plan: messages", "MB", "each save: receipts MB",
 )
 
 
@@ -149,43 +151,56 @@ def _index_rows(run: Run) -> Iterator[tuple[str, ...]]:
         )
 
 
-def charts(run: Run) -> tuple[Growth, ...]:
+def charts(run: Run) -> tuple[GrowthChart, ...]:
     """Of the model with the most bytes among those with two sizes."""
     models = {case.task.model: outcome.state_bytes for case, outcome in _done(run)}
     if not models:
         return ()
     model = max(models, key=models.__getitem__)
     title = MODELS[model].title
-    found = (
-        Growth("scale-plan", f"First plan, CPU-seconds: {title}", "One core of rank 0. The dashed line is the goal.",
-               _curves(run, model, lambda o: o.spent["first plan"].cpu_s), FIRST_PLAN_S),
-        Growth("scale-index", f"Index made, CPU-seconds: {title}", "Rank 0, in the background of every save.",
-               _curves(run, model, lambda o: o.spent["index"].cpu_s)),
-        Growth("scale-load", f"Index opened and load planned, CPU-seconds: {title}", "One rank of another layout.",
-               _curves(run, model, lambda o: sum(o.spent[phase].cpu_s for phase in LOAD_PHASES))),
-        Growth("scale-memory", f"Largest memory of a phase, MB: {title}", "Beyond what the process held before it.",
-               _curves(run, model, lambda o: max(spent.peak_bytes for spent in o.spent.values()) / 1e6)),
-        Growth("scale-store", f"First plan through the job's store, MB: {title}", "All messages of all ranks.",
-               _curves(run, model, lambda o: o.posted_bytes / 1e6)),
+    rows = (
+        GrowthChart(
+            "scale-plan", f"First plan, CPU-seconds: {title}", "One core of rank 0. The dashed line is the goal.",
+            _curves(run, model, lambda o: o.spent["first plan"].cpu_s), FIRST_PLAN_S,
+        ),
+        GrowthChart(
+            "scale-index", f"Index made, CPU-seconds: {title}", "Rank 0, in the background of every save.",
+            _curves(run, model, lambda o: o.spent["index"].cpu_s),
+        ),
+        GrowthChart(
+            "scale-load", f"Index opened and load planned, CPU-seconds: {title}", "One rank of another layout.",
+            _curves(run, model, lambda o: sum(o.spent[phase].cpu_s for phase in LOAD_PHASES)),
+        ),
+        GrowthChart(
+            "scale-memory", f"Largest memory of a phase, MB: {title}", "Beyond what the process held before it.",
+            _curves(run, model, lambda o: max(spent.peak_bytes for spent in o.spent.values()) / 1e6),
+        ),
+        GrowthChart(
+            "scale-store", f"First plan through the job's store, MB: {title}", "All messages of all ranks.",
+            _curves(run, model, lambda o: o.posted_bytes / 1e6),
+        ),
     )
-    return tuple(chart for chart in found if chart.curves)
+    return tuple(chart for chart in rows if chart.curves)
 
 
 def _curves(run: Run, model: str, value: Callable[[Outcome], float]) -> tuple[Curve, ...]:
     curves = []
-    for how, one in PARALLELISMS.items():
+    for how, parallelism in PARALLELISMS.items():
         points = sorted(
             (case.task.ranks, max(value(outcome), 1e-4))
             for case, outcome in _done(run) if (case.task.model, case.task.how) == (model, how)
         )
         if points:
-            curves.append(Curve(one.title, tuple(points)))
+            curves.append(Curve(parallelism.title, tuple(points)))
     return tuple(curves)
 
 
 NOTES = (
-    "Only the ranks are made up: each message, plan, index and manifest is made by the code that a job runs.",
-    "Processor time of one process on one core; peaks are above what the process held before the phase.",
-    "The least possible is the exact maximum flow, which may cut pieces anywhere; plans cut long replicas at rows.",
-    "Receipts: 33 ranks' are encoded, with random digests, and taken for all; each counts at every level of the tree.",
+    "Only the ranks are simulated. Every message, plan, index and manifest is made by the code that a job runs.",
+    "Processor time is that of one process on one core. A peak is the memory that a phase uses in addition.",
+    "The least possible, an exact maximum flow, may cut pieces anywhere. Plans cut long replicas between rows.",
+    (
+        "A receipt is what a rank reports after it has written. Receipts of 33 ranks, with random digests, stand for "
+        "those of all ranks. The bytes of a receipt count at every level of the tree."
+    ),
 )

@@ -1,1 +1,1 @@
-"""Training with saves: what bench/interference.py measures, and how it becomes tables."""
+"""Training with saves: the measurements of bench/interference.py, and their tables."""

@@ -13,12 +13,13 @@ from bench import meter
 from bench.meter import Meter
 from bench.training.records import DrillOutcome, DrillSample, DrillTask
 from bench.worker import settle
-from flowstone import Checkpointer, Keep, Save, events
+from flowstone import Checkpointer, Keep, Save
+from flowstone.events import phases as events
 
 
 @dataclass
-class _Told:
-    """What events say about one save, and when they said it."""
+class _Observed:
+    """The events of one save, with their times."""
 
     fence_s: float = 0.0
     durable: float = 0.0
@@ -27,7 +28,7 @@ class _Told:
 
 @dataclass
 class _Timed:
-    """What the caller's side saw of one save."""
+    """The caller's measurements of one save."""
 
     started: float
     save_s: float = 0.0
@@ -43,10 +44,10 @@ class _Timed:
 
 @dataclass
 class Drill:
-    """A state, its Checkpointer, and what both told so far."""
+    """A state, its Checkpointer, and their measurements so far."""
 
     task: DrillTask
-    told: dict[int, _Told] = field(default_factory=dict)
+    observed: dict[int, _Observed] = field(default_factory=dict)
     timed: dict[int, _Timed] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -73,7 +74,7 @@ class Drill:
     def _save(self, checkpointer: Checkpointer, number: int) -> Save:
         if not self.task.stepping:
             settle(self.task.settle_s)
-        self.told[number] = _Told()
+        self.observed[number] = _Observed()
         watch, timed = Meter(), _Timed(time.monotonic())
         self.timed[number] = timed
         save = checkpointer.save(
@@ -84,7 +85,7 @@ class Drill:
         if self.task.stepping:
             self.optimizer.step()
         else:
-            save.committed.exception()  # which waits, and leaves a failure to the end
+            save.committed.exception()  # waits for its end, and leaves a failure for later
         reading = watch.read()
         timed.cpu_s, timed.peak_bytes = reading.cpu_s, reading.peak_bytes
         timed.look()
@@ -93,23 +94,23 @@ class Drill:
     def _on_event(self, event: events.Event) -> None:
         """From any thread: each writes fields of its own."""
         if isinstance(event, events.Fenced):
-            self.told[event.step].fence_s += event.waited_s
+            self.observed[event.step].fence_s += event.waited_s
         elif isinstance(event, events.Written):
-            self.told[event.step].copied_bytes = event.copied_bytes
+            self.observed[event.step].copied_bytes = event.copied_bytes
         elif isinstance(event, events.Committed):
-            self.told[event.step].durable = time.monotonic()
+            self.observed[event.step].durable = time.monotonic()
 
     def _sample(self, number: int) -> DrillSample:
-        told, timed = self.told[number], self.timed[number]
+        reported, timed = self.observed[number], self.timed[number]
         return DrillSample(
-            number=number, save_s=timed.save_s, fence_s=told.fence_s, durable_s=told.durable - timed.started,
+            number=number, save_s=timed.save_s, fence_s=reported.fence_s, durable_s=reported.durable - timed.started,
             cpu_s=timed.cpu_s, peak_bytes=timed.peak_bytes, shared_bytes=timed.shared_bytes,
-            dirty_bytes=timed.dirty_bytes, copied_bytes=told.copied_bytes,
+            dirty_bytes=timed.dirty_bytes, copied_bytes=reported.copied_bytes,
         )
 
 
 def _build(task: DrillTask) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """Equal parameters and their AdamW after one step; gradients stay where steps are to follow."""
+    """Equal parameters and their AdamW after one step; gradients are kept if steps follow."""
     count = task.tensors // 3  # parameters, and two moments of each
     elements = task.state_bytes // (4 * 3 * count)
     model = torch.nn.ParameterList([torch.randn(elements) for _ in range(count)])

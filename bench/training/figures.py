@@ -10,7 +10,7 @@ from bench.training.records import Block, DrillSample, Run, SavedSample, StepSam
 Pair = tuple[Block, Block]
 """A leg: (without saves, with saves)."""
 
-SETTLED_AFTER = 0.1  # of all saves; memory is made by those before, and must not grow any more
+SETTLED_AFTER = 0.1  # of all saves; those before allocate memory, which must not grow afterwards
 
 
 def outcomes(run: Run, rival: str) -> dict[int, TrainingOutcome]:
@@ -19,16 +19,16 @@ def outcomes(run: Run, rival: str) -> dict[int, TrainingOutcome]:
 
 
 def intervals(run: Run, rival: str) -> tuple[int, ...]:
-    """At which this rival saved, ascending."""
+    """The intervals at which this rival saved, ascending."""
     return tuple(sorted({saves.every for outcome in outcomes(run, rival).values() for _, saves in outcome.legs()}))
 
 
 def pairs(run: Run, rival: str, every: int) -> dict[int, list[Pair]]:
     """The legs with a save every `every` steps, by round."""
-    found = {
+    legs_by_round = {
         at: [pair for pair in outcome.legs() if pair[1].every == every] for at, outcome in outcomes(run, rival).items()
     }
-    return {at: legs for at, legs in found.items() if legs}
+    return {key: legs for key, legs in legs_by_round.items() if legs}
 
 
 def steps(blocks: Iterable[Block]) -> list[StepSample]:
@@ -36,7 +36,7 @@ def steps(blocks: Iterable[Block]) -> list[StepSample]:
 
 
 def percentile(samples: Iterable[StepSample], percent: int) -> float:
-    """Of the steps' seconds, between neighbours in proportion; near the slowest step where there are few."""
+    """The percentile of the steps' seconds, interpolated; near the slowest step if there are few."""
     seconds = [step.seconds for step in samples]
     return quantiles(seconds, n=100, method="inclusive")[percent - 1] if len(seconds) > 1 else seconds[0]
 
@@ -56,27 +56,27 @@ def percentile_ratios(legs: dict[int, list[Pair]], percent: int) -> list[float]:
 
 def first_saves(run: Run, rival: str) -> list[SavedSample]:
     """The first one of each process."""
-    return [found[0] for outcome in outcomes(run, rival).values() if (found := _saves(outcome))]
+    return [laps[0] for outcome in outcomes(run, rival).values() if (laps := _saves(outcome))]
 
 
 def later_saves(run: Run, rival: str, every: int) -> dict[int, list[SavedSample]]:
-    """By round, those at this interval that are not their process's first and did not fail."""
+    """By round, saves at this interval that are not their process's first and did not fail."""
     return {
-        at: [
+        key: [
             save for _, block in outcome.legs() if block.every == every
             for save in block.saves if save.error is None and save != _saves(outcome)[0]
         ]
-        for at, outcome in outcomes(run, rival).items()
+        for key, outcome in outcomes(run, rival).items()
     }
 
 
 def failures(run: Run, rival: str, every: int) -> list[str]:
     """Why saves at this interval failed, in order."""
-    found = (
+    errors = (
         save.error for outcome in outcomes(run, rival).values() for _, block in outcome.legs()
         if block.every == every for save in block.saves
     )
-    return [error for error in found if error is not None]
+    return [error for error in errors if error is not None]
 
 
 def payload_bytes(run: Run, rival: str) -> int:
@@ -84,7 +84,7 @@ def payload_bytes(run: Run, rival: str) -> int:
 
 
 def cpu_per_gb(run: Run, rival: str, every: int) -> list[float]:
-    """Seconds that a leg's steps took more with saves than without, for each GB that was saved; one for each leg."""
+    """How many seconds more a leg's steps took with saves than without, for each saved GB; one for each leg."""
     return [
         (saves.cpu_s - none.cpu_s) / (len(saves.saves) * outcome.payload_bytes / 1e9)
         for outcome in outcomes(run, rival).values() for none, saves in outcome.legs() if saves.every == every
@@ -100,9 +100,9 @@ def extra_peaks(run: Run, rival: str, every: int) -> list[tuple[int, int]]:
 
 
 def longer_optimizer_s(legs: dict[int, list[Pair]]) -> list[float]:
-    """How much longer `optimizer.step()` takes behind a save than in steps without saves; one for each such step.
+    """How much longer `optimizer.step()` takes after a save than in steps without saves; one for each such step.
 
-    A wait at a fence as it looks from outside, and whatever the writing takes from the step.
+    It includes a wait at a fence as seen from outside, and the slowdown of the step by the writes.
     """
     return list(_longer(pair for of in legs.values() for pair in of))
 
@@ -116,7 +116,7 @@ def _longer(of: Iterable[Pair]) -> Iterator[float]:
 
 
 def growth(samples: Sequence[DrillSample], values: Sequence[int]) -> float | None:
-    """Bytes gained over as many saves as there were, by the line through all but the first; None of too few."""
+    """Growth in bytes over all saves, by a line fitted to all but the first; None if there are too few."""
     first = max(1, round(SETTLED_AFTER * len(samples)))
     settled = [(s.number, value) for s, value in zip(samples, values, strict=True)][first:]
     if len(settled) < 2:

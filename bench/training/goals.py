@@ -1,4 +1,4 @@
-"""What lazy capture was to reach, and whether it did."""
+"""The goals of lazy capture, and whether they are met."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from bench.training.programme import FLAT, GOAL_EVERY, MANY, PROGRAMMES
 from bench.training.records import DrillOutcome, Run
 
 BLOCKED_MS, FIRST_BLOCKED_MS, SAVE_AND_FENCE_MS = 10.0, 100.0, 20.0
-TOTAL, P95 = 1.03, 1.10  # of no saves
-TIMES_PERCEIVED = 500.0  # of torch.save's; DataStates-LLM reports 48
-FLAT_MB = 16.0  # a line through noise is not quite flat; a leak of one state or one budget is far above this
+TOTAL, P95 = 1.03, 1.10  # relative to no saves
+TIMES_PERCEIVED = 500.0  # relative to torch.save; DataStates-LLM reports 48
+FLAT_MB = 16.0  # a line through noise is not quite flat; a leak of one state or one budget is far larger
 
 
 def goals(run: Run) -> tuple[Goal, ...]:
@@ -35,9 +35,9 @@ def _blocked(run: Run) -> Iterator[Goal]:
         return
     title = PROGRAMMES[run.programme].drill(MANY).title
     samples = [sample for outcome in drills(run, MANY) for sample in outcome.samples]
-    for first, wanted, when in ((False, BLOCKED_MS, "plan cached"), (True, FIRST_BLOCKED_MS, "first save")):
+    for first, expected, when in ((False, BLOCKED_MS, "later saves"), (True, FIRST_BLOCKED_MS, "first save")):
         reached = spread(sample.save_s * 1e3 for sample in samples if (sample.number == 1) == first)
-        yield Goal(f"`save` of {title} blocks, {when}, ms", reached, wanted, at_most=True, digits=1)
+        yield Goal(f"`save` of {title} blocks, {when}, ms", reached, expected, at_most=True, digits=1)
 
 
 def _training(run: Run) -> Iterator[Goal]:
@@ -46,21 +46,22 @@ def _training(run: Run) -> Iterator[Goal]:
     every = f"a save every {GOAL_EVERY} steps"
     saves = [save for of in figures.later_saves(run, OURS, GOAL_EVERY).values() for save in of]
     reached = spread(save.blocked_s * 1e3 for save in saves)
-    yield Goal(f"blocked in total (save and fence), {every}, ms", reached, SAVE_AND_FENCE_MS, at_most=True, digits=1)
+    text = f"blocked in total (in `save`, and by waiting for its capture), {every}, ms"
+    yield Goal(text, reached, SAVE_AND_FENCE_MS, at_most=True, digits=1)
     legs = figures.pairs(run, OURS, GOAL_EVERY)
     reached = spread(figures.total_ratios(legs))
-    yield Goal(f"training time, {every}, of no saves", reached, TOTAL, at_most=True, digits=3)
+    yield Goal(f"training time, {every}, relative to no saves", reached, TOTAL, at_most=True, digits=3)
     reached = spread(figures.percentile_ratios(legs, 95))
-    yield Goal(f"p95 of the steps, {every}, of no saves", reached, P95, at_most=True, digits=3)
+    yield Goal(f"p95 of the step time, {every}, relative to no saves", reached, P95, at_most=True, digits=3)
     if any(trained.rival == "torch" for trained in run.trained):
         reached = times_perceived(run, "torch", GOAL_EVERY)
-        yield Goal(f"perceived throughput, {every}, of torch.save's", reached, TIMES_PERCEIVED, digits=0)
+        yield Goal(f"perceived throughput, {every}, relative to torch.save's", reached, TIMES_PERCEIVED, digits=0)
 
 
 def times_perceived(run: Run, rival: str, every: int) -> Spread | None:
-    """Ours to a rival's: bytes over blocked time, medians of each round. The states are the same."""
+    """Ours relative to a rival's: bytes over blocked time, medians of each round. The states are the same."""
     ours, theirs = (
-        {at: median_s for at, of in figures.later_saves(run, who, every).items()
+        {key: median_s for key, of in figures.later_saves(run, who, every).items()
          if (median_s := _median(save.blocked_s for save in of)) is not None}
         for who in (OURS, rival)
     )
@@ -68,23 +69,23 @@ def times_perceived(run: Run, rival: str, every: int) -> Spread | None:
 
 
 def _median(values: Iterator[float]) -> float | None:
-    found = spread(values)
-    return None if found is None else found.median
+    interval = spread(values)
+    return None if interval is None else interval.median
 
 
 def _flat(run: Run) -> Iterator[Goal]:
     if not _asked(run, FLAT):
         return
-    found = drills(run, FLAT)
+    outcomes = drills(run, FLAT)
     drill = PROGRAMMES[run.programme].drill(FLAT)
     for title, values in (
-        ("resident memory", [[s.peak_bytes for s in outcome.samples] for outcome in found]),
-        ("shared memory", [[s.shared_bytes for s in outcome.samples] for outcome in found]),
-        ("dirty pages", [[s.dirty_bytes for s in outcome.samples] for outcome in found]),
+        ("resident memory", [[s.peak_bytes for s in outcome.samples] for outcome in outcomes]),
+        ("shared memory", [[s.shared_bytes for s in outcome.samples] for outcome in outcomes]),
+        ("dirty pages", [[s.dirty_bytes for s in outcome.samples] for outcome in outcomes]),
     ):
-        grown = (figures.growth(outcome.samples, of) for outcome, of in zip(found, values, strict=True))
+        grown = (figures.growth(outcome.samples, of) for outcome, of in zip(outcomes, values, strict=True))
         reached = spread(bytes_ / 1e6 for bytes_ in grown if bytes_ is not None)
-        text = f"{drill.saves} saves of {drill.title}: {title} grows by MB"
+        text = f"{drill.saves} saves of {drill.title}: growth of {title}, MB"
         yield Goal(text, reached, FLAT_MB, at_most=True, digits=1)
-    failed = spread(float(len(outcome.failures)) for outcome in found)
+    failed = spread(float(len(outcome.failures)) for outcome in outcomes)
     yield Goal(f"{drill.saves} saves of {drill.title}: failures", failed, 0.0, at_most=True, digits=0)

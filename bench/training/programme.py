@@ -11,7 +11,7 @@ from flowstone.config import MIB
 PARTICIPANTS: tuple[Entry, ...] = tuple(
     entry(name) for name in (OURS, "torch", "dcp-async", "torchsnapshot-async")
 )
-GOAL_EVERY = 5  # the interval that goals are about
+GOAL_EVERY = 5  # the interval of the goals
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Drill:
 
 @dataclass(frozen=True, slots=True)
 class Programme:
-    """Who does what in each round.
+    """The legs of each system in each round.
 
     window      of a step; None: calibrated, so that a step takes about `target_s`
     ours, others  the legs of Flowstone and of each rival, in this order

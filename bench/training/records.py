@@ -1,4 +1,4 @@
-"""What the processes of bench/interference.py tell each other, and what its `--json` holds.
+"""The messages between the processes of bench/interference.py, which its `--json` stores.
 
 Seconds and bytes; a GB is 10^9 bytes.
 """
@@ -21,14 +21,14 @@ class Shape:
 
     @property
     def parameters(self) -> int:
-        """Those of output and input embeddings, which are tied, once."""
+        """Parameters; those of output and input embeddings, which are tied, count once."""
         block = 12 * self.width**2 + 13 * self.width
         return (self.vocabulary + self.context + 2) * self.width + self.depth * block
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What a step learns from: `batch` windows of `length` tokens."""
+    """The data of a step: `batch` windows of `length` tokens."""
 
     batch: int
     length: int
@@ -52,7 +52,7 @@ class CalibrationTask:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """The window to train with, and the steps that were measured with it; none where it was given."""
+    """The window for the training, and the steps that were measured with it; none if it was given."""
 
     window: Window
     step_s: tuple[float, ...] = ()
@@ -76,9 +76,9 @@ class TrainingTask:
 
 @dataclass(frozen=True, slots=True)
 class StepSample:
-    """One step of training: draw, forward, backward, optimizer, and the call of `save` behind it where one is due.
+    """One step of training: draw, forward, backward, optimizer, and the call of `save` after it if one is due.
 
-    optimizer_s  of that, inside `optimizer.step()`; a wait at the fence is in it
+    optimizer_s  of that, inside `optimizer.step()`, including a wait at a fence
     save_s       of that, inside `save`; None: none was due
     """
 
@@ -94,8 +94,8 @@ class SavedSample:
 
     number    of the step after which it was made
     save_s    inside the call, by the caller's clock
-    fence_s   that later steps waited for it by the rival's own word; 0 for those that have no fence
-    durable_s from the call until files and directories were synced; None: it failed, for `error`
+    fence_s   waits of later steps for it, as the system reports; 0 for systems without a fence
+    durable_s from the call until files and directories were synced; None: it failed, with `error`
     """
 
     number: int
@@ -135,11 +135,11 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class TrainingOutcome:
-    """What a training process did.
+    """The results of a training process.
 
     blocks       in the order in which they ran; blocks 2n and 2n + 1 are a leg
     before_bytes, before_shared_bytes  the same peaks before the first save, over steps
-    differing    the tensors of the last save that came back with other bytes than they had at its `save`
+    differing    the tensors of the last save that were loaded with other bytes than they had at its `save`
     """
 
     payload_bytes: int
@@ -151,13 +151,13 @@ class TrainingOutcome:
 
     def legs(self) -> Iterator[tuple[Block, Block]]:
         """(without saves, with saves)."""
-        for one, other in zip(self.blocks[::2], self.blocks[1::2], strict=True):
-            yield (other, one) if one.every else (one, other)
+        for block, other in zip(self.blocks[::2], self.blocks[1::2], strict=True):
+            yield (other, block) if block.every else (block, other)
 
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """A training and where it belongs; `error` where its process failed."""
+    """A training and its place in the run; `error` if its process failed."""
 
     rival: str
     round: int
@@ -218,7 +218,7 @@ class DrillOutcome:
 
 @dataclass(frozen=True, slots=True)
 class Drilled:
-    """A drill and where it belongs; `error` where its process failed."""
+    """A drill and its place in the run; `error` if its process failed."""
 
     drill: str
     round: int
@@ -228,9 +228,9 @@ class Drilled:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Every raw number of a run.
+    """All raw numbers of a run.
 
-    programme  the name of what was run, see programme.py
+    programme  the name of the programme, see programme.py
     rounds     that were completed or begun
     """
 

@@ -1,4 +1,4 @@
-"""How a training saves: Flowstone as its documentation says, and every rival of the bench behind one thread."""
+"""How a training saves: Flowstone as its documentation says, and every rival of the bench with one thread."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ from bench.training.trainer import Trainer
 
 
 class Saver(Protocol):
-    """One system in a training. One checkpoint is kept, with those under way."""
+    """A system that saves in a training. It keeps one checkpoint, beside those in flight."""
 
     def prepare(self, trainer: Trainer, /) -> None:
-        """What a job does once, before its first save. Not timed; its memory counts."""
+        """Done once by a job, before its first save. Not timed; its memory counts."""
 
     def save(self, trainer: Trainer, number: int, /) -> None:
-        """Save the state behind step `number`; return once training may go on. Never waits for more than it must."""
+        """Save the state after step `number`; return once training may continue. Never waits longer than necessary."""
 
     def drain(self) -> None:
-        """Until every save so far is durable, or has failed."""
+        """Wait until every save so far is durable, or has failed."""
 
     def samples(self) -> list[SavedSample]:
-        """Of every save since the last call; after `drain`."""
+        """The samples of every save since the last call; after `drain`."""
 
     def load(self, trainer: Trainer, number: int, /) -> None:
-        """Bring save `number`, the newest, back into the trainer's model and optimizer."""
+        """Load save `number`, the newest, into the trainer's model and optimizer."""
 
     def close(self) -> None:
         """Not timed."""
 
 
 def open_saver(name: str, directory: Path) -> Saver:
-    """By its name in bench/rivals; Flowstone is imported for itself alone."""
+    """The system of that name in bench/rivals; Flowstone is imported only for itself."""
     return Ours(directory / "store") if name == OURS else ByRival(open_rival(name, directory))
 
 
 class _Log:
-    """What happens to each save, noted from whichever thread it happens in."""
+    """Records the events of each save, on any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -53,7 +53,7 @@ class _Log:
         self._started: dict[int, float] = {}
 
     def call(self, number: int, save: Callable[[], None]) -> None:
-        """Call `save` under the clock; an exception of it is a failed save, not the training's end."""
+        """Call and time `save`; its exception is a failed save, and does not end the training."""
         self._started[number] = time.monotonic()
         error = None
         try:
@@ -70,7 +70,7 @@ class _Log:
     def collect(
         self, durable_s: dict[int, float], fence_s: dict[int, float], errors: dict[int, str]
     ) -> list[SavedSample]:
-        """All saves since the last call, with what became of them."""
+        """All saves since the last call, with their outcomes."""
         with self._lock:
             saves, self._saves = self._saves, {}
         return [
@@ -83,11 +83,11 @@ class _Log:
 
 
 class Ours:
-    """One Checkpointer with its defaults; `fence="auto"`: the optimizer's next step waits for what is not captured."""
+    """One Checkpointer with its defaults; `fence="auto"`: the optimizer's next step waits for data not captured yet."""
 
     def __init__(self, store: Path) -> None:
         import flowstone
-        from flowstone import events
+        from flowstone.events import phases as events
 
         self._committed, self._fenced = events.Committed, events.Fenced
         self._log = _Log()
@@ -125,7 +125,7 @@ class Ours:
         self._checkpointer.close()
 
     def _told(self, event: object) -> None:
-        """From the thread in which it happened: the training's or the one that commits."""
+        """Called on the thread of the event: the training's or the one that commits."""
         if isinstance(event, self._committed):
             self._durable_s[event.step] = self._log.since(event.step)
         elif isinstance(event, self._fenced):
@@ -137,10 +137,10 @@ def _objects(trainer: Trainer, number: int) -> dict[str, object]:
 
 
 class ByRival:
-    """A rival of bench/rivals. What makes a save durable runs on a thread of ours; the next save waits for it.
+    """A rival of bench/rivals. A thread of ours makes a save durable, and the next save waits for it.
 
-    So a synchronous one is durable when `save` returns, and of the asynchronous ones one save is under
-    way at a time: DCP's and TorchSnapshot's documentation wait for the last before they begin the next.
+    So a synchronous save is durable when `save` returns, and an asynchronous rival has one save in flight at a time,
+    because the documentation of DCP and of TorchSnapshot requires to wait for the last save before the next.
     """
 
     def __init__(self, rival: Rival) -> None:

@@ -1,13 +1,13 @@
-"""From raw numbers to tables and charts."""
+"""Tables and charts from raw numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from statistics import median
 
+from bench.charts import Bar, BarChart
 from bench.figures import spread
 from bench.goals import cell
-from bench.plots import Bar, Chart
 from bench.report import Table
 from bench.rivals import Entry
 from bench.training import figures
@@ -18,20 +18,20 @@ from bench.training.records import Run, SavedSample
 
 def tables(run: Run) -> tuple[Table, ...]:
     """Those that have rows."""
-    found = (
-        Table("Steps of training, beside as many without saves in the same process", _STEP_COLUMNS,
+    tables = (
+        Table("Steps of training, compared with as many steps without saves in the same process", _STEP_COLUMNS,
               tuple(_step_rows(run))),
-        Table("Saves during training (without the first of each process, but for the rows that say so)", _SAVE_COLUMNS,
-              tuple(_save_rows(run))),
-        Table("What training pays for saves", _COST_COLUMNS, tuple(_cost_rows(run))),
-        Table("Flowstone alone, no training around it", _DRILL_COLUMNS, tuple(_drill_rows(run))),
+        Table("Saves during training (without the first save of each process, except in rows that say so)",
+              _SAVE_COLUMNS, tuple(_save_rows(run))),
+        Table("The cost of saves for training", _COST_COLUMNS, tuple(_cost_rows(run))),
+        Table("Flowstone alone, without a training", _DRILL_COLUMNS, tuple(_drill_rows(run))),
         Table("What failed", ("row", "round", "why"), tuple(_failure_rows(run))),
     )
-    return tuple(table for table in found if table.rows)
+    return tuple(table for table in tables if table.rows)
 
 
 def _entries(run: Run) -> Iterator[tuple[Entry, int]]:
-    """Who trained, with each interval at which it saved."""
+    """The systems that trained, with each interval at which they saved."""
     for entry in PARTICIPANTS:
         for every in figures.intervals(run, entry.name):
             yield entry, every
@@ -43,8 +43,8 @@ def _title(entry: Entry, every: int) -> str:
 
 _PERCENTS = (50, 95, 99)
 _STEP_COLUMNS = (
-    "a save", "steps", *(f"p{p} s" for p in _PERCENTS), *(f"p{p} s, no saves" for p in _PERCENTS), "p95 of no saves",
-    "total of no saves",
+    "a save", "steps", *(f"p{p} s" for p in _PERCENTS), *(f"p{p} s, no saves" for p in _PERCENTS),
+    "p95 relative to no saves", "total relative to no saves",
 )
 
 
@@ -52,7 +52,7 @@ def _step_rows(run: Run) -> Iterator[tuple[str, ...]]:
     for entry, every in _entries(run):
         legs = figures.pairs(run, entry.name, every)
         with_saves, without = (
-            figures.steps(pair[at] for of in legs.values() for pair in of) for at in (1, 0)
+            figures.steps(pair[index] for of in legs.values() for pair in of) for index in (1, 0)
         )
         yield (
             _title(entry, every), str(len(with_saves)),
@@ -93,7 +93,7 @@ def _save_cells(run: Run, entry: Entry, saves: list[SavedSample]) -> tuple[str, 
 
 
 _COST_COLUMNS = (
-    "a save", "left to do behind the last step, s", "next optimizer step longer by ms", "extra CPU-s/GB",
+    "a save", "remaining after the last step, s", "next optimizer step longer by ms", "extra CPU-s/GB",
     "extra peak MB", "extra shared MB", "failed", "last save exact",
 )
 
@@ -121,12 +121,12 @@ _DRILL_COLUMNS = (
 
 def _drill_rows(run: Run) -> Iterator[tuple[str, ...]]:
     for drill in PROGRAMMES[run.programme].drills:
-        found = drills(run, drill.name)
-        pairs = [(outcome, sample) for outcome in found for sample in outcome.samples]
+        outcomes = drills(run, drill.name)
+        pairs = [(outcome, sample) for outcome in outcomes for sample in outcome.samples]
         if not pairs:
             continue
         later = [(outcome, sample) for outcome, sample in pairs if sample.number > 1]
-        # With a step behind every save its processor time is in there too, and the next save waits for this one's end.
+        # With a step after every save, its processor time is included, and the next save waits for this one's end.
         alone = [] if drill.stepping else later
         yield (
             drill.title, str(len(pairs)), cell(spread(s.save_s * 1e3 for _, s in pairs if s.number == 1), 1),
@@ -135,38 +135,38 @@ def _drill_rows(run: Run) -> Iterator[tuple[str, ...]]:
             cell(spread(s.cpu_s / o.payload_bytes * 1e9 for o, s in alone)),
             cell(spread((s.peak_bytes - o.before_bytes) / 1e6 for o, s in pairs), 0),
             cell(spread(s.shared_bytes / 1e6 for _, s in pairs), 0),
-            cell(spread(s.dirty_bytes / 1e6 for _, s in pairs), 0), str(sum(len(o.failures) for o in found)),
+            cell(spread(s.dirty_bytes / 1e6 for _, s in pairs), 0), str(sum(len(o.failures) for o in outcomes)),
         )
 
 
 def _failure_rows(run: Run) -> Iterator[tuple[str, str, str]]:
     titles = {entry.name: entry.title for entry in PARTICIPANTS}
     for trained in run.trained:
-        title, at = titles[trained.rival], str(trained.round)
+        title, number = titles[trained.rival], str(trained.round)
         if trained.outcome is None:
-            yield title, at, trained.error or ""
+            yield title, number, trained.error or ""
             continue
         for block in trained.outcome.blocks:
             errors = [save.error for save in block.saves if save.error is not None]
             if errors:
-                yield f"{title}, every {block.every}", at, f"{len(errors)} of {len(block.saves)} saves: {errors[0]}"
+                yield f"{title}, every {block.every}", number, f"{len(errors)} of {len(block.saves)} saves: {errors[0]}"
         if differing := trained.outcome.differing:
             others = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
-            yield title, at, f"the last save came back with other bytes in {differing[0]}{others}"
+            yield title, number, f"the last save came back with other bytes in {differing[0]}{others}"
     for drilled in run.drilled:
-        title, at = PROGRAMMES[run.programme].drill(drilled.drill).title, str(drilled.round)
+        title, number = PROGRAMMES[run.programme].drill(drilled.drill).title, str(drilled.round)
         if drilled.outcome is None:
-            yield title, at, drilled.error or ""
+            yield title, number, drilled.error or ""
         elif drilled.outcome.failures:
-            yield title, at, f"{len(drilled.outcome.failures)} saves failed: {drilled.outcome.failures[0]}"
+            yield title, number, f"{len(drilled.outcome.failures)} saves failed: {drilled.outcome.failures[0]}"
 
 
 def notes(run: Run) -> tuple[str, ...]:
-    """What readers of the rows have to know."""
-    found = [f"{entry.title}: {entry.note}." for entry in PARTICIPANTS if entry.note and _took_part(run, entry)]
-    fence = "At the fence: by Flowstone's own events; the next optimizer step beside one without saves is by our clock."
-    few = "p99 of fewer than a hundred steps is nearly the slowest one."
-    return (*found, fence, few, "Dirty pages are the whole machine's, whoever made them.")
+    """Notes for readers of the rows."""
+    notes = [f"{entry.title}: {entry.note}." for entry in PARTICIPANTS if entry.note and _took_part(run, entry)]
+    fence = "At the fence: from Flowstone's own events. The next optimizer step is timed by the benchmark."
+    few = "With fewer than a hundred steps, p99 is nearly the slowest step."
+    return (*notes, fence, few, "Dirty pages are those of the whole machine, not of one process.")
 
 
 def _took_part(run: Run, entry: Entry) -> bool:
@@ -178,35 +178,38 @@ def conditions(run: Run) -> str:
     outcome = next((trained.outcome for trained in run.trained if trained.outcome is not None), None)
     size = "" if outcome is None else f", a state of {outcome.payload_bytes / 1e9:.3f} GB in {outcome.tensors} tensors"
     laps = run.calibration.step_s
-    found = f", found by measuring for steps of about {FULL.target_s:g} s ({median(laps):.2f} s then)" if laps else ""
+    took = f"a step took {median(laps):.2f} s then" if laps else ""
+    origin = f". The length was chosen for steps of about {FULL.target_s:g} s, and {took}" if laps else ""
     return (
         f"GPT-2 of {shape.parameters / 1e6:.1f} million parameters ({shape.depth} layers of width {shape.width}, "
-        f"vocabulary {shape.vocabulary:,}) with AdamW, fp32{size}; text: the source of Python's standard library; "
-        f"batch {window.batch}, length {window.length}{found}. Interleaved rounds: {run.rounds}; in each one process "
-        "for each rival, in which blocks with and without saves alternate. Cells are medians (lowest-highest), those "
-        "of ratios to no saves one for each round; percentiles are over all rounds' steps. A step contains the call "
-        "of `save` behind it. GB are 10^9 bytes; durable means that files and directories were synced."
+        f"vocabulary {shape.vocabulary:,}) with AdamW, fp32{size}, trained on the source of Python's standard library "
+        f"in batches of {window.batch} texts of {window.length} tokens{origin}. Rounds: {run.rounds}. In each round, "
+        "each system trains in one process, in which blocks of steps with and without saves alternate. Figures are "
+        "medians (lowest-highest). A ratio to training without saves has one value for each round; percentiles are "
+        "over the steps of all rounds. The time of a step includes the call of `save` after it. GB are 10^9 bytes. "
+        "Durable means that files and directories were synced."
     )
 
 
-def charts(run: Run) -> tuple[Chart, ...]:
-    """Those that have bars; for the interval that goals are about."""
+def charts(run: Run) -> tuple[BarChart, ...]:
+    """The charts that have bars, for the interval of the goals."""
     every = f"a save every {GOAL_EVERY} steps"
-    found = (
-        Chart(
-            "interference-total", "Training time, of no saves", f"{every}; less is better, 1 is no interference.",
+    rows = (
+        BarChart(
+            "interference-total", "Training time, relative to no saves",
+            f"{every}; less is better, 1 is no interference.",
             _bars(run, lambda e: figures.total_ratios(figures.pairs(run, e.name, GOAL_EVERY))), None, 3,
         ),
-        Chart(
+        BarChart(
             "interference-blocked", "Training blocked by a save, milliseconds", f"{every}; less is better.",
             _bars(run, lambda e: [
                 save.blocked_s * 1e3 for of in figures.later_saves(run, e.name, GOAL_EVERY).values() for save in of
             ]), None, 1,
         ),
     )
-    return tuple(chart for chart in found if chart.bars)
+    return tuple(chart for chart in rows if chart.bars)
 
 
 def _bars(run: Run, values: Callable[[Entry], Iterable[float]]) -> tuple[Bar, ...]:
-    found = ((entry, spread(values(entry))) for entry in PARTICIPANTS if _took_part(run, entry))
-    return tuple(Bar(entry.title, value, entry.is_ours) for entry, value in found if value is not None)
+    rows = ((entry, spread(values(entry))) for entry in PARTICIPANTS if _took_part(run, entry))
+    return tuple(Bar(entry.title, value, entry.is_ours) for entry, value in rows if value is not None)

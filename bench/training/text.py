@@ -1,6 +1,6 @@
 """Text that every machine with Python has, as tokens: the source of its standard library, in words.
 
-Independent of Flowstone's demo on purpose: a rival's process must not import Flowstone.
+It does not use Flowstone's demo, because a rival's process must not import Flowstone.
 """
 
 from __future__ import annotations

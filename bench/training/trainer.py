@@ -1,4 +1,4 @@
-"""A training as users write it, its clock, and the window that makes its steps as long as wanted."""
+"""A training as users write it, its clock, and the window size that makes its steps as long as requested."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Trainer:
         return Lap(ended - started, ended - before)
 
     def state(self) -> State:
-        """The live tensors by name, in nested dictionaries; what is tied is there once."""
+        """The live tensors by name, in nested dictionaries; tied ones occur once."""
         model, slots = {}, {}
         for name, parameter in self.model.named_parameters():
             model[name] = parameter.detach()
@@ -74,7 +74,7 @@ def digests(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
 
 
 def calibrate(task: CalibrationTask) -> Calibration:
-    """The window whose step takes about `target_s`: a line through two lengths, corrected by what it leads to."""
+    """The window whose step takes about `target_s`: by a line through two lengths, corrected by a measurement."""
     length = max(LENGTH_STEP, task.shape.context // 8)
     trainer = Trainer(task.shape, Window(BATCH, length))
     known = {}
@@ -82,30 +82,30 @@ def calibrate(task: CalibrationTask) -> Calibration:
         known[BATCH * tried] = _measure(trainer, Window(BATCH, tried))
     window, laps = Window(BATCH, length), known[BATCH * length]
     for _ in range(CALIBRATION_TRIES):
-        wanted = solve({count: median(laps) for count, laps in known.items()}, task.target_s)
-        window = window_of(wanted, task.shape.context)
+        expected = solve({count: median(laps) for count, laps in known.items()}, task.target_s)
+        window = window_of(expected, task.shape.context)
         laps = _measure(trainer, window)
         known[window.batch * window.length] = laps
     return Calibration(window, laps)
 
 
 def _measure(trainer: Trainer, window: Window) -> tuple[float, ...]:
-    """Steps, without the first, which makes memory."""
+    """Steps, without the first, which allocates memory."""
     trainer.change_window(window)
     return tuple(trainer.step().seconds for _ in range(1 + CALIBRATION_STEPS))[1:]
 
 
 def solve(known: dict[int, float], target_s: float) -> float:
     """Tokens for `target_s`, on the line through the two known counts nearest to it in time."""
-    (one, one_s), (two, two_s) = sorted(known.items(), key=lambda item: abs(item[1] - target_s))[:2]
-    slope = (two_s - one_s) / (two - one)
-    if slope <= 0:  # noise was larger than the difference: in proportion, then
-        return one * target_s / one_s
-    return one + (target_s - one_s) / slope
+    (low, one_s), (two, two_s) = sorted(known.items(), key=lambda item: abs(item[1] - target_s))[:2]
+    slope = (two_s - one_s) / (two - low)
+    if slope <= 0:  # the noise was larger than the difference, so scale in proportion
+        return low * target_s / one_s
+    return low + (target_s - one_s) / slope
 
 
 def window_of(tokens: float, context: int) -> Window:
-    """The one nearest to so many tokens, as short as a context allows."""
+    """The window with about that many tokens, as short as the context requires."""
     batch = BATCH
     while tokens / batch > context:
         batch *= 2

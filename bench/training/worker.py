@@ -1,6 +1,6 @@
 """One process of bench/interference.py: `python -m bench.training.worker TASK.json OUTCOME.json`.
 
-It runs in any environment that has torch and msgspec: Flowstone is imported for Flowstone's own tasks alone.
+It runs in any environment with torch and msgspec: only Flowstone's own tasks import Flowstone.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from bench.training.savers import Saver, open_saver
 from bench.training.trainer import Trainer, calibrate, digests
 from bench.worker import settle
 
-WARM_UP_STEPS = 3  # torch makes its memory, AdamW its moments
-PEAK_STEPS = 2  # over which memory's high-water mark before the first save is taken
-STEPS_BEHIND_LAST = 2  # between the last save and its load: a capture that comes too late would see them
+WARM_UP_STEPS = 3  # torch allocates its memory, AdamW its moments
+PEAK_STEPS = 2  # over which memory's high-water mark before the first save is measured
+STEPS_BEHIND_LAST = 2  # between the last save and its load: a late capture would contain them
 
 
 def train(task: TrainingTask) -> TrainingOutcome:
-    """Leg after leg; which of a leg's blocks comes first alternates, so that drift falls on both alike."""
+    """Leg after leg; the order of a leg's blocks alternates, so that drift affects both alike."""
     trainer, saver = Trainer(task.shape, task.window), open_saver(task.rival, Path(task.directory))
     for _ in range(WARM_UP_STEPS):
         trainer.step()
@@ -44,8 +44,8 @@ def train(task: TrainingTask) -> TrainingOutcome:
     saver.prepare(trainer)
     blocks: list[Block] = []
     done = 0
-    for at, leg in enumerate(task.legs):
-        for every in (leg.every, 0) if at % 2 else (0, leg.every):
+    for index, leg in enumerate(task.legs):
+        for every in (leg.every, 0) if index % 2 else (0, leg.every):
             settle(task.settle_s)
             blocks.append(_block(trainer, saver, every, leg.steps, done))
             done += leg.steps
@@ -60,11 +60,11 @@ def train(task: TrainingTask) -> TrainingOutcome:
 
 
 def _block(trainer: Trainer, saver: Saver, every: int, steps: int, done: int) -> Block:
-    """A save behind the first step and every `every` steps after it: what a save leaves to do falls into the block."""
+    """A save after the first step and every `every` steps after it: a save's remaining work falls into the block."""
     watch, samples, shared_bytes = Meter(), [], 0
-    for at in range(steps):
-        number, lap, save_s = done + at + 1, trainer.step(), None
-        if every and at % every == 0:
+    for step in range(steps):
+        number, lap, save_s = done + step + 1, trainer.step(), None
+        if every and step % every == 0:
             started = time.monotonic()
             saver.save(trainer, number)
             save_s = time.monotonic() - started
@@ -81,9 +81,9 @@ def _block(trainer: Trainer, saver: Saver, every: int, steps: int, done: int) ->
 
 
 def check_exact(trainer: Trainer, saver: Saver, number: int) -> tuple[str, ...]:
-    """Save, train on, load back: the tensors that are not what they were when `save` was called."""
+    """Save, train on, load back: the tensors that differ from their values when `save` was called."""
     trainer.step()
-    wanted = digests(flatten(trainer.state()))
+    expected = digests(flatten(trainer.state()))
     saver.save(trainer, number)
     for _ in range(STEPS_BEHIND_LAST):
         trainer.step()
@@ -92,8 +92,8 @@ def check_exact(trainer: Trainer, saver: Saver, number: int) -> tuple[str, ...]:
     if failed:
         return (f"nothing: the last save failed: {failed[0]}",)
     saver.load(trainer, number)
-    found = digests(flatten(trainer.state()))
-    return tuple(name for name in wanted if found[name] != wanted[name])
+    actual = digests(flatten(trainer.state()))
+    return tuple(name for name in expected if actual[name] != expected[name])
 
 
 def perform(task: CalibrationTask | TrainingTask | DrillTask) -> Calibration | TrainingOutcome | DrillOutcome:
@@ -101,7 +101,7 @@ def perform(task: CalibrationTask | TrainingTask | DrillTask) -> Calibration | T
         return calibrate(task)
     if isinstance(task, TrainingTask):
         return train(task)
-    from bench.training.drill import drill  # which imports Flowstone
+    from bench.training.drill import drill  # imports Flowstone
 
     return drill(task)
 

@@ -1,5 +1,5 @@
-// Bytes compared by memcmp, which sanitizers check as a whole: `==` of vectors of std::byte, and algorithms over it, look at
-// each byte by itself, and took most of the time of tests that compare megabytes.
+// Compares bytes by memcmp, which sanitizers check at once. `==` of vectors of std::byte, and algorithms, are checked
+// byte by byte, which took most of the time of tests that compare megabytes.
 #pragma once
 
 #include <cstddef>
@@ -9,7 +9,8 @@
 namespace flowstone {
 
 inline bool same(const std::vector<std::byte>& bytes, const std::vector<std::byte>& other) {
-    return bytes.size() == other.size() && (bytes.empty() || std::memcmp(bytes.data(), other.data(), bytes.size()) == 0);
+    return bytes.size() == other.size() &&
+        (bytes.empty() || std::memcmp(bytes.data(), other.data(), bytes.size()) == 0);
 }
 
 inline bool all_are(std::byte byte, const std::byte* bytes, std::size_t length) {

@@ -1,7 +1,7 @@
-"""Flowstone: checkpoints for large-model training, saved while training goes on, at the device's speed.
+"""Flowstone: checkpoints for large-model training, saved while training continues, at the device's speed.
 
-The public names. Those that need torch are imported at first use, so that reading and checking checkpoints needs no
-torch; those that need numpy too, so that listing checkpoints starts fast.
+This module has the public names. Names that need torch or numpy are imported at first use: reading and verifying
+checkpoints then works without torch, and listing checkpoints starts fast.
 """
 
 from __future__ import annotations
@@ -41,39 +41,36 @@ from flowstone.errors import (
     UnsupportedFormatError,
     UnsupportedStateError,
 )
-from flowstone.events import (
-    BuffersFromOneRank,
+from flowstone.events.phases import (
     Captured,
     Committed,
     Event,
-    FellBack,
     Fenced,
     LeftAlone,
     Loaded,
     LoadProgress,
     OnEvent,
-    Prepared,
     RemovalFailed,
     Removed,
     SaveFailed,
     SaveStarted,
     Written,
 )
-from flowstone.rules import Cast, Init, Rename, Rule, Skip
+from flowstone.rules.load_rules import Cast, Init, Rename, Rule, Skip
 
 if TYPE_CHECKING:
-    from flowstone.checkpoint import Checkpoint, StoredTensor
-    from flowstone.checkpoint import open_checkpoint as open
     from flowstone.checkpointer import Checkpointer
+    from flowstone.codecs.quantize import Quantize
     from flowstone.convert.diff import DiffReport, TensorDiff, ValueDiff, diff
     from flowstone.convert.export import ExportReport, export
     from flowstone.convert.importing import ImportReport, import_checkpoint
     from flowstone.convert.pack import PackReport, pack
     from flowstone.convert.ready_rules import ready_rules
     from flowstone.convert.rule_files import read_rules
-    from flowstone.file_systems import Fsspec
-    from flowstone.journal_events import Journaled, NotJournaled, NotReplayed, Replayed
-    from flowstone.layout_rules import (
+    from flowstone.events.rare_events import BuffersFromOneRank, Compressed, FellBack, PagesCollapsed, Prepared
+    from flowstone.inspection.explain import Explanation, Source, explain
+    from flowstone.journal.journal_events import Journaled, NotJournaled, NotReplayed, Replayed
+    from flowstone.layouts.layout_rules import (
         Fuse,
         LayoutRule,
         LoadRule,
@@ -85,31 +82,23 @@ if TYPE_CHECKING:
         Unpad,
         Unstack,
     )
-    from flowstone.pipeline.explain import Explanation, Source, explain
-    from flowstone.pipeline.futures import Save
-    from flowstone.pipeline.load_outcome import LoadReport, Replay
-    from flowstone.quantize import Quantize
-    from flowstone.save_events import Compressed, PagesCollapsed
-    from flowstone.state import (
-        Flat,
-        ObjectPart,
-        Part,
-        PerRank,
-        Provider,
-        Registration,
-        Shard,
-        SplitTensor,
-        register_provider,
-        rng,
-    )
+    from flowstone.providers.provider import ObjectPart, Part, Provider
+    from flowstone.providers.registration import Registration, register_provider
+    from flowstone.reading.checkpoint import Checkpoint, StoredTensor
+    from flowstone.reading.checkpoint import open_checkpoint as open
+    from flowstone.replica.replica_events import Replica, ReplicaBehind, ReplicaEvent, ReplicaFollows, ReplicaLost
+    from flowstone.session.futures import Save
+    from flowstone.session.load_outcome import LoadReport, Replay
+    from flowstone.state import PerRank, Shard
     from flowstone.state.classes import register_class
-    from flowstone.state.compressed import CompressedBucket, CompressedGradients
-    from flowstone.state_replica import Replica, ReplicaBehind, ReplicaEvent, ReplicaFollows, ReplicaLost
-    from flowstone.store.node_memory import NodeMemory
+    from flowstone.state.kinds.generator import rng
+    from flowstone.store.memory.node_memory import NodeMemory
     from flowstone.store.peers.store import PeerMemory
-    from flowstone.striped import Striped
+    from flowstone.stores.file_systems import Fsspec
+    from flowstone.stores.striped import Striped
     from flowstone.table.box import Box
-    from flowstone.tier_events import (
+    from flowstone.tiered.policy import Tier
+    from flowstone.tiered.tier_events import (
         FlushDropped,
         Flushed,
         Prefetched,
@@ -118,82 +107,87 @@ if TYPE_CHECKING:
         TierPassedOver,
         TiersBehind,
     )
-    from flowstone.tiers.policy import Tier
+    from flowstone.torch.compressed import CompressedBucket, CompressedGradients
+    from flowstone.torch.flat import Flat
+    from flowstone.torch.tensor_subclasses import SplitTensor
     from flowstone.trace import Span, Trace
 
 _LATER = {
     "Box": "flowstone.table.box",
-    "Checkpoint": "flowstone.checkpoint",
+    "Checkpoint": "flowstone.reading.checkpoint",
     "Checkpointer": "flowstone.checkpointer",
-    "CompressedBucket": "flowstone.state.compressed",
-    "CompressedGradients": "flowstone.state.compressed",
+    "CompressedBucket": "flowstone.torch.compressed",
+    "CompressedGradients": "flowstone.torch.compressed",
     "DiffReport": "flowstone.convert.diff",
     "ExportReport": "flowstone.convert.export",
-    "Explanation": "flowstone.pipeline.explain",
+    "Explanation": "flowstone.inspection.explain",
     "ImportReport": "flowstone.convert.importing",
-    "Fsspec": "flowstone.file_systems",
-    "Fuse": "flowstone.layout_rules",
-    "Journaled": "flowstone.journal_events",
-    "LayoutRule": "flowstone.layout_rules",
-    "LoadRule": "flowstone.layout_rules",
-    "NotJournaled": "flowstone.journal_events",
-    "NotReplayed": "flowstone.journal_events",
+    "Fsspec": "flowstone.stores.file_systems",
+    "Fuse": "flowstone.layouts.layout_rules",
+    "Journaled": "flowstone.journal.journal_events",
+    "LayoutRule": "flowstone.layouts.layout_rules",
+    "LoadRule": "flowstone.layouts.layout_rules",
+    "NotJournaled": "flowstone.journal.journal_events",
+    "NotReplayed": "flowstone.journal.journal_events",
     "PackReport": "flowstone.convert.pack",
-    "Pad": "flowstone.layout_rules",
-    "RuleSet": "flowstone.layout_rules",
-    "Split": "flowstone.layout_rules",
-    "Stack": "flowstone.layout_rules",
-    "Striped": "flowstone.striped",
-    "Transpose": "flowstone.layout_rules",
-    "Unpad": "flowstone.layout_rules",
-    "Unstack": "flowstone.layout_rules",
-    "LoadReport": "flowstone.pipeline.load_outcome",
-    "Replay": "flowstone.pipeline.load_outcome",
-    "Replayed": "flowstone.journal_events",
-    "Replica": "flowstone.state_replica",
-    "ReplicaBehind": "flowstone.state_replica",
-    "ReplicaEvent": "flowstone.state_replica",
-    "ReplicaFollows": "flowstone.state_replica",
-    "ReplicaLost": "flowstone.state_replica",
-    "Quantize": "flowstone.quantize",
-    "Save": "flowstone.pipeline.futures",
-    "Flat": "flowstone.state",
-    "NodeMemory": "flowstone.store.node_memory",
+    "Pad": "flowstone.layouts.layout_rules",
+    "RuleSet": "flowstone.layouts.layout_rules",
+    "Split": "flowstone.layouts.layout_rules",
+    "Stack": "flowstone.layouts.layout_rules",
+    "Striped": "flowstone.stores.striped",
+    "Transpose": "flowstone.layouts.layout_rules",
+    "Unpad": "flowstone.layouts.layout_rules",
+    "Unstack": "flowstone.layouts.layout_rules",
+    "LoadReport": "flowstone.session.load_outcome",
+    "Replay": "flowstone.session.load_outcome",
+    "Replayed": "flowstone.journal.journal_events",
+    "Replica": "flowstone.replica.replica_events",
+    "ReplicaBehind": "flowstone.replica.replica_events",
+    "ReplicaEvent": "flowstone.replica.replica_events",
+    "ReplicaFollows": "flowstone.replica.replica_events",
+    "ReplicaLost": "flowstone.replica.replica_events",
+    "Quantize": "flowstone.codecs.quantize",
+    "Save": "flowstone.session.futures",
+    "Flat": "flowstone.torch.flat",
+    "NodeMemory": "flowstone.store.memory.node_memory",
     "PeerMemory": "flowstone.store.peers.store",
-    "ObjectPart": "flowstone.state",
-    "Part": "flowstone.state",
+    "ObjectPart": "flowstone.providers.provider",
+    "Part": "flowstone.providers.provider",
     "PerRank": "flowstone.state",
-    "Provider": "flowstone.state",
-    "Registration": "flowstone.state",
+    "Provider": "flowstone.providers.provider",
+    "Registration": "flowstone.providers.registration",
     "Shard": "flowstone.state",
-    "Source": "flowstone.pipeline.explain",
-    "Compressed": "flowstone.save_events",
-    "PagesCollapsed": "flowstone.save_events",
-    "StoredTensor": "flowstone.checkpoint",
+    "Source": "flowstone.inspection.explain",
+    "BuffersFromOneRank": "flowstone.events.rare_events",
+    "Compressed": "flowstone.events.rare_events",
+    "FellBack": "flowstone.events.rare_events",
+    "PagesCollapsed": "flowstone.events.rare_events",
+    "Prepared": "flowstone.events.rare_events",
+    "StoredTensor": "flowstone.reading.checkpoint",
     "Span": "flowstone.trace",
     "Trace": "flowstone.trace",
-    "SplitTensor": "flowstone.state",
+    "SplitTensor": "flowstone.torch.tensor_subclasses",
     "TensorDiff": "flowstone.convert.diff",
-    "FlushDropped": "flowstone.tier_events",
-    "Flushed": "flowstone.tier_events",
-    "Prefetched": "flowstone.tier_events",
-    "Tier": "flowstone.tiers.policy",
-    "TierEvent": "flowstone.tier_events",
-    "TierFailed": "flowstone.tier_events",
-    "TierPassedOver": "flowstone.tier_events",
-    "TiersBehind": "flowstone.tier_events",
+    "FlushDropped": "flowstone.tiered.tier_events",
+    "Flushed": "flowstone.tiered.tier_events",
+    "Prefetched": "flowstone.tiered.tier_events",
+    "Tier": "flowstone.tiered.policy",
+    "TierEvent": "flowstone.tiered.tier_events",
+    "TierFailed": "flowstone.tiered.tier_events",
+    "TierPassedOver": "flowstone.tiered.tier_events",
+    "TiersBehind": "flowstone.tiered.tier_events",
     "ValueDiff": "flowstone.convert.diff",
     "diff": "flowstone.convert.diff",
-    "explain": "flowstone.pipeline.explain",
+    "explain": "flowstone.inspection.explain",
     "export": "flowstone.convert.export",
     "import_checkpoint": "flowstone.convert.importing",
-    "open": "flowstone.checkpoint",
+    "open": "flowstone.reading.checkpoint",
     "pack": "flowstone.convert.pack",
     "read_rules": "flowstone.convert.rule_files",
     "ready_rules": "flowstone.convert.ready_rules",
     "register_class": "flowstone.state.classes",
-    "register_provider": "flowstone.state",
-    "rng": "flowstone.state",
+    "register_provider": "flowstone.providers.registration",
+    "rng": "flowstone.state.kinds.generator",
 }
 
 
@@ -203,14 +197,15 @@ def __getattr__(name: str) -> object:
     from importlib import import_module
 
     try:
-        found = getattr(import_module(_LATER[name]), "open_checkpoint" if name == "open" else name)
+        value = getattr(import_module(_LATER[name]), "open_checkpoint" if name == "open" else name)
     except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
-        next_step = "pip install 'flowstone[torch]'"
-        raise FrameworkError(f"flowstone.{name} needs torch, which is not installed", next=next_step) from error
-    globals()[name] = found  # later lookups find it without this function
-    return found
+        from flowstone.extensions import missing_module
+
+        if missing := missing_module(error, f"flowstone.{name}"):
+            raise missing from error
+        raise
+    globals()[name] = value  # later lookups find it without this function
+    return value
 
 
 def __dir__() -> list[str]:

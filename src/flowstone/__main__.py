@@ -1,6 +1,6 @@
 """`python -m flowstone` is the command line."""
 
-from flowstone.cli import main
+from flowstone.extensions import extension
 
 if __name__ == "__main__":
-    main()
+    extension("cli")()

@@ -1,4 +1,4 @@
-"""The Checkpointer: lifecycle and public verbs. Their order is in pipeline/save.py and pipeline/load.py."""
+"""The Checkpointer: lifecycle and public verbs. Their order is in save/conductor.py and load/conductor.py."""
 
 from __future__ import annotations
 
@@ -7,59 +7,60 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
-from flowstone import arguments as calls
-from flowstone.checkpoint import Checkpoint
-from flowstone.commit.writer import StoreWriter
 from flowstone.config import DEADLINE_S, LAG_STEPS, RECOVERY_S, EngineOptions, Keep, KeepRule
 from flowstone.errors import FlowstoneError
-from flowstone.events import OnEvent
+from flowstone.events.phases import OnEvent
+from flowstone.extensions import extension
 from flowstone.log import log
-from flowstone.pipeline.futures import Save
-from flowstone.pipeline.load import Loads
-from flowstone.pipeline.load_outcome import LoadOutcome, LoadReport
-from flowstone.pipeline.replica_samples import first_samples
-from flowstone.pipeline.save import Saves
-from flowstone.pipeline.shared import SaveOptions, Shared, address_exchange
 from flowstone.ranks import RankGroup
-from flowstone.runtime.ending import Ending
-from flowstone.runtime.telling import Teller
-from flowstone.runtime.turns import Turn, one_at_a_time
-from flowstone.runtime.writer_lock import caller, register
-from flowstone.state import Frozen
-from flowstone.state_dict_verbs import TierVerbs, after_saves_of_others
+from flowstone.reading.checkpoint import Checkpoint
+from flowstone.runtime.event_emitter import EventEmitter
+from flowstone.runtime.exit_hook import ExitHook
+from flowstone.runtime.verb_lock import VerbCounter, VerbLock, exclusive_verb
+from flowstone.runtime.writer_lock import caller_location, register_owner, release_of_owner
+from flowstone.save.replica_samples import first_samples
+from flowstone.session.futures import Save
+from flowstone.session.load_outcome import LoadOutcome, LoadReport
+from flowstone.session.shared import SaveOptions, Shared, address_exchange
+from flowstone.state import FrozenParameters
+from flowstone.state_dict_verbs import WaitingVerbs, after_saves_of_others
 from flowstone.store.base import Store
+from flowstone.stores import arguments as calls
+from flowstone.strategies import make_strategy
 from flowstone.trace import Spans
 
 if TYPE_CHECKING:
-    from flowstone.layout_rules import LoadRule
-    from flowstone.quantize import Quantize
-    from flowstone.state_replica import Replica
-    from flowstone.tiers.policy import Tier
+    from flowstone.codecs.quantize import Quantize
+    from flowstone.layouts.layout_rules import LoadRule
+    from flowstone.replica.replica_events import Replica
+    from flowstone.tiered.policy import Tier
 
 
-class Checkpointer(TierVerbs):
-    """Saves a training state into the store at `path` while training goes on, and loads it back.
+class Checkpointer(WaitingVerbs):
+    """Saves a training state into the store at `path` while training continues, and loads it.
 
-    path               a directory, whose other files stay; a URL; "memory://run" (NodeMemory); a Store, which this
-                       closes; or a list of tiers (Tier), nearest first: saves go into it, and are flushed to the others
-    keep               which checkpoints retention spares: the newest so many; None: all; a function: see KeepRule
-    budget_bytes       limit of staging memory on this rank; None: a node's ranks share a quarter of available memory
+    path               a directory (other files in it stay); a URL; "memory://run" (NodeMemory); a Store, which `close`
+                       closes; or a list of tiers (Tier), nearest first: saves go into it and are flushed to the others
+    keep               which checkpoints retention keeps. An int: that many of the newest. None: all. Or a KeepRule
+    budget_bytes       limit of staging memory on this rank; None: a node's ranks share a quarter of its free memory
     on_error           "raise": a failed save raises at the next call; "continue": it only emits an event,
                        until `max_unsaved_steps` steps have passed since the last committed one
-    engine             how bytes move; options not given are as tuned for the mount, else a measured default
-    saves_in_flight    how many saves may be under way at once; `save` waits when there are more
-    deadline_s         in a job of several ranks, how long they wait for the slowest of them
-    every_step         each save is durable before the next returns, by a journal; a Replica: a process follows it, too
-    recovery_s         with every_step: a checkpoint is saved once a load would take longer than that
-    lag_steps          with every_step: steps that may not be durable yet when `save` returns, this one among them
-    rules              which tensors are saved with less precision than they have (Quantize); without a rule none is
-    alone              this process saves and loads by itself, as in `if rank == 0: ckpt.save(...)`: whole tensors only
-    on_event           is called with every event (see events.py), on the thread where it happens
+    engine             I/O options; options not given come from the file system's tuning file, or are defaults
+    saves_in_flight    how many saves may be unfinished at a time; a further call of `save` waits
+    deadline_s         in a job of several ranks: how long ranks wait for the slowest one
+    every_step         True: a journal makes each step durable before the next `save` returns; a Replica: in addition, a
+                       second process replays the journal
+    recovery_s         with every_step: a full checkpoint is saved when a load would take more than so many seconds
+    lag_steps          with every_step: steps that may not be durable yet when `save` returns, the current one included
+    rules              tensors to save with lower precision (Quantize); by default all are saved exactly
+    alone              no other rank takes part, as in `if rank == 0: ckpt.save(...)`; no tensor may be sharded
+    on_event           called with every event (see events/phases.py), on the thread where the event happens
 
-    Calls from several threads wait for each other, except `fence`. What another thread changes before `save` has
-    returned is not protected. Calling it, or waiting for a save, inside of a call, in `on_event` or in a Future's
-    callback raises BusyError. Leaving it as a context manager, or the end of the process, waits for saves in flight; a
-    failure that was never raised ends the process with status 1. Without references it gives store and memory back.
+    Calls from several threads wait for each other, except `fence`. Changes that another thread makes before `save` has
+    returned may go undetected. Calling a method, or waiting for a save, inside of another call, in `on_event` or in a
+    Future's callback raises BusyError. The end of a `with` block, or of the process, waits for saves in flight; if the
+    failure of a save was never raised, the process ends with status 1. A Checkpointer that is no longer referenced
+    releases its store and memory.
     """
 
     _closed = True  # until there is something to close
@@ -85,39 +86,37 @@ class Checkpointer(TierVerbs):
         lossy, lag_steps = calls.to_quantize(rules, every_step), calls.to_lag_steps(lag_steps, every_step)
         engine, tiers = engine or EngineOptions(), None
         if calls.is_list(path):
-            from flowstone.pipeline.tiering import Tiering  # imported here: others do not need it
-            tiers = Tiering(path, keep, engine, every_step=every_step)
+            tiers = extension("tiered")(path, keep, engine, every_step=every_step)
             budget_bytes = tiers.budget_of_saves(budget_bytes)
         stores = tiers.stores if tiers else (calls.store_at(calls.to_store(path), engine),)
-        self.made_at, self._pid, self._turn = caller(), os.getpid(), Turn()
+        self.made_at, self._pid, counter = caller_location(), os.getpid(), VerbCounter()
         exchange_addresses = address_exchange(stores, tiers.leave_out if tiers else None)
-        # After all checks that may fail: this makes the Checkpointer known to the other ranks.
-        self._group = RankGroup(deadline_s, stores[0].location, self._turn, alone=alone)
-        self._turn.on_interrupt = self._group.agreement.leave_call
+        # Comes after all checks that may fail, as it makes the Checkpointer known to the other ranks.
+        self._group = RankGroup(deadline_s, stores[0].location, counter, alone=alone)
+        self._verb_lock = VerbLock(counter, self._group.agreement.report_interrupted_call)
         self._store: Store = exchange_addresses(self._group)
         saves_in_flight = min(saves_in_flight, self._store.capabilities.drafts_max or saves_in_flight)
-        options = SaveOptions(budget_bytes, saves_in_flight, on_error, max_unsaved_steps, lossy, lag_steps)
-        emit = Teller(on_event, self._store.location)
-        self._store_writer = tiers.open_writer(emit, self._turn) if tiers else StoreWriter(
-            self._store, keep, emit.removed, emit.left)
-        emit.quiet, self._end = self._group.rank > 0, Ending(self.close)
-        shared = Shared(self._store, engine, self._group, self._turn, emit, Frozen(first_samples), LoadOutcome())
-        self._saves = Saves(shared, options, self._store_writer, self, self._end)
-        self._loads = tiers.attach(shared, self._saves) if tiers else Loads(shared)
-        if every_step:
-            from flowstone.pipeline.every_step import EveryStep  # imported here: others do not need it
-            self._saves = EveryStep(shared, self._saves, options, recovery_s, every_step)
-        self._locations, self._closed = register(self, (self._store, *stores)), False
+        options = SaveOptions(
+            budget_bytes, saves_in_flight, on_error, max_unsaved_steps, lossy, lag_steps, keep, every_step, recovery_s
+        )
+        emit = EventEmitter(on_event, self._store.location, quiet=self._group.rank > 0)
+        shared = Shared(
+            self._store, engine, self._group, self._verb_lock, emit, FrozenParameters(first_samples), LoadOutcome()
+        )
+        self._end = ExitHook(self.close)
+        strategy = make_strategy(shared, options, tiers, self, self._end)
+        self._saves, self._loads, self._store_writer = strategy.saves, strategy.loads, strategy.store_writer
+        self._locations, self._closed = register_owner(self, (self._store, *stores)), False
 
     @after_saves_of_others
     def latest(self) -> Checkpoint | None:
-        """The newest committed checkpoint; None where there is none yet. Raises DamagedError if it is damaged.
+        """The newest committed checkpoint; None if there is none yet. Raises DamagedError if it is damaged.
 
-        Waits for this process's saves in flight into this store, as `load` does: the answer does not depend on timing.
+        Like `load`, waits for unfinished saves of this process into this store, so the result is independent of timing.
         """
         self._check_open()
         self._saves.await_all()
-        return self._loads.newest()
+        return self._loads.find_newest()
 
     @after_saves_of_others
     def load(
@@ -129,20 +128,21 @@ class Checkpointer(TierVerbs):
         verify_first: bool = False,
         fallback: bool = False,
     ) -> LoadReport:
-        """Bring `state` back to the newest step, or to `step`, in place, by a journal if one leads there. Strict.
+        """Load the newest step, or `step`, into `state`, in place. If a journal has that step, it is replayed. State
+        and checkpoint must match, except for differences that `rules` allow.
 
-        rules         differences to accept (Rename, Skip, Init, Cast), and other layouts (Split, Fuse, Transpose, Pad,
-                      Unpad, Stack, Unstack, RuleSet): each tensor that they change is listed in the report
-        verify_first  read and check every byte before any memory of the state changes, where memory allows
-        fallback      on damage try the next older step; the damaged ones are set aside at the next save.
-                      What the system refuses (descriptors, memory, a permission) is not damage, and raises
+        rules         allowed differences (Rename, Skip, Init, Cast), and changes of layout (Split, Fuse, Transpose,
+                      Pad, Unpad, Stack, Unstack, RuleSet); the report lists each tensor that they change
+        verify_first  read and verify every byte before the state changes; needs memory for a second copy of the state
+        fallback      if a checkpoint is damaged, load the next older step; the next save sets damaged steps aside. A
+                      refusal by the system (descriptors, memory, permissions) is not damage and raises an error
 
         raises    NoCheckpointError  nothing to load
-                  MismatchError      state and checkpoint differ: all differences, nothing changed; or a tensor is not
-                                     as a rule says
-                  NoTensorError, CollisionError  a rule about layouts names nothing; two tensors get one name
-                  DamagedError       stored bytes are not what was written; `written` names what
-                                     changed, and saving is refused until a load succeeds
+                  MismatchError      state and checkpoint differ, or a tensor is not as a rule says. The error lists all
+                                     differences; nothing was changed
+                  NoTensorError, CollisionError  a layout rule matches no tensor; two tensors get the same name
+                  DamagedError       stored bytes differ from those that were saved; the error's `written` names the
+                                     tensors that this load changed. Saving is refused until a load succeeds
         """
         self._check_open()
         state, step, rules = calls.to_load(state, step, rules, {"verify_first": verify_first, "fallback": fallback})
@@ -150,25 +150,25 @@ class Checkpointer(TierVerbs):
         load = partial(self._loads.load_newest, step, state, rules, verify_first=verify_first, fallback=fallback)
         return self._saves.around_load(state, load)
 
-    @one_at_a_time
+    @exclusive_verb
     def save(self, step: int, state: Mapping[str, object], *, fence: Literal["auto", "manual"] = "auto") -> Save:
         """Save `state` as `step`. Returns at once; what the next step will change is captured in the background.
 
-        Captured lazily, while forward and backward run (DataStates-LLM, arXiv 2406.10707): parameters of
-        modules and states of optimizers. Captured before this returns: buffers, tensors below 64 KiB,
-        those of unknown objects, Python values; and everything, if no optimizer step would wait for the rest.
-        If a lazily captured tensor changes before its capture, this save fails and names the tensor;
-        docs/SAVING.md says which changes are detected, and how reliably.
+        Parameters of modules and states of optimizers are captured lazily, while forward and backward run
+        (DataStates-LLM, arXiv 2406.10707). Captured before `save` returns: buffers, tensors below 64 KiB, tensors of
+        unknown objects, Python values. If no optimizer's step can wait for lazy capture, everything is captured before.
+        If a lazily captured tensor changes before its capture, this save fails and names the tensor; docs/SAVING.md
+        says which changes are detected, and how reliably.
 
         fence   "auto": the next step of any optimizer in `state` waits until everything is captured.
                 "manual": the caller promises to call `fence()` before anything of `state` changes;
-                then every tensor from 64 KiB on is captured lazily
+                then every tensor of at least 64 KiB is captured lazily
 
         raises  StepExistsError        `step` is not above the newest one; see `rewind`
-                UnsupportedStateError  an object that cannot be saved; names its path
-                CollisionError         two paths of the state make the same name
+                UnsupportedStateError  an object cannot be saved; the error names its path
+                CollisionError         two tensors or values of the state would get the same name
                 LockedError            another job saves into this store
-                StorageError           the operating system refused; FullError when no space is left
+                StorageError           the operating system refused an operation; FullError: no space is left
                 SaveFailedError        an earlier save failed, and its failure was not raised yet
                 DamagedError           the last load left the state partly changed
         """
@@ -178,63 +178,68 @@ class Checkpointer(TierVerbs):
         return self._saves.save(spans.step, state, fence, spans)
 
     def fence(self) -> None:
-        """Wait until the state may change: every save so far is captured. Emits the event Fenced."""
+        """Wait until all saves called so far are captured; then the state may change. Emits the event Fenced."""
         self._check_open()
         self._saves.pass_fence()
 
-    @one_at_a_time
+    @exclusive_verb
     def wait(self) -> None:
-        """Wait until every save so far is committed. Raises SaveFailedError for a failure that was not raised yet."""
+        """Wait until all saves called so far are committed. Raises SaveFailedError if one failed and no call has
+        raised that failure yet.
+        """
         self._check_open()
-        self._saves.settle()
+        self._saves.await_saves()
 
-    @one_at_a_time
+    @exclusive_verb
     def rewind(self, step: int) -> None:
-        """Set every step above `step` aside, so that training can save them anew. `step` itself must exist."""
+        """Remove every step above `step` from the steps that can be loaded, so that training can save them again. Their
+        files are kept under other names. `step` itself must exist.
+        """
         self._check_open()
         self._saves.rewind(calls.step_number(step, verb="rewind"))
 
-    @one_at_a_time
+    @exclusive_verb
     def close(self) -> None:
-        """Wait for saves in flight, give the store and the memory back. Raises what `wait` raises."""
+        """Wait for saves in flight, then release the store and the memory. Raises the errors of `wait`."""
         if self._closed or os.getpid() != self._pid:
             return
         failure: Exception | None = None
         try:
-            self._saves.settle()
+            self._saves.await_saves()
         except Exception as error:
             failure = error
         self._saves.await_ends()  # an interrupt ends this wait and changes nothing
         self._saves.sole_writer.drain_at_end()
-        self._turn.uninterrupted(self._let_go)
+        self._verb_lock.uninterrupted(self._shutdown)
         if failure is not None:
             raise failure
 
-    def _let_go(self) -> None:
+    def _shutdown(self) -> None:
         self._closed = True
-        self._turn.end_acts()
+        self._verb_lock.end_shield()
         self._saves.end()
         self._group.leave()
-        self._give_back()
+        self._release()
 
-    def _give_back(self) -> None:
-        self._end.call_off()
+    def _release(self) -> None:
+        self._end.cancel()
         self._saves.captures.close()
         self._store.close()
 
     def __del__(self) -> None:
-        """No reference is left, so no save is in flight: each save holds one. Runs on any thread, at any point."""
+        """Close it. No save is in flight: each holds a reference. Python calls this on any thread, at any time."""
         if self._closed or os.getpid() != self._pid:
             return
-        self._closed = True
-        # This may be one of its own threads. Optimizers' hooks, which may be running, notice by themselves.
-        self._saves.end(wait=False)
-        try:
-            self._saves.settle()
-            self._give_back()
-        except FlowstoneError as failure:
-            self._give_back()
-            self._end.fail(failure)
+        with release_of_owner(self._locations):
+            self._closed = True
+            # This may run on a thread of the Checkpointer. Hooks of optimizers check whether it is closed.
+            self._saves.end(wait=False)
+            try:
+                self._saves.await_saves()
+                self._release()
+            except FlowstoneError as failure:
+                self._release()
+                self._end.exit_with_failure(failure)
         self._group.abandon()
 
     def __enter__(self) -> Checkpointer:

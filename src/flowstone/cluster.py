@@ -1,7 +1,7 @@
-"""Large offline work on a cluster: one function, called for each part of the work by tasks of Ray.
+"""Large offline work on a Ray cluster: one function, called for each part of the work by a task of Ray.
 
-The functions are those that one process calls, too. Each may be called again for a part that it has done already, or
-begun: Ray does so when a worker or a node has died.
+Without a cluster, a single process calls the same function. After a worker or a node has died, Ray may call the
+function again for a part of the work that was begun or finished already.
 """
 
 from __future__ import annotations
@@ -26,43 +26,42 @@ Part = TypeVar("Part")
 Result = TypeVar("Result")
 
 RAY = "ray[train]==2.60.0"
-"""What is tested."""
-_RETRIES_MAX = 3  # of a part whose worker has died
-_PARTS_AHEAD = 2  # of each CPU, begun or waiting in Ray's queue: results are taken in order, and one may take longer
+"""The tested version."""
+_RETRIES_MAX = 3  # how often a part is tried again after its worker has died
+_PARTS_AHEAD = 2  # parts per CPU, running or in Ray's queue; results are taken in order, so a slow part delays others
 _CANCEL_TIMEOUT_S = _CONNECT_TIMEOUT_S = 10.0
 PARTS_OF_CPU = 4
-"""Into how many parts work is divided for each CPU, so that all end at about the same time."""
+"""Parts of the work per CPU: many, so that all CPUs finish at about the same time."""
 
 
 class _Outcome(msgspec.Struct, frozen=True):
-    """What a task returns: a result, or the error that the work has raised."""
+    """The outcome of a task: a result, or the error that the work raised."""
 
     result: Any = None
     error: Exception | None = None
 
 
 class Cluster:
-    """A cluster of Ray that this process is connected to. `cpus`: how many tasks it does at once."""
+    """A Ray cluster to which this process is connected. `cpus`: how many tasks it runs at a time."""
 
     def __init__(self, ray: Any) -> None:
         self._ray = ray
         self.cpus = int(ray.cluster_resources().get("CPU", 0))
         if self.cpus < 1:
-            raise ArgumentError("the cluster of Ray has no CPU for tasks", next="add nodes to it, or run without --ray")
+            raise ArgumentError("the Ray cluster has no CPU for tasks", next="add nodes to it, or run without --ray")
 
     def each(
         self, work: Callable[[Shared, Part], Result], shared: Shared, parts: Iterable[Part]
     ) -> Generator[Result, None, None]:
-        """What `work(shared, part)` returns, in the order of the parts; so many are under way as there are CPUs.
+        """Yield the result of `work(shared, part)` for each part, in order. As many parts run at a time as the cluster
+        has CPUs. Close the iterator to interrupt the tasks that still run.
 
-        Close the iterator: what is still under way is interrupted then.
-
-        raises  what `work` raises; CancelledError for a part whose workers have died again and again
+        raises  errors of `work`; CancelledError if the workers of a part died too often
         """
         options = {"num_cpus": 1, "max_retries": _RETRIES_MAX, "scheduling_strategy": "SPREAD"}
         task = self._ray.remote(**options)(_in_task)
-        kept = self._ray.put(shared)
-        begun = (task.remote(__version__, work, kept, one) for one in parts)
+        reference = self._ray.put(shared)
+        begun = (task.remote(__version__, work, reference, part) for part in parts)
         under_way = deque(islice(begun, _PARTS_AHEAD * self.cpus))
         try:
             while under_way:
@@ -81,14 +80,14 @@ class Cluster:
             reason = str(error).strip().splitlines()[-1:] or [type(error).__name__]
             if "No module named" in reason[0]:
                 raise FrameworkError(
-                    "a node of the cluster cannot import what the work needs", found=reason[0],
+                    "a node of the Ray cluster cannot import a module that this command needs", found=reason[0],
                     next=f"install flowstone {__version__} on every node",
                 ) from error
             if isinstance(error, exceptions.RayTaskError):
-                raise  # a defect of ours
+                raise  # a defect of Flowstone
             raise CancelledError(
-                "Ray has given up a part of the work", found=f"{type(error).__name__}: {reason[0]}",
-                next="see Ray's logs for what ended its workers; then run the same command again",
+                "Ray did not finish a task of this command", found=f"{type(error).__name__}: {reason[0]}",
+                next="find the reason in Ray's logs, then run the same command again",
             ) from error
         if outcome.error is not None:
             raise outcome.error
@@ -100,7 +99,7 @@ class Cluster:
             return
         _, left = self._ray.wait(left, num_returns=len(left), timeout=0)
         for begun in left:
-            # An interrupt in the worker. By force, Ray 2.60 aborts this process now and then, if a task ends meanwhile:
+            # Interrupts the worker. With force=True, Ray 2.60 sometimes aborts this process, if a task ends meanwhile:
             # "Tried to complete task that was not pending".
             self._ray.cancel(begun)
         if left:
@@ -110,19 +109,19 @@ class Cluster:
 def _in_task(version: str, work: Callable[[Any, Any], Any], shared: Any, part: Any) -> _Outcome:
     if version != __version__:
         return _Outcome(error=FrameworkError(
-            f"{socket.gethostname()}, a node of the cluster, has another Flowstone", expected=version,
-            found=__version__, next="install the same on every node",
+            f"node {socket.gethostname()} of the Ray cluster has another version of Flowstone", expected=version,
+            found=__version__, next="install the same version on every node",
         ))
     try:
         return _Outcome(work(shared, part))
-    except (FlowstoneError, OSError) as error:  # these are for people; Ray would wrap them
+    except (FlowstoneError, OSError) as error:  # returned, not raised: Ray would wrap the error in its own
         return _Outcome(error=error)
 
 
 @contextmanager
 def ray_cluster() -> Iterator[Cluster]:
-    """The cluster that RAY_ADDRESS names, or one that runs on this machine; where there is none, one of this machine
-    for as long as the work takes. A process that is connected stays so.
+    """The cluster at RAY_ADDRESS, or else a cluster that runs on this machine. If there is none, one is started on this
+    machine and stopped at the end of the block. A process that is already connected keeps its connection.
 
     raises  FrameworkError  Ray is not installed
             CancelledError  there is no cluster at RAY_ADDRESS
@@ -143,24 +142,24 @@ def ray_cluster() -> Iterator[Cluster]:
 
 
 def _check_address(address: str) -> None:
-    """Raise CancelledError where no one answers at `host:port`: Ray itself would try for minutes."""
+    """Raise CancelledError if nothing answers at `host:port`: Ray itself would retry for minutes."""
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if not colon or not port.isdecimal():
-        return  # none, or one of Ray's own words
+        return  # no address, or a special word of Ray
     try:
         socket.create_connection((host.strip("[]"), int(port)), _CONNECT_TIMEOUT_S).close()
     except OSError as error:
         raise CancelledError(
-            f"there is no cluster of Ray at {address}, which RAY_ADDRESS names", found=error,
-            next="set it to one that runs, or to `local` for one on this machine while the work takes",
+            f"there is no Ray cluster at {address} (RAY_ADDRESS)", found=error,
+            next="set RAY_ADDRESS to a running cluster, or to `local` to start one on this machine for this command",
         ) from error
 
 
-def not_shared(path: object, found: object) -> StorageError:
-    """The error of a node that does not see a file as the process sees it that hands out the parts."""
+def not_shared(path: object, details: object) -> StorageError:
+    """The error for a node on which `path` is not the same file as for the process that distributes the work."""
     return StorageError(
-        f"{socket.gethostname()}, a node of the cluster, does not see {path} as the node where the work began",
-        found=found, next="put it where every node has the same file system at the same path, or run without --ray",
+        f"node {socket.gethostname()} of the Ray cluster sees another {path} than the node that started this command",
+        found=details, next="use a file system that every node has at the same path, or run without --ray",
     )
 
 

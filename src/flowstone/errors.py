@@ -1,33 +1,33 @@
-"""What can go wrong, one class per cause that a caller can treat differently.
+"""The errors of Flowstone, one class per cause that a caller can treat differently.
 
 FlowstoneError
-├── NoCheckpointError        nothing committed here, or not that step
-├── NotAStoreError           the path is not a store, nor a checkpoint
+├── NoCheckpointError        no committed checkpoint, or none of the requested step
+├── NotAStoreError           the path is neither a store nor a checkpoint
 ├── StepExistsError          saving at or below the newest step
 ├── LockedError              another job writes into this store
 ├── ClosedError              the Checkpointer was closed
-├── ArgumentError            an argument that a call does not take (also a ValueError)
-├── NoTensorError            the checkpoint holds no tensor of that name (also a KeyError)
-├── BusyError                a call inside of another call, or on a thread that it would wait for
-├── StateError               the state itself
+├── ArgumentError            a call does not accept an argument (also a ValueError)
+├── NoTensorError            the checkpoint has no tensor of that name (also a KeyError)
+├── BusyError                a call inside of another call, or on a thread for which the call would wait
+├── StateError               the state cannot be saved or loaded as it is
 │   ├── UnsupportedStateError    an object that cannot be described
-│   │   └── ProviderError            a provider that does not keep its contract
-│   ├── CollisionError           two paths make one name
+│   │   └── ProviderError            a provider that violates its contract
+│   ├── CollisionError           two tensors or values of the state would get the same name
 │   └── MismatchError            state and checkpoint differ (missing, unexpected, shape, dtype)
-├── CoverageError            no stored piece holds what was asked for
-├── FormatError              what is on disk cannot be read
-│   ├── DamagedError             bytes differ from what was written
+├── CoverageError            a requested part of a tensor is not stored
+├── FormatError              stored files cannot be read
+│   ├── DamagedError             stored bytes do not match their digests
 │   └── UnsupportedFormatError   written by a newer version, or needs an unknown feature
 ├── StorageError             the operating system refused: operation, errno, path, range
 │   └── FullError                no space: bytes needed and free
-├── StateChangedError        the state changed before it was captured, or its memory went away
-├── BudgetError              a declared memory limit cannot hold what was asked for
+├── StateChangedError        the state changed, or its memory was freed, before it was captured
+├── BudgetError              a memory limit is too small for the call
 ├── RankError                another rank failed or did not answer: which one, in which phase
-├── CancelledError           stopped before the end
-├── FrameworkError           a framework is missing, or of an unknown interface (also an ImportError)
+├── CancelledError           the work was stopped before it ended
+├── FrameworkError           a framework or option is missing, or has an unknown interface (also an ImportError)
 └── SaveFailedError          an earlier save failed in the background
 
-Each message says what failed, on which object, what was expected and found, and what to do next.
+Each message says what failed, on which object, the expected and found values, and what to do next.
 """
 
 from __future__ import annotations
@@ -39,9 +39,8 @@ _LINE_LENGTH_MAX = 1000
 
 
 class FlowstoneError(Exception):
-    """The base class. `facts` are printed one per line under the message, in the order given.
-
-    Lines of over a thousand characters are cut in the middle: names and values from files may have any length.
+    """The base class of all errors of Flowstone. `facts` are printed one per line under the message, in the given
+    order. In lines of more than a thousand characters the middle is left out, as names from files may have any length.
     """
 
     def __init__(self, message: str, **facts: object) -> None:
@@ -55,14 +54,14 @@ class FlowstoneError(Exception):
         super().__init__("\n".join(_shortened(line) for line in "\n".join(lines).split("\n")))
 
     def __reduce__(self) -> tuple[object, ...]:
-        """As it is, whichever arguments its class takes: jobs hand errors from rank to rank."""
+        """Let an error of any class be pickled with all its attributes, as jobs send errors from rank to rank."""
         return _copied, (type(self), self.args, self.__dict__)
 
 
 def _copied(kind: type[FlowstoneError], args: tuple[object, ...], state: dict[str, object]) -> FlowstoneError:
-    found = kind.__new__(kind, *args)
-    found.__dict__.update(state)
-    return found
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(state)
+    return error
 
 
 def _shortened(line: str) -> str:
@@ -76,7 +75,7 @@ class NoCheckpointError(FlowstoneError):
 
 
 class NotAStoreError(FlowstoneError):
-    """The path holds neither a store nor a checkpoint."""
+    """The path is neither a store nor a checkpoint."""
 
 
 class StepExistsError(FlowstoneError):
@@ -92,18 +91,20 @@ class ClosedError(FlowstoneError):
 
 
 class ArgumentError(FlowstoneError, ValueError):
-    """A call got an argument that it does not accept; it did nothing."""
+    """A call got an argument that it does not accept. Nothing was changed."""
 
 
 class NoTensorError(FlowstoneError, KeyError):
-    """The checkpoint holds no tensor of the requested name."""
+    """The checkpoint has no tensor of the requested name."""
 
-    def __str__(self) -> str:  # KeyError's own shows it in quotes
+    def __str__(self) -> str:  # KeyError would show the message in quotes
         return str(self.args[0])
 
 
 class BusyError(FlowstoneError):
-    """A call on a Checkpointer could only wait for itself: it was made inside of another call, or on its thread."""
+    """A method of a Checkpointer was called inside of another call, or on its background thread, so that it would wait
+    for itself.
+    """
 
 
 class StateError(FlowstoneError):
@@ -111,27 +112,27 @@ class StateError(FlowstoneError):
 
 
 class UnsupportedStateError(StateError):
-    """An object in the state cannot be described; names its path and the remedy."""
+    """An object in the state cannot be saved; the message names its path and the remedy."""
 
 
 class ProviderError(UnsupportedStateError):
-    """A provider, or its registration, violates the contract; names provider and path."""
+    """A provider, or its registration, violates the contract; the message names provider and path."""
 
 
 class CollisionError(StateError):
-    """Two paths of the state make the same name."""
+    """Two tensors or values of the state would be stored under the same name."""
 
 
 class ReplayError(StateError):
-    """A step that was replayed from a journal is not bit for bit what it was; the state is of no step. As the
-    failure of a save: one of several ranks could not log what replays the step.
+    """A step replayed from a journal is not bit-identical to the original; the state now belongs to no step. If a save
+    fails with this error, one of several ranks could not log the step.
     """
 
 
 class MismatchError(StateError):
     """State and checkpoint differ, and no memory was changed.
 
-    differences  all of them, one line each; the message shows the first fifty
+    differences  all differences, one line each; the message shows the first fifty
     """
 
     def __init__(self, message: str, *, differences: tuple[str, ...] = (), **facts: object) -> None:
@@ -140,18 +141,18 @@ class MismatchError(StateError):
 
 
 class CoverageError(FlowstoneError):
-    """No stored piece holds a requested region."""
+    """A requested part of a tensor is not stored in the checkpoint."""
 
 
 class FormatError(FlowstoneError):
-    """What is on disk cannot be read as a checkpoint."""
+    """The stored files cannot be read as a checkpoint."""
 
 
 class DamagedError(FormatError):
-    """Bytes differ from what was written.
+    """Stored bytes do not match their digests, or contradict each other.
 
-    written  names of the tensors whose memory this load has changed, wholly or in part;
-             empty when the damage was found before any memory was touched
+    written  names of the tensors whose memory this load has changed, fully or in part; empty if the damage was found
+             before any memory was changed
     """
 
     def __init__(self, message: str, *, written: tuple[str, ...] = (), **facts: object) -> None:
@@ -164,7 +165,7 @@ class UnsupportedFormatError(FormatError):
 
 
 class StorageError(FlowstoneError):
-    """The operating system refused an operation; `errno` is its reason."""
+    """The operating system refused an operation; `errno` says why."""
 
     def __init__(self, message: str, *, errno: int = 0, **facts: object) -> None:
         self.errno = errno
@@ -172,11 +173,11 @@ class StorageError(FlowstoneError):
 
 
 class MemoryAgentError(StorageError):
-    """The memory agent of this node ended, could not be started, or is not one for this process."""
+    """The memory agent of this node ended, could not be started, or cannot serve this process."""
 
 
 class PeerError(StorageError):
-    """Another node of the job does not answer, refuses this one, or is not one of this job."""
+    """Another node of the job does not answer, refuses this node, or belongs to another job."""
 
 
 class FullError(StorageError):
@@ -184,18 +185,18 @@ class FullError(StorageError):
 
 
 _LOST = frozenset({
-    # The device cannot read it any more: the codes that several file systems give for that.
+    # The device can no longer read the bytes. File systems report that by different error numbers.
     errno.EIO, errno.ENODATA, errno.EBADMSG, errno.EILSEQ, errno.EUCLEAN, errno.EREMOTEIO,
-    # Something else is there, or nothing is.
+    # The file is missing, or something else has its name.
     errno.ENOENT, errno.ELOOP, errno.EISDIR, errno.ENXIO,
 })
 
 
 def is_damage(error: BaseException) -> bool:
-    """Whether `error` says that stored bytes are no longer what was written, on this rank or on another.
+    """Whether `error` means that stored bytes were lost or changed, on this rank or on another.
 
-    Refusals by the system (descriptors, memory, permission, connection) say nothing about that; nor does a format
-    that is too new for this reader.
+    False for refusals by the system (descriptors, memory, permission, connection), and for a format that is too new for
+    this reader.
     """
     if isinstance(error, RankError):
         return error.kind in ("DamagedError", "FormatError") or (error.kind == "StorageError" and error.errno in _LOST)
@@ -205,16 +206,16 @@ def is_damage(error: BaseException) -> bool:
 
 
 def is_absence(error: BaseException) -> bool:
-    """Whether `error` says that a checkpoint does not exist, on this rank or on another."""
+    """Whether `error` means that a checkpoint does not exist, on this rank or on another."""
     return isinstance(error, NoCheckpointError) or (isinstance(error, RankError) and error.kind == "NoCheckpointError")
 
 
 class StateChangedError(FlowstoneError):
-    """Bytes of the state changed, or their memory went away, between `save` and capture, so that save was discarded.
+    """Bytes of the state changed, or their memory was freed, between `save` and capture; the save was discarded.
 
-    path, offset, length  the place in the files of that save that the bytes were meant for
-    names                 of the tensors, once they are known
-    gone                  whether their memory was no longer there: shared, resized or freed in place
+    path, offset, length  where the bytes would have been stored: a file of that save, and a range in bytes
+    names                 names of the changed tensors, once they are known
+    gone                  whether the tensors' memory no longer exists: the storage was shared, resized or freed
     """
 
     def __init__(
@@ -226,18 +227,18 @@ class StateChangedError(FlowstoneError):
 
 
 class BudgetError(FlowstoneError):
-    """A declared memory limit cannot hold what was asked for."""
+    """A memory limit is too small for the call."""
 
 
 class RankError(FlowstoneError):
-    """A rank of the job failed, or did not answer in time. The same error on every rank.
+    """A rank of the job failed, or did not answer in time. Every rank raises the same error.
 
     rank       the rank on which the failure began
-    phase      what the ranks were agreeing on
+    phase      what the ranks wanted to agree on, or were doing, when it failed
     kind       the name of the error's class on that rank
-    errno      the system's reason, or 0
-    ahead      set if ranks were in different calls: the step that the furthest rank was to save; else None
-    undecided  rank 0 was to decide and has not answered since: the call may have succeeded all the same
+    errno      error number of the system call that failed, or 0
+    ahead      if ranks were in different calls: the step that the rank furthest ahead was saving; otherwise None
+    undecided  whether rank 0 had to decide and did not answer: the call may have succeeded
     """
 
     def __init__(
@@ -254,7 +255,7 @@ class CancelledError(FlowstoneError):
 
 
 class FrameworkError(FlowstoneError, ImportError):
-    """A framework that an adapter or a format needs is not installed, or is of a version whose interface is unknown."""
+    """A framework, or an option of Flowstone, that a call needs is not installed, or has an unknown interface."""
 
 
 class SaveFailedError(FlowstoneError):
@@ -262,12 +263,12 @@ class SaveFailedError(FlowstoneError):
 
 
 def printable(text: str) -> str:
-    """Text from a file, escaped so that a terminal only shows it; line breaks are kept."""
+    """Text from a file, with control characters escaped for a terminal; line breaks are kept."""
     if text.isprintable():
         return text
-    return "".join([one if one.isprintable() or one == "\n" else repr(one)[1:-1] for one in text])
+    return "".join([char if char.isprintable() or char == "\n" else repr(char)[1:-1] for char in text])
 
 
 def escaped(text: str) -> str:
-    """Foreign text as a part of one line: line breaks and control characters are escaped."""
+    """Foreign text for use inside of one line: line breaks and control characters are escaped."""
     return printable(text).replace("\n", "\\n")

@@ -1,8 +1,9 @@
-"""The log of Flowstone: `log`, the standard logger "flowstone" as code on any thread may use it.
+"""The log of Flowstone: `log` writes to the standard logger "flowstone", and is safe on any thread.
 
-`logging` takes its locks between bytecodes. An exception that a signal handler of the training script raises there
-leaves one locked by the main thread, which can take it again, as they are re-entrant; every other thread would wait for
-it for ever, and a save with it. So a line from a thread of Flowstone is written by one more, on which nothing depends.
+If a signal handler of the training script raises an exception while `logging` holds one of its locks, the main thread
+keeps that lock. The main thread can acquire it again, as it is re-entrant, but every other thread would wait for it for
+ever, and so would a save. So one separate thread writes the lines of all threads of Flowstone, and no save waits for
+it.
 """
 
 from __future__ import annotations
@@ -12,23 +13,22 @@ import os
 import sys
 import threading
 from queue import SimpleQueue
-from types import FrameType
 from typing import Any, NamedTuple
 
-_OURS = "flowstone-"  # what the names of all threads of Flowstone begin with
-_WRITTEN_WITHIN_S = 1.0  # a line later than this is waited for no longer, nor are those after it until it is there
-_LINES_MAX = 1000  # that wait to be written; more are dropped
+_OURS = "flowstone-"  # prefix of the names of all threads of Flowstone
+_WRITTEN_WITHIN_S = 1.0  # a thread waits at most this long for its line; after a timeout, threads wait no more
+_LINES_MAX = 1000  # length of the queue; further lines are dropped
 
 
 class _Log(logging.LoggerAdapter[logging.Logger]):
-    """Adds to a logger that no thread of Flowstone ever takes a lock of `logging`."""
+    """A logger that never takes a lock of `logging` on a thread of Flowstone."""
 
     def __init__(self, logger: logging.Logger) -> None:
         super().__init__(logger)
         self._lines = _Lines()
 
     def isEnabledFor(self, level: int) -> bool:  # noqa: N802 - the name of the standard library
-        logger = self.logger  # its own isEnabledFor locks
+        logger = self.logger  # LoggerAdapter.isEnabledFor would take a lock
         return not logger.disabled and level > logger.manager.disable and level >= logger.getEffectiveLevel()
 
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
@@ -39,12 +39,11 @@ class _Log(logging.LoggerAdapter[logging.Logger]):
             self.logger.log(level, msg, *args, stacklevel=2, **kwargs)
             return
         raised = sys.exc_info() if kwargs.get("exc_info") else None
-        caller = _caller()
-        code, line = caller.f_code, caller.f_lineno
+        path, line, function, _ = self.logger.findCaller(stacklevel=2)
         record = self.logger.makeRecord(
-            self.name, level, code.co_filename, line, msg, args, raised, code.co_name, kwargs.get("extra")
+            self.name, level, path, line, msg, args, raised, function, kwargs.get("extra")
         )
-        # Text: the record may wait, and keeps nothing alive but what the caller gave as `extra`.
+        # The message is formatted now: the record may wait in the queue, and must keep no objects alive except `extra`.
         record.msg, record.args = record.getMessage(), None
         self._lines.write(self.logger, record)
 
@@ -52,21 +51,21 @@ class _Log(logging.LoggerAdapter[logging.Logger]):
 class _Line(NamedTuple):
     logger: logging.Logger
     record: logging.LogRecord
-    written: threading.Lock  # locked until then
+    written: threading.Lock  # locked until the line is written
 
 
 class _Lines:
-    """Lines on their way to the thread that writes them, which the first line starts."""
+    """A queue of lines, and the thread that writes them, which the first line starts."""
 
     THREAD = "flowstone-log"
     _is_stuck: bool
 
     def __init__(self) -> None:
         self._forget()
-        os.register_at_fork(after_in_child=self._forget)  # which has no such thread
+        os.register_at_fork(after_in_child=self._forget)  # a child does not have this thread
 
     def write(self, logger: logging.Logger, record: logging.LogRecord) -> None:
-        """Have a record written, and wait for it, so that lines keep their order; but no save waits for it for ever."""
+        """Queue a record, and wait, for a limited time, until it is written, so that lines keep their order."""
         if not self._has_thread():
             logger.handle(record)
             return
@@ -79,7 +78,7 @@ class _Lines:
             self._is_stuck = not line.written.acquire(timeout=_WRITTEN_WITHIN_S)
 
     def _forget(self) -> None:
-        self._queue: SimpleQueue[_Line] = SimpleQueue()  # put is one C call, and waits for nothing
+        self._queue: SimpleQueue[_Line] = SimpleQueue()  # put is one C call that never waits
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
         self._is_stuck = False
@@ -90,7 +89,7 @@ class _Lines:
                 thread = threading.Thread(target=self._run, name=self.THREAD, daemon=True)
                 try:
                     thread.start()
-                except RuntimeError:  # Python ends, or the system is out of threads
+                except RuntimeError:  # Python is ending, or the system refuses a thread
                     return False
                 self._thread = thread
         return True
@@ -100,20 +99,12 @@ class _Lines:
             line = self._queue.get()
             try:
                 line.logger.handle(line.record)
-            except Exception:  # of a filter
+            except Exception:  # raised by a filter
                 _NO_HANDLER.handleError(line.record)
             finally:
                 self._is_stuck = False
                 line.written.release()
                 del line
-
-
-def _caller() -> FrameType:
-    """The frame that has called a method of `log`."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename in (__file__, logging.__file__):
-        frame = frame.f_back
-    return frame or sys._getframe(1)
 
 
 _NO_HANDLER = logging.NullHandler()

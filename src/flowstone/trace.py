@@ -1,19 +1,21 @@
-"""Spans: when a save or load did what, with how many bytes, on which rank and thread. Events are made from them.
+"""Spans: the phases of saves and loads, with times, bytes, rank and thread. Events are made from them.
 
 Phases of a save while the caller of `save` waits, one after the other: *waited* (for an earlier save), *described*
-and *planned* (the state), *begun* (the draft is made and its capture started), *encoded* (values that are not
-tensors), *early* (capture of everything that is not lazy); together they are *blocked*. In parallel or later:
-*captured* (until no source is read any more), *written* (until the store has every byte), *synced* (until the bytes
-are durable), *agreed* (the ranks have one plan), *published* (all ranks have written, and the checkpoint exists).
-*save* spans all of them. *fenced* is the time that an optimizer step waited for captures. If the ranks have no plan
-yet, the caller waits only until the pieces that it will change are *copied*; the rest is done in the background.
+(the state is listed), *planned* (which rank writes what), *begun* (files are created, capture has started), *encoded*
+(values that are not tensors), *early* (capture of everything that is not lazy). *blocked* spans all these phases. In
+parallel or later: *captured* (until no tensor is read any more), *written* (until the store has every byte), *synced*
+(until the bytes are durable), *agreed* (the ranks have one plan), *published* (all ranks have written, and the
+checkpoint exists). *save* spans all of them. *fenced* is the time that an optimizer step waited for captures. If the
+ranks have no plan yet, the caller waits only until the tensors that it will change are *copied*; the other phases run
+in the background.
 
-Phases of a load: *wanted* (list what the state needs), *planned* (compare with the checkpoint, on all ranks), *read*
-(read, verify, scatter), *finished* (restore objects), *agreed* (between ranks); *load* spans all of them.
+Phases of a load: *wanted* (list the tensors that the state needs), *planned* (compare with the checkpoint, on all
+ranks), *read* (read, verify, copy into tensors), *finished* (restore objects), *agreed* (between ranks). *load* spans
+all of them.
 
-The engine's threads add, for each window, *capture* (copied into a block and digested), *encode*, *write* (its
-requests are with the device); and for a load *read* and *deliver* (verified and scattered). They are recorded by the
-engine and come with the receipt (native/spans.h).
+The engine's threads add spans for each part that they process. In a save: *capture* (copied into a block and digested),
+*encode*, *write* (the device processes the requests). In a load: *read*, and *deliver* (verified and copied into
+tensors). The engine records these spans, and returns them with its result (native/io/spans.h).
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ if TYPE_CHECKING:
     from flowstone._native import SpanColumns
 
 Verb: TypeAlias = Literal["save", "load"]
-_ENGINE_PHASES = ("capture", "encode", "write", "read", "deliver")  # as the engine numbers them
-_REQUESTS = ("write", "read")  # by the device, several at once: they belong to no thread
+_ENGINE_PHASES = ("capture", "encode", "write", "read", "deliver")  # by the engine's numbers 0 to 4
+_REQUESTS = ("write", "read")  # the device processes several at once, so they belong to no thread
 _open_trace: ContextVar[Trace | None] = ContextVar("flowstone_trace", default=None)
 
 
@@ -44,7 +46,7 @@ class Span:
     """One phase of one save or load.
 
     begin, end  in seconds of the monotonic clock
-    bytes       moved in it, or 0
+    bytes       bytes moved in the span, or 0
     track       the thread, or another sequence of spans that do not overlap
     """
 
@@ -63,7 +65,7 @@ class Span:
 
 
 class Spans:
-    """The spans of one call of `save` or `load`. Any thread may add; a span is kept if a trace is open."""
+    """The spans of one call of `save` or `load`. Any thread may add spans; they are stored only if a Trace is open."""
 
     __slots__ = ("_last", "_trace", "begin", "rank", "step", "verb")
 
@@ -75,21 +77,21 @@ class Spans:
         self._trace = _open_trace.get()
 
     def lap(self, phase: str, bytes_: int = 0) -> Span:
-        """The span from the end of the last lap until now; the next lap begins here."""
+        """Record a span from the previous call of `lap`, or the begin of the save or load, until now."""
         begin, self._last = self._last, time.monotonic()
         return self.between(phase, begin, self._last, bytes_)
 
-    def whole(self, phase: str, bytes_: int = 0, *, track: str = "") -> Span:
-        """The span from the begin of the call until now."""
+    def since_begin(self, phase: str, bytes_: int = 0, *, track: str = "") -> Span:
+        """Record the span from the beginning of the call until now."""
         return self.between(phase, self.begin, time.monotonic(), bytes_, track=track)
 
-    def lapped(self, phase: str) -> Span:
-        """The span of all laps so far."""
+    def all_laps(self, phase: str) -> Span:
+        """Record one span from the begin of the save or load to the last call of `lap`."""
         return self.between(phase, self.begin, self._last)
 
     @contextmanager
     def phase(self, phase: str, bytes_: int = 0) -> Iterator[None]:
-        """A span of the `with` block, also if the block raises."""
+        """Record a span of the `with` block, also if the block raises."""
         begin = time.monotonic()
         try:
             yield
@@ -97,32 +99,33 @@ class Spans:
             self.between(phase, begin, time.monotonic(), bytes_)
 
     def between(self, phase: str, begin: float, end: float, bytes_: int = 0, *, track: str = "") -> Span:
-        """A span with a known begin and end."""
+        """Record a span with a known begin and end."""
         span = Span(self.verb, phase, self.step, self.rank, begin, end, bytes_, track)
         if self._trace is not None:
             self._trace.add(span if track else replace(span, track=threading.current_thread().name))
         return span
 
     def since_call(self, span: Span) -> float:
-        """Seconds from the begin of the call to the end of a span."""
+        """Seconds from the beginning of the call to the end of a span."""
         return span.end - self.begin
 
-    def engine(self, jobs: Iterable[SpanColumns]) -> None:
-        """Add what the engine's threads did for this call."""
+    def add_engine_spans(self, jobs: Iterable[SpanColumns]) -> None:
+        """Add the spans of the engine's threads for this call."""
         if self._trace is not None:
             for columns in jobs:
                 self._trace.add_engine(self, columns)
 
 
 class Trace:
-    """Keeps the spans of all saves and loads that this thread calls inside of it, even if they end later.
+    """Collects the spans of all saves and loads that this thread calls inside of the `with` block.
 
         with fs.Trace("trace.json"):
             ckpt.save(step, state)
             ckpt.wait()
 
-    path  written when the block ends, in Chrome's trace format, which https://ui.perfetto.dev opens. What a save does
-    after that is missing: wait for it first. In a job of several ranks each needs its own path; None: no file
+    path  file to write when the block ends, in Chrome's trace format, which https://ui.perfetto.dev opens. Spans after
+          the end of the block are missing: call `wait` in it. In a job of several ranks each rank needs its own path.
+          None: no file
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
@@ -146,16 +149,16 @@ class Trace:
                 raise
 
     def add(self, span: Span) -> None:
-        """Any thread."""
+        """Add one span. Can be called on any thread."""
         self._spans.append(span)
 
     def add_engine(self, of: Spans, columns: SpanColumns) -> None:
-        """Any thread."""
+        """Add the engine's spans for the save or load `of`. Can be called on any thread."""
         self._engine.append((of, columns))
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """All spans so far, ordered by begin; of those that begin together, the longest first."""
+        """All spans so far, ordered by their begin. Of spans that begin together, the longest comes first."""
         engine = [span for of, columns in list(self._engine) for span in _engine_spans(of, columns)]
         return tuple(sorted([*self._spans, *engine], key=lambda span: (span.begin, -span.end)))
 
@@ -168,7 +171,7 @@ class Trace:
         except OSError as error:
             raise StorageError(
                 f"cannot write the trace {os.fspath(path)}", errno=error.errno or 0, reason=error.strerror,
-                next="give a path that can be written",
+                next="give a writable path",
             ) from error
 
 
@@ -176,15 +179,15 @@ def _engine_spans(of: Spans, columns: SpanColumns) -> Iterator[Span]:
     numbers: dict[int, int] = {}
     for number, begin, end, moved, thread in zip(*(column.tolist() for column in columns), strict=True):
         phase = _ENGINE_PHASES[number]
-        at = numbers.setdefault(thread, len(numbers))
-        track = f"{phase} requests" if phase in _REQUESTS else f"engine {at}"
+        thread_number = numbers.setdefault(thread, len(numbers))
+        track = f"{phase} requests" if phase in _REQUESTS else f"engine {thread_number}"
         yield Span(of.verb, phase, of.step, of.rank, begin / 1e9, end / 1e9, moved, track)
 
 
 def chrome_events(spans: Sequence[Span]) -> list[dict[str, object]]:
-    """Events of Chrome's trace format: a process for each rank, and for each track as many lanes as it needs."""
+    """Events in Chrome's trace format: a process for each rank, and for each track as many lanes as needed."""
     events: list[dict[str, object]] = []
-    lanes: dict[tuple[int, str], list[list[int]]] = {}  # per track: the ends of the open spans in each lane
+    lanes: dict[tuple[int, str], list[list[int]]] = {}  # (rank, track) -> the ends of the open spans in each lane
     numbers: dict[tuple[int, str, int], int] = {}
     for span in sorted(spans, key=lambda span: (span.begin, -span.end)):
         begin, end = round(span.begin * 1e9), round(span.end * 1e9)
@@ -201,7 +204,9 @@ def chrome_events(spans: Sequence[Span]) -> list[dict[str, object]]:
 
 
 def _lane(lanes: list[list[int]], begin: int, end: int) -> int:
-    """The first lane where this span nests in the open ones or follows them: in one lane, the viewer needs nesting."""
+    """The number of the first lane in which this span does not overlap others: it lies inside them or follows them, as
+    the viewer requires.
+    """
     for number, ends in enumerate(lanes):
         while ends and ends[-1] <= begin:
             ends.pop()

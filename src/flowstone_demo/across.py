@@ -1,4 +1,6 @@
-"""Act four: a training that is saved by several ranks, killed, loaded by fewer, killed, and loaded by one."""
+"""Act four: a training is saved by several ranks, and killed; it is loaded by fewer ranks, killed again, and loaded by
+one.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from flowstone_demo.sizes import RankDemoSize
 
 
 def kills(form: RankDemoSize) -> tuple[RankKill, RankKill, None]:
-    """The kill that ends the training on each number of ranks."""
+    """For each number of ranks, the kill that ends the training; None: it runs to its end."""
     return (
         RankKill(form.killed_saving, (form.victim,), saving=True),
         RankKill(form.killed_at, tuple(range(form.ranks[1])), saving=False),
@@ -21,16 +23,17 @@ def kills(form: RankDemoSize) -> tuple[RankKill, RankKill, None]:
 
 
 def runs_here() -> bool:
-    """Whether FSDP2 runs on CPUs: that of torch 2.6 records events on streams, which its CPUs have only by name."""
+    """Whether FSDP2 works on CPUs. In torch 2.6 it does not: it records events on streams, which CPUs do not support.
+    """
     import torch
 
     return hasattr(torch.cpu.Stream, "record_event")
 
 
 def rank_runs(order: RankOrder, work: Path, show: Callable[[str], None]) -> Iterator[RankRun]:
-    """The training on fewer and fewer ranks, each time from the newest committed step. Raises DiedError.
+    """Run the training on fewer and fewer ranks. Each run continues from the newest committed step. Raises DiedError.
 
-    Before it, the same ranks run the whole training undisturbed, for comparison.
+    Before each of these runs, the same ranks run the complete training without saves and kills, for comparison.
     """
     for ranks, kill in zip(order.form.ranks, kills(order.form), strict=True):
         run = RankRun(ranks, newest_step(Path(order.store)))
@@ -38,11 +41,11 @@ def rank_runs(order: RankOrder, work: Path, show: Callable[[str], None]) -> Iter
 
 
 def told(run: RankRun, form: RankDemoSize) -> str:
-    """One line for a run of the killed training."""
-    found = run.found.get(0)
-    start = f"{run.ranks} rank{'s' * (run.ranks > 1)}, {'fresh' if found is None else f'from step {found}'}"
+    """A line of text that says what happened in one run of the killed training."""
+    resumed = run.resumed.get(0)
+    start = f"{run.ranks} rank{'s' * (run.ranks > 1)}, {'fresh' if resumed is None else f'from step {resumed}'}"
     if not run.killed:
-        return f"{start}: to the end, step {max(run.losses[0])}"
+        return f"{start}: finished at step {max(run.losses[0])}"
     if len(run.killed) == run.ranks:
         return f"{start}: all killed after step {form.killed_at}"
     words = "; ".join(sorted(set(run.lost.values())))

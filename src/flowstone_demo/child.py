@@ -1,4 +1,5 @@
-"""The training as a process of its own: `python -m flowstone_demo.child ORDER`, messages on standard output."""
+"""The training as a separate process: `python -m flowstone_demo.child ORDER`. Prints its messages to standard output.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from pathlib import Path
 import msgspec
 import torch
 
-from flowstone.events import Captured, Committed, Event, Loaded
-from flowstone.journal_events import Journaled
+import flowstone as fs
+from flowstone.events.phases import Captured, Committed, Event, Loaded
 from flowstone_demo.fingerprint import fingerprint
 from flowstone_demo.messages import (
     Began,
@@ -58,7 +59,7 @@ def main(argument: str) -> None:
                 tell(SaveCaptured(step, blocked_s))
             case Committed(step, bytes, seconds):
                 tell(SaveCommitted(step, bytes, seconds))
-            case Journaled(step, bytes, seconds):
+            case fs.Journaled(step, bytes, seconds):
                 tell(StepDurable(step, bytes, seconds))
 
     store = Path(order.store)
@@ -75,12 +76,14 @@ def main(argument: str) -> None:
 
 
 def tell(message: Message) -> None:
-    """Send a message. Any thread: a pipe takes writes of up to 4096 bytes as a whole."""
+    """Send a message to the supervisor. Can be called on any thread, since writes of up to 4096 bytes into a pipe are
+    atomic.
+    """
     os.write(STDOUT, encode(message))
 
 
 def torch_save(run: Training, directory: Path) -> TorchSaved:
-    """Time torch.save of the same state, as durable as ours: file and directory are fsynced."""
+    """Measure how long torch.save takes to make the same state durable, with fsync of file and directory."""
     path = directory / "torch_save.pt"
     started = time.monotonic()
     state = {
@@ -101,7 +104,7 @@ def torch_save(run: Training, directory: Path) -> TorchSaved:
 
 
 def flip_bit(weight: torch.Tensor) -> None:
-    """Flip the lowest bit of the first number: the demo must notice it."""
+    """Flip the lowest bit of the first number. The demo must notice that."""
     weight.view(torch.int32).view(-1)[0] ^= 1
 
 

@@ -1,4 +1,4 @@
-"""The supervisor's handle of one training process: start it, read its messages, kill it."""
+"""A training process, for the supervisor: starts it, reads its messages, and kills it."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ import msgspec
 
 from flowstone_demo.messages import Message, Order, RankOrder, decode
 
-SILENCE_MAX_S = 120.0  # starting a process on a busy machine takes a tenth of that
+SILENCE_MAX_S = 120.0  # seconds without a message; starting a process on a busy machine takes a tenth of that
 
 
 class DiedError(Exception):
-    """A training process ended, or stopped sending messages, without having been killed by the demo."""
+    """A training process ended, or stopped sending messages, although the demo did not kill it."""
 
 
 class ChildProcess:
-    """One training process. Its messages come through a pipe, its standard error goes to `log`.
+    """One training process. Its messages arrive through a pipe; its standard error is written to the file `log`.
 
-    place  environment variables with the rank, for one of several ranks
+    place  for one of several ranks: the environment variables with its rank
 
-    A context manager; leaving it ends the process. Not thread-safe.
+    Use it in a `with` statement, at the end of which the process is ended. Not thread-safe.
     """
 
     def __init__(self, order: Order | RankOrder, log: Path, place: Mapping[str, str] | None = None) -> None:
@@ -44,8 +44,10 @@ class ChildProcess:
                 stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, env=environment,
             )
 
-    def hear(self, timeout_s: float) -> list[Message]:
-        """The messages that have arrived; waits `timeout_s` for the first. Raises DiedError after a long silence."""
+    def receive(self, timeout_s: float) -> list[Message]:
+        """The messages that have arrived. Waits at most `timeout_s` for the first one. Raises DiedError if the process
+        has sent nothing for SILENCE_MAX_S.
+        """
         if not self._open or not select.select([self], [], [], timeout_s)[0]:
             if self._open and time.monotonic() - self._heard > SILENCE_MAX_S:
                 raise DiedError(f"the training process printed nothing for {SILENCE_MAX_S:.0f} s\n{self._last_words()}")
@@ -56,35 +58,39 @@ class ChildProcess:
         return [decode(line) for line in lines]
 
     def fileno(self) -> int:
-        """The pipe's descriptor, for waiting on several processes at once."""
+        """The descriptor of the pipe, with which several processes can be awaited at once."""
         assert self._process.stdout is not None, "opened as a pipe"
         return self._process.stdout.fileno()
 
     @property
     def over(self) -> bool:
-        """Whether the process has closed its end of the pipe, and all its messages were read."""
+        """Whether the process has closed its end of the pipe, and all of its messages were read."""
         return not self._open
 
     def kill(self) -> list[Message]:
-        """Send SIGKILL. Returns the messages sent before. Raises DiedError if the process ended for another reason."""
+        """Send SIGKILL. Returns the messages that were sent before. Raises DiedError if the process ended for another
+        reason.
+        """
         self._process.kill()
         status = self._process.wait()
         messages = []
         while not self.over:
-            messages += self.hear(0.0)
+            messages += self.receive(0.0)
         if status not in (0, -signal.SIGKILL):
             raise DiedError(f"the training process ended by itself with status {status}\n{self._last_words()}")
         return messages
 
     def end(self, status: int = 0) -> None:
-        """Wait for a process that is over. Raises DiedError with its log if its status is not `status`."""
-        found = self._process.wait()
-        if found != status:
-            raise DiedError(f"the training process ended with status {found}\n{self._last_words()}")
+        """Wait for a process that has closed the pipe. Raises DiedError, with the process' log, if its exit status is
+        not `status`.
+        """
+        actual = self._process.wait()
+        if actual != status:
+            raise DiedError(f"the training process ended with status {actual}\n{self._last_words()}")
 
     @property
     def killed(self) -> bool:
-        """Whether SIGKILL ended it."""
+        """Whether SIGKILL has ended the process."""
         return self._process.returncode == -signal.SIGKILL
 
     @property
@@ -109,11 +115,12 @@ class ChildProcess:
 
 
 def _environment(threads: int) -> dict[str, str]:
-    """Environment for equal arithmetic in every process, steps that stay fast on a busy machine, and crash traces.
+    """Environment variables for bit-identical arithmetic in every process, fast steps on a busy machine, and tracebacks
+    of crashes.
 
-    Otherwise MKL may change its number of threads, and with it the bits. GNU OpenMP's threads spin while they wait;
-    beside one busy process on two cores a step took 1 to 9 s with the default, 1.0 s with 10,000 turns, 0.6 s with
-    OMP_WAIT_POLICY=PASSIVE; without a busy process 0.33, 0.36 and 0.45 s.
+    MKL could otherwise change its number of threads, and so the bits. The threads of GNU OpenMP spin while they wait.
+    Measured on two cores beside one busy process, a step took 1 to 9 s by default, 1.0 s with 10,000 spins, and 0.6 s
+    with OMP_WAIT_POLICY=PASSIVE. Without the busy process, it took 0.33, 0.36 and 0.45 s.
     """
     count = str(threads)
     return {

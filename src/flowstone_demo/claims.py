@@ -1,4 +1,4 @@
-"""The demo's claims about each act, judged from the observations. Pure."""
+"""The demo's claims about acts one to three, and five, and whether the observations confirm them."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Claim:
 
     text: str
     held: bool
-    found: str
+    observed: str
 
 
-# Section of the state -> its name for readers.
+# section of the state -> what the output calls it
 _WORDS = {
     "model": "weights", "optimizer": "AdamW's moments", "rng": "generators of torch, numpy and python",
     "loader": "loader and its generator", "losses": "loss curve", "scheduler": "learning-rate schedule", "step": "step",
@@ -36,7 +36,7 @@ def of_reference(form: DemoSize, seen: RunLog) -> list[Claim]:
     complete = [step.step for step in seen.steps] == list(range(1, form.steps + 1))
     tenth = max(1, form.steps // 10)
     first, last = sum(losses[:tenth]) / tenth, sum(losses[-tenth:]) / tenth
-    return [Claim("it learned", complete and last < first, f"loss {first:.3f} -> {last:.3f} in {len(losses)} steps")]
+    return [Claim("the loss fell", complete and last < first, f"loss {first:.3f} -> {last:.3f} in {len(losses)} steps")]
 
 
 def of_kill_loop(form: DemoSize, reference: RunLog, seen: KilledRun) -> list[Claim]:
@@ -47,7 +47,7 @@ def of_kill_loop(form: DemoSize, reference: RunLog, seen: KilledRun) -> list[Cla
     reached = {step.step for step in seen.run_log.steps} == set(expected)
     kills, torn = len(seen.kills), len(seen.torn)
     inside = sum(bool(kill.torn) for kill in seen.kills)
-    starts = ", ".join("fresh" if resume.found is None else str(resume.found) for resume in seen.resumes)
+    starts = ", ".join("fresh" if resume.step is None else str(resume.step) for resume in seen.resumes)
     return [
         Claim(f"killed {form.kills_min} times or more", kills >= form.kills_min, f"{kills} times by SIGKILL"),
         Claim(
@@ -55,14 +55,14 @@ def of_kill_loop(form: DemoSize, reference: RunLog, seen: KilledRun) -> list[Cla
             f"{inside} of {kills} left {torn} torn saves",
         ),
         Claim(
-            "every start was from the newest committed step, never below one reported committed",
+            "every start was from the newest committed step, and none before a step reported as committed",
             not wrong and len(seen.resumes) == kills + 1,
             f"starts: {starts}" + (f"; wrong: {wrong[:SHOWN_MAX]}" if wrong else ""),
         ),
         Claim(
-            "every step, redone ones too, had the reference's loss, bit for bit", reached and not unlike,
-            f"{len(seen.run_log.steps)} steps reported, {again} of them redone"
-            + (f"; unlike at {unlike[:SHOWN_MAX]}" if unlike else ""),
+            "every step, also if repeated, had the loss of the undisturbed run, bit for bit", reached and not unlike,
+            f"{len(seen.run_log.steps)} steps reported, {again} of them repeated"
+            + (f"; different at {unlike[:SHOWN_MAX]}" if unlike else ""),
         ),
     ]
 
@@ -81,7 +81,7 @@ def of_comparison(form: DemoSize, reference: RunLog, seen: RunLog, compared: Map
         claims.append(Claim("nothing else in the checkpoints", False, ", ".join(strange)))
     left, right = reference.finished, seen.finished
     alike = left is not None and left == right
-    claims.append(Claim("equal in live memory, by SHA-256 without Flowstone", alike, _ends(left, right)))
+    claims.append(Claim("equal in memory, by SHA-256 computed without Flowstone", alike, _ends(left, right)))
     return claims
 
 
@@ -97,21 +97,21 @@ def of_every_step(form: DemoSize, reference: RunLog, seen: EveryStepRun) -> list
     return [
         Claim(f"killed {form.journal_kills} times at random instants", seen.kills >= form.journal_kills,
               f"{seen.kills} times by SIGKILL; {len(durable)} of {form.steps} steps were reported durable"),
-        Claim("each time the step in progress was lost, at most", not wrong and len(seen.restarts) == seen.kills + 1,
-              f"of {form.steps} steps that were saved {lost} had to be done again, by {seen.kills} kills"
+        Claim("each kill lost at most the step in progress", not wrong and len(seen.restarts) == seen.kills + 1,
+              f"{seen.kills} kills lost {lost} of {form.steps} saved steps"
               + (f"; wrong: {wrong[:SHOWN_MAX]}" if wrong else "")),
-        Claim("every step, redone ones too, had the reference's loss, bit for bit", reached and not unlike,
-              f"{len(steps)} steps" + (f"; unlike at {unlike[:SHOWN_MAX]}" if unlike else "")),
-        Claim("the end equal in live memory to the undisturbed run's, by SHA-256 without Flowstone",
+        Claim("every step, also if repeated, had the loss of the undisturbed run, bit for bit", reached and not unlike,
+              f"{len(steps)} steps" + (f"; different at {unlike[:SHOWN_MAX]}" if unlike else "")),
+        Claim("the final state equals that of the undisturbed run, by SHA-256 computed without Flowstone",
               end is not None and end == left, _ends(end, left)),
-        Claim("and loaded once more, by replay of the journal", seen.reloaded is not None and seen.reloaded == left,
+        Claim("a replay of the journal loads that state, too", seen.reloaded is not None and seen.reloaded == left,
               _ends(seen.reloaded, left)),
     ]
 
 
 def _ends(*ends: Finished | None) -> str:
     digests = " against ".join(sorted({end.sha256[:16] if end else "none" for end in ends}))
-    return digests + (f" over {ends[0].bytes:,} bytes of tensors and all else" if ends[0] else "")
+    return digests + (f" over {ends[0].bytes:,} bytes of tensors and other values" if ends[0] else "")
 
 
 def _shown(part: Compared) -> str:

@@ -1,4 +1,4 @@
-"""Two checkpoints, compared bit for bit through the reader. Needs no torch."""
+"""Compare two checkpoints bit for bit. Uses Flowstone's reader, and not torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ import flowstone as fs
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """The differences in one section; equal if there are none."""
+    """The differences of two checkpoints in one section, and how much was compared. Without differences, the sections
+    are equal.
+    """
 
     section: str
     tensors: int
@@ -23,7 +25,7 @@ class Compared:
 
 
 def compare(first: fs.Checkpoint, second: fs.Checkpoint) -> dict[str, Compared]:
-    """Section to result, over every tensor and every object of both checkpoints."""
+    """Compare every tensor and every object of two checkpoints. Returns: section -> result."""
     objects_first, objects_second = _objects(first), _objects(second)
     names = sorted({*first.tensors, *second.tensors})
     sections = sorted({_section(name) for name in names} | {*objects_first, *objects_second})
@@ -46,14 +48,16 @@ def _compare_section(
             differences.append(difference)
         elif first.tensors[name].alias_of is None:
             total_bytes += first.tensors[name].bytes
-    values, found = object_difference(*objects, path=section)
-    return Compared(section, len(names), total_bytes, values, (*differences, *found))
+    values, object_differences = object_difference(*objects, path=section)
+    return Compared(section, len(names), total_bytes, values, (*differences, *object_differences))
 
 
 def tensor_difference(first: fs.Checkpoint, second: fs.Checkpoint, name: str) -> str | None:
-    """The first difference of one tensor, or None: presence, dtype, shape, aliasing, then every bit."""
+    """Describes the first difference of a tensor. Compares presence, dtype, shape and aliasing, then every bit. None if
+    there is no difference.
+    """
     if name not in first.tensors or name not in second.tensors:
-        return f"{name} is in only one of them"
+        return f"{name} is in only one of the checkpoints"
     left, right = first.tensors[name], second.tensors[name]
     if (left.dtype, left.shape, left.alias_of) != (right.dtype, right.shape, right.alias_of):
         return f"{name}: {left} against {right}"
@@ -67,7 +71,9 @@ def tensor_difference(first: fs.Checkpoint, second: fs.Checkpoint, name: str) ->
 
 
 def object_difference(first: object, second: object, path: str) -> tuple[int, tuple[str, ...]]:
-    """The number of compared values, and the differences; types count, and floats are compared by their bits."""
+    """Returns how many values were compared, and their differences. Values of different types differ; floats are
+    compared by their bits.
+    """
     if type(first) is not type(second):
         return 1, (f"{path}: {type(first).__name__} against {type(second).__name__}",)
     children = _children(first), _children(second)
@@ -75,13 +81,13 @@ def object_difference(first: object, second: object, path: str) -> tuple[int, tu
         same = _bits(first) == _bits(second)
         return 1, () if same else (f"{path}: {first!r} against {second!r}",)
     if list(children[0]) != list(children[1]):
-        return 1, (f"{path}: not the same keys or length",)
+        return 1, (f"{path}: keys or lengths differ",)
     compared = [object_difference(value, children[1][key], f"{path}.{key}") for key, value in children[0].items()]
-    return sum(count for count, _ in compared), tuple(text for _, found in compared for text in found)
+    return sum(count for count, _ in compared), tuple(text for _, texts in compared for text in texts)
 
 
 def _children(value: object) -> Mapping[object, object] | None:
-    """The parts of a container, by key or position; None for a single value."""
+    """The items of a container: key or position -> item. None if the value is not a container."""
     if isinstance(value, Mapping):
         return value
     if isinstance(value, (list, tuple)):
@@ -96,10 +102,10 @@ def _bits(value: object) -> object:
 
 
 def _objects(checkpoint: fs.Checkpoint) -> dict[str, object]:
-    """Section to its objects, per-rank ones (generators) included."""
+    """section -> object, including objects that each rank has for itself (generators)."""
     return {**checkpoint.contents.replicated, **checkpoint.contents.per_rank}
 
 
 def _section(name: str) -> str:
-    """The first part of the path; a rank's entry, `rng@0`, belongs to its section."""
+    """The section of a name: the part before the first dot, without a rank, as in `rng@0`."""
     return name.partition(".")[0].partition("@")[0]

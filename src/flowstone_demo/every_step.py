@@ -1,4 +1,6 @@
-"""Act five: a checkpoint of every step. Kill at random instants, start again, until the run is complete."""
+"""Act five: a checkpoint of every step. The training is killed at random moments, and started again, until it is
+complete.
+"""
 
 from __future__ import annotations
 
@@ -17,35 +19,35 @@ from flowstone_demo.messages import Began, Finished, Order
 from flowstone_demo.run_log import RunLog
 from flowstone_demo.sizes import DemoSize
 
-FIRST_KILL_STEP = 4  # of a run whose first step is saved whole: until that is durable, no later step is
+FIRST_KILL_STEP = 4  # the first step is a full checkpoint, and no later step is durable before it
 
 
 @dataclass(frozen=True, slots=True)
 class Restart:
     """One start of a training process.
 
-    returned  the highest step whose `save` had returned, in the processes before; 0 for none
-    promised  the highest step reported durable by then; 0 for none
-    found     the step from which the process says that it continues; 0 for a fresh start
+    returned  the highest step whose `save` had returned in earlier processes; 0: none
+    promised  the highest step that was reported durable before; 0: none
+    step      the step from which the process reports that it continues; 0: it starts from the beginning
     """
 
     returned: int
     promised: int
-    found: int
+    step: int
 
     @property
     def lost(self) -> int:
-        """Number of steps that were saved, and have to be done again: more than one is a broken promise."""
-        return max(0, self.returned - self.found)
+        """How many saved steps have to be repeated. At most one is allowed."""
+        return max(0, self.returned - self.step)
 
     @property
     def right(self) -> bool:
-        return self.lost <= 1 and self.found >= self.promised
+        return self.lost <= 1 and self.step >= self.promised
 
 
 @dataclass(slots=True)
 class EveryStepRun:
-    """The history of act five. `reloaded`: what one more process found, which loaded the end and trained nothing."""
+    """What happened in act five. `reloaded`: the state of a last process, which only loaded the last step."""
 
     run_log: RunLog = field(default_factory=RunLog)
     kills: int = 0
@@ -53,46 +55,46 @@ class EveryStepRun:
     reloaded: Finished | None = None
 
     def line(self, steps: int) -> str:
-        """The progress, for a person."""
+        """The progress, as a line of text."""
         return f"{self.run_log.line(steps)}   kills {self.kills}"
 
 
 def run_every_step(order: Order, log: Path, show: Callable[[EveryStepRun], None]) -> EveryStepRun:
-    """Run `order` to its end through all kills of its form, then load the end in one more process.
+    """Train as `order` says, with all kills, to the end. Then load the last step in one more process.
 
-    show    called whenever something has changed
-    raises  DiedError if a process ends without having been killed
+    show    called after each change of the history
+    raises  DiedError  a process has ended without being killed
     """
-    found, kills = EveryStepRun(), plan_kills(order.form, order.seed)
-    while found.run_log.finished is None:
-        step_s = median(_step_times(found.run_log) or [0.0])
-        kill = kills[found.kills] if found.kills < len(kills) else None
+    history, kills = EveryStepRun(), plan_kills(order.form, order.seed)
+    while history.run_log.finished is None:
+        step_s = median(_step_times(history.run_log) or [0.0])
+        kill = kills[history.kills] if history.kills < len(kills) else None
         trigger = None if kill is None else Trigger(kill, lambda: False, save_s=0.0, step_s=step_s)
         with ChildProcess(order, log) as process:
-            found.kills += _supervise(process, trigger, found, show)
+            history.kills += _supervise(process, trigger, history, show)
     again = EveryStepRun()
     with ChildProcess(order, log) as process:
         _supervise(process, None, again, lambda _: None)
-    found.reloaded = again.run_log.finished
-    return found
+    history.reloaded = again.run_log.finished
+    return history
 
 
 def _supervise(
-    process: ChildProcess, trigger: Trigger | None, found: EveryStepRun, show: Callable[[EveryStepRun], None]
+    process: ChildProcess, trigger: Trigger | None, history: EveryStepRun, show: Callable[[EveryStepRun], None]
 ) -> bool:
-    """Read one process's messages until it ends or is killed. Returns whether it was killed."""
-    run_log = found.run_log
+    """Read the messages of one process until it ends or is killed. Returns whether it was killed."""
+    run_log = history.run_log
     returned, promised = run_log.last_returned, run_log.promised
     while not process.over:
-        messages = process.hear(LISTEN_S if trigger is None else trigger.patience_s(time.monotonic()))
+        messages = process.receive(LISTEN_S if trigger is None else trigger.patience_s(time.monotonic()))
         for message in messages:
             run_log.enter(message)
             if isinstance(message, Began):
-                found.restarts.append(Restart(returned, promised, message.resumed_step or 0))
+                history.restarts.append(Restart(returned, promised, message.resumed_step or 0))
             if trigger is not None and run_log.promised:
-                trigger.hear(message, time.monotonic())
+                trigger.observe(message, time.monotonic())
         if messages:
-            show(found)
+            show(history)
         if trigger is not None and trigger.due(time.monotonic()):
             for message in process.kill():
                 run_log.enter(message)
@@ -104,7 +106,9 @@ def _supervise(
 
 
 def plan_kills(form: DemoSize, seed: int) -> tuple[PlannedKill, ...]:
-    """`form.journal_kills` kills, one in each equal part of the run, each at some instant of a step. Pure."""
+    """Plan `form.journal_kills` kills. The run is divided into as many equal parts; each has one kill, at a random
+    moment of a step.
+    """
     chance = random.Random(f"every step {seed}")
     kills, steps = form.journal_kills, form.steps - 1 - FIRST_KILL_STEP
     parts = [FIRST_KILL_STEP + steps * part // kills for part in range(kills + 1)]

@@ -1,4 +1,4 @@
-"""Digests of a run's live memory, computed without any checkpoint code."""
+"""Digests of a run's state in memory. They are computed without any code that saves or loads checkpoints."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ import torch
 
 from flowstone_demo.train import Training
 
-VALUES = "all that is no tensor"
+VALUES = "all other values"
 
 
 def fingerprint(run: Training) -> tuple[str, int]:
-    """SHA-256 over weights, moments, generators, loader, scheduler and losses; and the number of tensor bytes."""
+    """Returns the SHA-256 of weights, moments, generators, loader, scheduler and losses, and the number of bytes of the
+    tensors.
+    """
     digest, total_bytes = hashlib.sha256(), 0
     for name, sha256, count in digests(run):
         digest.update(f"{name} {sha256}\n".encode())
@@ -25,9 +27,9 @@ def fingerprint(run: Training) -> tuple[str, int]:
 
 
 def digests(run: Training) -> Iterator[tuple[str, str, int]]:
-    """Name, SHA-256 and length of every tensor, then of all other values together.
+    """Yields name, SHA-256 and length in bytes of every tensor, then of all other values together.
 
-    Sharded tensors are gathered: then all ranks must call this, and get the same result.
+    Sharded tensors are gathered, so all ranks must call this. They get the same result.
     """
     for name, tensor in _tensors(run):
         memory = whole(tensor.detach()).contiguous().numpy()
@@ -36,14 +38,14 @@ def digests(run: Training) -> Iterator[tuple[str, str, int]]:
         yield name, digest.hexdigest(), memory.nbytes
     digest = hashlib.sha256()
     for name, plain in _plain(run):
-        digest.update(f"{name} {plain!r}\n".encode())  # repr of a float reads back exactly
+        digest.update(f"{name} {plain!r}\n".encode())  # the repr of a float is exact
     for loss in run.losses["train"]:
         digest.update(struct.pack("<d", loss))
     yield VALUES, digest.hexdigest(), 0
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole tensor; a DTensor is gathered from its ranks."""
+    """The full tensor. If it is a DTensor, its parts are gathered from all ranks."""
     gather: Callable[[], torch.Tensor] | None = getattr(tensor, "full_tensor", None)
     return tensor if gather is None else gather()
 

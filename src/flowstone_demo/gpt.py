@@ -1,4 +1,4 @@
-"""A GPT over bytes: the usual one, with dropout and with input and output embeddings tied."""
+"""A GPT whose tokens are bytes, with dropout, and with tied input and output embeddings."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Bytes in, logits of the next byte out."""
+    """The model: its input is bytes, and its output the logits of the next byte."""
 
     def __init__(self, form: Sizes) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class GPT(nn.Module):
         self.head.weight = self.wte.weight
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """inputs: int64 of shape (batch, length); returns logits of shape (batch, length, 256)."""
+        """`inputs`: int64 of shape (batch, length). Returns the logits, of shape (batch, length, 256)."""
         places = torch.arange(inputs.shape[1])
         x = self.drop(self.wte(inputs) + self.wpe(places))
         for block in self.blocks:
@@ -61,7 +61,7 @@ class GPT(nn.Module):
 
 
 def _init(module: nn.Module) -> None:
-    """As in GPT-2: normal with deviation 0.02, no bias."""
+    """Initialize as in GPT-2: normally distributed with standard deviation 0.02, and biases zero."""
     if isinstance(module, (nn.Linear, nn.Embedding)):
         nn.init.normal_(module.weight, std=0.02)
     if isinstance(module, nn.Linear) and module.bias is not None:

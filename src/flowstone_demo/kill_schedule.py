@@ -1,4 +1,6 @@
-"""The kill schedule, made from a seed: kills are spread over the run, and some fall inside a save."""
+"""The schedule of kills, which depends only on a seed. The kills are spread over the run, and some of them are during a
+save.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,10 @@ from flowstone_demo.sizes import DemoSize
 class PlannedKill:
     """One planned SIGKILL.
 
-    after_step  it is armed once this step has been reported
-    aimed       wait for the next save to begin
-    share       how long to wait then: a share of the shortest save's duration if aimed, of a step's
-                duration if not
+    after_step  the kill is due some time after this step was reported
+    aimed       whether to wait, in addition, until the next save has begun
+    share       how long to wait after that, as a fraction of the duration of the shortest save if `aimed`, and
+                otherwise of a step
     """
 
     after_step: int
@@ -25,11 +27,14 @@ class PlannedKill:
 
 
 def plan_kills(form: DemoSize, seed: int) -> tuple[PlannedKill, ...]:
-    """`form.kills` kills, one in each equal part of the run; `form.aimed` of them wait for a save. Pure."""
+    """Plan `form.kills` kills. The run is divided into as many equal parts, and each has one kill. `form.aimed` of them
+    wait for a save.
+    """
     chance = random.Random(seed)
     aimed = [position < form.aimed for position in range(form.kills)]
     chance.shuffle(aimed)
-    first, end = 2, form.steps // form.save_every - 1  # a save to measure before, one to end with
+    # one save before the kills is measured, and one after them ends the run
+    first, end = 2, form.steps // form.save_every - 1
     assert end - first >= form.kills, "each part of the run holds a save"
     parts = [(first + (end - first) * part // form.kills) * form.save_every for part in range(form.kills + 1)]
     steps = [chance.randrange(low, high) for low, high in pairwise(parts)]
@@ -40,16 +45,18 @@ def plan_kills(form: DemoSize, seed: int) -> tuple[PlannedKill, ...]:
 
 
 def one_more(form: DemoSize, seed: int, number: int) -> PlannedKill:
-    """A kill beyond the plan, at the first save of a process. Pure; `number` of kills so far."""
+    """Plan an additional kill, at the first save of a process. `number`: how many kills there were so far."""
     chance = random.Random(f"{seed} {number}")
     return PlannedKill(form.save_every - 1, True, _share(chance, True))
 
 
 def _before_save(step: int, save_every: int) -> int:
-    """The last step before the save that follows `step`, so that watching for it begins in time."""
+    """The last step before the next save after `step`, so that the supervisor begins in time to wait for that save."""
     return step - step % save_every + save_every - 1
 
 
 def _share(chance: random.Random, aimed: bool) -> float:
-    """Never the very end of a save: it may be faster than the shortest so far, and then nothing is torn."""
+    """A random fraction. For a save it is never near 1, as the save may be faster than all before, and would then be
+    complete.
+    """
     return chance.uniform(0.0, 0.6) if aimed else chance.random()

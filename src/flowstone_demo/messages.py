@@ -1,4 +1,4 @@
-"""Messages from the training process to the supervisor: one JSON line each, on its standard output."""
+"""Messages from the training process to the supervisor. Each is a line of JSON on the process' standard output."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import msgspec
 
 from flowstone_demo.sizes import DemoSize, RankDemoSize
 
-LOST = 3  # exit status of a rank that ends because another rank is gone
+LOST = 3  # exit status of a rank that ends because another rank has ended
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
-    """The work of a training process: its one argument.
+    """What a training process must do. It is passed as the process' argument.
 
-    save_every   None: only the last step is saved
-    every_step   save each step, by a journal between checkpoints; then `save_every` is 1
-    torch_saves  how often to time torch.save of the same state at the end, in `scratch`
-    flip_bit     flip one bit of one weight before the last save
+    save_every   how many steps there are from one save to the next; None: only the last step is saved
+    every_step   whether to save each step, in a journal between full checkpoints; `save_every` is 1 in that case
+    torch_saves  how many times to time torch.save of the same state at the end, in `scratch`
+    flip_bit     whether to flip one bit of one weight before the last save
     """
 
     form: DemoSize
@@ -31,9 +31,10 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """The work of each rank of a job: its one argument. The environment has the rank and the number of ranks.
+    """What each rank of a job must do. It is passed as the process' argument. The environment has the rank and the
+    number of ranks.
 
-    flip_bit     flip one bit of one weight after each load
+    flip_bit     whether to flip one bit of one weight after each load
     """
 
     form: RankDemoSize
@@ -43,7 +44,7 @@ class RankOrder(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Began(msgspec.Struct, frozen=True, tag=True):
-    """Training begins after `resumed_step`, loaded in `load_s`; None for a fresh start."""
+    """Training begins after step `resumed_step`, which was loaded in `load_s` seconds. None: it begins at step 0."""
 
     resumed_step: int | None
     parameters: int
@@ -51,7 +52,7 @@ class Began(msgspec.Struct, frozen=True, tag=True):
 
 
 class Stepped(msgspec.Struct, frozen=True, tag=True):
-    """A step is done; `seconds` since the step before was, its save included. 0 for the first step of a process."""
+    """A step and its save are done, `seconds` after the step before; 0 for the first step of a process."""
 
     step: int
     loss: float
@@ -59,14 +60,16 @@ class Stepped(msgspec.Struct, frozen=True, tag=True):
 
 
 class Undisturbed(msgspec.Struct, frozen=True, tag=True):
-    """A step of the run without saves and kills."""
+    """A step of the run without saves and kills is done."""
 
     step: int
     loss: float
 
 
 class Held(msgspec.Struct, frozen=True, tag=True):
-    """A whole tensor, or another value, in memory at `step`: just loaded, or about to be saved."""
+    """The digest of a full tensor, or of another value, that is in memory at `step`, after a load (`loaded`) or before
+    a save.
+    """
 
     step: int
     loaded: bool
@@ -76,27 +79,27 @@ class Held(msgspec.Struct, frozen=True, tag=True):
 
 
 class Saving(msgspec.Struct, frozen=True, tag=True):
-    """A save of `step` begins now; its expected content was reported before."""
+    """A save of `step` begins now. The messages `Held` before this one have its content."""
 
     step: int
 
 
 class SaveCaptured(msgspec.Struct, frozen=True, tag=True):
-    """`save` returned, after blocking training for `blocked_s`."""
+    """`save` has returned, after it has blocked training for `blocked_s` seconds."""
 
     step: int
     blocked_s: float
 
 
 class Saved(msgspec.Struct, frozen=True, tag=True):
-    """`save` of a step has returned, after `blocked_s`."""
+    """`save` of a step has returned, after `blocked_s` seconds."""
 
     step: int
     blocked_s: float
 
 
 class StepDurable(msgspec.Struct, frozen=True, tag=True):
-    """The journal has what replays the step, `seconds` after `save` was called."""
+    """The journal can replay the step, which became durable `seconds` after `save` was called."""
 
     step: int
     bytes: int
@@ -104,7 +107,7 @@ class StepDurable(msgspec.Struct, frozen=True, tag=True):
 
 
 class SaveCommitted(msgspec.Struct, frozen=True, tag=True):
-    """The checkpoint is durable, `seconds` after `save` was called."""
+    """The checkpoint is durable. This took `seconds` from the call of `save`."""
 
     step: int
     bytes: int
@@ -112,20 +115,20 @@ class SaveCommitted(msgspec.Struct, frozen=True, tag=True):
 
 
 class TorchSaved(msgspec.Struct, frozen=True, tag=True):
-    """torch.save of the same state, file and directory fsynced."""
+    """How long torch.save of the same state took, with fsync of file and directory."""
 
     bytes: int
     seconds: float
 
 
 class Lost(msgspec.Struct, frozen=True, tag=True):
-    """This rank ends, because another one is gone; with the error that said so."""
+    """This rank ends because another rank has ended. `words`: the error that reported that."""
 
     words: str
 
 
 class Finished(msgspec.Struct, frozen=True, tag=True):
-    """The run is over; `sha256` of its whole state in memory, `bytes` of tensors."""
+    """The run is complete. `sha256`: digest of its full state in memory. `bytes`: size of its tensors."""
 
     step: int
     sha256: str
@@ -139,7 +142,7 @@ Message: TypeAlias = (
 
 
 def encode(message: Message) -> bytes:
-    """One line. Numbers read back exactly."""
+    """The message as one line of JSON. Numbers keep all their digits."""
     return msgspec.json.encode(message) + b"\n"
 
 

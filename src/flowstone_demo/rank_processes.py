@@ -1,4 +1,4 @@
-"""The supervisor's handle of the ranks of one job: start them, read their messages, kill one or all."""
+"""The ranks of one job, for the supervisor: starts them, reads their messages, and kills one or all."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ LISTEN_S = 0.25
 
 @dataclass(frozen=True, slots=True)
 class RankKill:
-    """SIGKILL for `victims`, when the first of them reports that it begins to save `step`, or has done that step."""
+    """SIGKILL for the ranks `victims`. It is sent once the first of them reports that it begins to save `step` (if
+    `saving`), or has done that step.
+    """
 
     step: int
     victims: tuple[int, ...]
@@ -42,23 +44,23 @@ class RankKill:
 
 @dataclass(slots=True)
 class RankRun:
-    """The messages of one job's ranks, from start to end. Lists are by rank.
+    """What the ranks of one job have reported, from start to end. Lists have an entry for each rank.
 
-    newest     the newest committed step on disk just before; None for none
-    found      the step from which each says that it continues
-    calm       losses by step, of the undisturbed training
-    losses     losses by step, of the training that may be killed
-    saved      by step: digest of each tensor in memory, just before it was saved
-    loaded     by step: digest of each tensor in memory, just after a load
-    committed  steps reported as committed
+    newest     the newest committed step on disk just before the start; None: none
+    resumed    for each rank, the step from which it reports that it continues
+    calm       the losses of the training without saves and kills: step -> loss
+    losses     the losses of the training that may be killed: step -> loss
+    saved      for each step, the digests of all tensors in memory just before the save
+    loaded     the digests of all tensors in memory just after the load
+    committed  the steps that were reported as committed
     killed     ranks that were killed
-    lost       the error that each of the others then got
+    lost       for each other rank, the error that it got then
     """
 
     ranks: int
     newest: int | None = None
     began: list[Began] = field(default_factory=list)
-    found: dict[int, int | None] = field(default_factory=dict)
+    resumed: dict[int, int | None] = field(default_factory=dict)
     calm: list[dict[int, float]] = field(default_factory=list)
     losses: list[dict[int, float]] = field(default_factory=list)
     saved: dict[int, list[dict[str, Held]]] = field(default_factory=dict)
@@ -77,7 +79,7 @@ class RankRun:
         match message:
             case Began():
                 self.began.append(message)
-                self.found[rank] = message.resumed_step
+                self.resumed[rank] = message.resumed_step
             case Stepped(step, loss):
                 self.losses[rank][step] = loss
             case Undisturbed(step, loss):
@@ -93,7 +95,7 @@ class RankRun:
                 self.finished.add(rank)
 
     def line(self, steps: int) -> str:
-        """The progress of the training, for a person."""
+        """The progress of the training, as a line of text."""
         ranks = f"{self.ranks} rank{'s' * (self.ranks > 1)}"
         curve = self.losses[0] or self.calm[0]
         if not curve:
@@ -103,16 +105,17 @@ class RankRun:
 
 
 def run_ranks(order: RankOrder, log: Path, run: RankRun, kill: RankKill | None, show: Callable[[str], None]) -> RankRun:
-    """Start `run.ranks` processes that run `order`, and read their messages until they end, or `kill` is due.
+    """Start `run.ranks` processes that do what `order` says, and read their messages until they end, or until `kill` is
+    due.
 
-    log     of rank 0; the others' have the rank appended
-    show    called now and then with the progress
-    raises  DiedError if a process does not end as planned
+    log     the log file of rank 0; names of the other ranks' log files end with the rank
+    show    called repeatedly with the progress
+    raises  DiedError  a process did not end as planned
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in the stubs; only this needs torch
 
-    # As under torchrun: no rank hosts the rendezvous store, so that it outlives each of them.
-    # Without libuv, which some builds of torch lack (Debian's).
+    # As under torchrun, no rank hosts the rendezvous store, so that it exists longer than each rank. It is used without
+    # libuv, which some builds of torch (Debian's) lack.
     meeting = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False, use_libuv=False)
     with ExitStack() as stack:
         processes = [
@@ -131,7 +134,7 @@ def run_ranks(order: RankOrder, log: Path, run: RankRun, kill: RankKill | None, 
             if rank not in run.killed:
                 process.end(LOST if run.killed else 0)
     if kill is not None and not run.killed:
-        raise DiedError(f"{run.ranks} ranks ended before step {kill.step}, where some were to be killed")
+        raise DiedError(f"{run.ranks} ranks ended before step {kill.step}, the step of the planned kill")
     return run
 
 
@@ -143,9 +146,9 @@ def _kill(kill: RankKill, processes: list[ChildProcess], run: RankRun) -> None:
 
 
 def _hear(processes: list[ChildProcess]) -> list[tuple[int, Message]]:
-    """Messages that have arrived from any rank; waits a while for the first."""
+    """The messages that have arrived from any rank, with the rank. Waits a short time for the first one."""
     select.select([process for process in processes if not process.over], [], [], LISTEN_S)
-    return [(rank, message) for rank, process in enumerate(processes) for message in process.hear(0.0)]
+    return [(rank, message) for rank, process in enumerate(processes) for message in process.receive(0.0)]
 
 
 def _place(rank: int, ranks: int, port: int) -> dict[str, str]:

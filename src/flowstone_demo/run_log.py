@@ -1,4 +1,4 @@
-"""The messages of one act's processes."""
+"""The messages of the processes of one act."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flowstone_demo.messages import (
 
 @dataclass(frozen=True, slots=True)
 class SaveTime:
-    """One committed save: how long training was blocked, and how long until it was durable."""
+    """The times of one committed save: how long it blocked training, and how long until it was durable."""
 
     step: int
     bytes: int
@@ -29,7 +29,7 @@ class SaveTime:
 
 @dataclass(slots=True)
 class RunLog:
-    """Every message of an act, in order of arrival, over all its processes."""
+    """All messages of an act's processes, in the order in which they arrived."""
 
     began: list[Began] = field(default_factory=list)
     steps: list[Stepped] = field(default_factory=list)
@@ -61,20 +61,20 @@ class RunLog:
 
     @property
     def promised(self) -> int:
-        """The highest step reported durable, by a checkpoint or the journal; 0 before the first."""
+        """The highest step that was reported durable, in a checkpoint or the journal; 0: none."""
         return max(0, *(save.step for save in self.saves), *(step.step for step in self.journaled), 0)
 
     @property
     def last_returned(self) -> int:
-        """The highest step whose `save` has returned; 0 before the first."""
+        """The highest step whose `save` has returned; 0: none."""
         return max((save.step for save in self.returned), default=0)
 
     def shortest_save_s(self, unknown: float) -> float:
-        """The shortest time until durable so far; `unknown` before the first save."""
+        """The shortest time, in seconds, until a save was durable; `unknown` before the first save."""
         return min((save.durable_s for save in self.saves), default=unknown)
 
     def line(self, steps: int) -> str:
-        """The progress of the training, for a person."""
+        """The progress of the training, as a line of text."""
         if not self.steps:
             return "starting the training process"
         last = self.steps[-1]

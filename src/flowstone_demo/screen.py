@@ -1,4 +1,4 @@
-"""The demo's output: one live line on a terminal; a plain line now and then if output is piped."""
+"""The demo's output. On a terminal, the last line changes; in a pipe, lines are printed at intervals instead."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ class Screen:
             self._console.print(Text(about, style="dim"), soft_wrap=True)
 
     def live(self, line: str) -> None:
-        """Replace the live line; without a terminal, print it if the last one was long ago."""
+        """Replace the line that changes. If the output is not a terminal, print the line if the last one was long ago.
+        """
         if not self._console.is_terminal:
             if time.monotonic() - self._told_at >= PIPED_EVERY_S:
                 self.say(line)
@@ -46,7 +47,7 @@ class Screen:
         self._status.update(Text(line))
 
     def still(self) -> None:
-        """End the live line."""
+        """End the line that changes, so that it stays."""
         if self._status is not None:
             self._status.stop()
             self._status = None
@@ -59,12 +60,12 @@ class Screen:
         self._console.print(Text(text.rstrip("\n")), soft_wrap=True)
 
     def claim(self, claim: Claim) -> None:
-        """Print one line, with a tick or a cross."""
+        """Print a claim on one line, with a tick if it held, else with a cross."""
         self.still()
         drawn = self._console.encoding.lower().startswith("utf")
         mark = ("✓" if drawn else "held  ") if claim.held else ("✗" if drawn else "FAILED")
         style = "green" if claim.held else "bold red"
-        line = Text.assemble((f"{mark} {claim.text}", style), f": {claim.found}")
+        line = Text.assemble((f"{mark} {claim.text}", style), f": {claim.observed}")
         self._console.print(line, soft_wrap=True)
 
     def table(self, table: Table) -> None:
@@ -77,7 +78,7 @@ class Screen:
 
 
 def saves_table(saves: Sequence[SaveTime], torch_saves: Sequence[TorchSaved]) -> Table:
-    """First, median and slowest save beside torch.save's median, and their ratio."""
+    """A table with the first, the median and the slowest save, the median of torch.save, and the ratio of these."""
     table = Table(title=f"{len(saves)} committed saves while training went on", title_justify="left")
     for heading in ("save", "MB", "blocked", "to durable", "GB/s"):
         table.add_column(heading, justify="left" if heading == "save" else "right", no_wrap=True)
@@ -96,7 +97,9 @@ def saves_table(saves: Sequence[SaveTime], torch_saves: Sequence[TorchSaved]) ->
 
 
 def every_step_table(without: RunLog, seen: RunLog) -> Table:
-    """A step with and without a durable checkpoint of it, medians and 95th percentiles; and what was written."""
+    """A table with the medians and 95th percentiles of a step, with and without a durable checkpoint of each step; and
+    the bytes written.
+    """
     table = Table(title="A step, with and without a durable checkpoint of it", title_justify="left")
     for heading in ("step", "median", "p95", "blocked", "MB", "to durable"):
         table.add_column(heading, justify="left" if heading == "step" else "right", no_wrap=True)
@@ -104,7 +107,7 @@ def every_step_table(without: RunLog, seen: RunLog) -> Table:
     table.add_row("without (act one)", *_ms(plain), "", "", "")
     megabytes = median(step.bytes for step in seen.journaled) / 1e6
     table.add_row(
-        "each step durable", *_ms(journaled), f"{median(one.blocked_s for one in seen.returned) * 1e3:.1f} ms",
+        "each step durable", *_ms(journaled), f"{median(save.blocked_s for save in seen.returned) * 1e3:.1f} ms",
         f"{megabytes:.1f}", f"{median(step.seconds for step in seen.journaled) * 1e3:.0f} ms",
     )
     ratios = (ours / bare for ours, bare in zip(_typical(journaled), _typical(plain), strict=True))
@@ -117,16 +120,16 @@ def _step_times(seen: RunLog) -> list[float]:
 
 
 def _typical(seconds: list[float]) -> tuple[float, float]:
-    """Median and 95th percentile."""
+    """The median and the 95th percentile."""
     return median(seconds), sorted(seconds)[len(seconds) * 95 // 100]
 
 
 def _ms(seconds: list[float]) -> tuple[str, ...]:
-    return tuple(f"{one * 1e3:.0f} ms" for one in _typical(seconds))
+    return tuple(f"{value * 1e3:.0f} ms" for value in _typical(seconds))
 
 
 def torn_line(torn: TornSave) -> str:
-    """The directory that a kill left, and its files, as text."""
+    """The directory and the files of an interrupted save, as text."""
     files = ", ".join(f"{name} {length / 1e6:.1f} MB" for name, length in torn.files) or "empty"
     return f"torn: {torn.name}  {len(torn.files)} file(s), {torn.bytes:,} bytes ({files})"
 

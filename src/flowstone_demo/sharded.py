@@ -1,6 +1,6 @@
-"""The same training on several ranks: FSDP2 shards the model, and each rank trains on its rows of the batch.
+"""The demo's training on several ranks. FSDP2 shards the model, and each rank trains on its part of the batch.
 
-The rest is train.py's: the state, the loop, and resuming after a kill, on any number of ranks.
+The state, the training loop, and resuming after a kill are in train.py, for any number of ranks.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from flowstone_demo.train import Training
 class Sharded(Training):
     """A training divided among the ranks of torch.distributed's default group.
 
-    Every rank draws the whole batch, so that loader and generators are equal on all ranks, and the batch is the same on
-    any number of ranks; that number divides the batch size.
+    Every rank draws the full batch. So loader and generators are equal on all ranks, and the batch is the same for any
+    number of ranks. The batch size must be divisible by the number of ranks.
     """
 
     def shard(self) -> None:
@@ -32,7 +32,7 @@ class Sharded(Training):
         return batch.narrow(0, rows * dist.get_rank(), rows)
 
     def mean(self, loss: torch.Tensor) -> torch.Tensor:
-        """The mean of all ranks' losses, on each rank."""
+        """The mean of the losses of all ranks. Each rank gets it."""
         total = loss.clone()
         dist.all_reduce(total)
         return total / dist.get_world_size()

@@ -1,8 +1,8 @@
-"""The I/O study: how layout, coalescing, buffering, interface and memory decide the rate of a mount.
+"""The I/O study: measure how layout, coalescing, buffering, interface and memory influence the rate of a mount.
 
-It measures, on the user's own file system, what Gossman et al. measured on theirs ("Understanding LLM
-Checkpoint/Restore I/O Strategies and Patterns", arXiv 2512.24511): plain writes and reads, without a checkpoint format.
-docs/STUDY.md says how to read the results.
+The study repeats measurements of Gossman et al. ("Understanding LLM Checkpoint/Restore I/O Strategies and Patterns",
+arXiv 2512.24511) on the user's file system. It makes plain writes and reads, without a checkpoint format. docs/STUDY.md
+explains the results.
 
     prepare (probe, planning) -> campaign (-> processes -> worker -> _native) -> summary -> terminal, export, page
 

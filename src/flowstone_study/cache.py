@@ -1,4 +1,4 @@
-"""The page cache: drop files from it, and verify that they are gone."""
+"""The page cache: drop files from it, and check that they are no longer in it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-_SYSCALL_CACHESTAT = 451  # the same number on every architecture; Linux 6.5 and later
-_TRIES = 3  # a page that is being written back stays; the sync before the next try waits for it
+_SYSCALL_CACHESTAT = 451  # the number of the system call, the same on every architecture; Linux 6.5 and later
+_TRIES = 3  # a page that is being written stays cached; the sync before the next attempt waits for it
 
 
-def cool(paths: Iterable[Path]) -> bool | None:
-    """Drop the files from the page cache. Returns whether the kernel says that they are gone; None: it cannot tell.
+def drop_cached(paths: Iterable[Path]) -> bool | None:
+    """Drop these files from the page cache. Returns whether the kernel reports that they are no longer cached; None if
+    it cannot tell.
 
-    Only these files: other programs' cache is untouched, and no privilege is needed.
+    Other files stay cached, and no privilege is needed.
     """
     paths = list(paths)
     cached: list[int | None] = []
@@ -29,7 +30,9 @@ def cool(paths: Iterable[Path]) -> bool | None:
 
 
 def cached_pages(path: Path) -> int | None:
-    """Pages of the file in the page cache, by cachestat(2), or by mincore(2) on older kernels; None: neither works."""
+    """How many pages of the file are cached, according to cachestat(2), or mincore(2) on older kernels. None if neither
+    can tell.
+    """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         pages = _cachestat(fd)
@@ -57,19 +60,21 @@ class _CacheStat(ctypes.Structure):
 
 def _cachestat(fd: int) -> int | None:
     libc = ctypes.CDLL(None, use_errno=True)
-    whole, found = _Range(0, 0), _CacheStat()
-    failed = libc.syscall(_SYSCALL_CACHESTAT, fd, ctypes.byref(whole), ctypes.byref(found), 0)
-    return None if failed else int(found.cached)
+    whole, statistics = _Range(0, 0), _CacheStat()
+    failed = libc.syscall(_SYSCALL_CACHESTAT, fd, ctypes.byref(whole), ctypes.byref(statistics), 0)
+    return None if failed else int(statistics.cached)
 
 
 def _mincore(fd: int) -> int | None:
-    """Mapping a file loads no page, so resident pages are cached pages."""
+    """How many pages of a mapping of the file are in memory. As mapping a file loads no pages, these are the cached
+    pages.
+    """
     size = os.fstat(fd).st_size
     if size == 0:
         return 0
     libc = ctypes.CDLL(None, use_errno=True)
     resident = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
-    # Private and writable only because ctypes needs that to take its address; nothing is written.
+    # The mapping is private and writable, as ctypes needs that to take its address. Nothing is written.
     with mmap.mmap(fd, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE) as mapped:
         first = ctypes.c_ubyte.from_buffer(mapped)
         failed = libc.mincore(ctypes.c_void_p(ctypes.addressof(first)), ctypes.c_size_t(size), resident)

@@ -1,4 +1,4 @@
-"""Measure cells in a directory, one after another, in several rounds."""
+"""Measure cells (combinations of settings) in a directory, one after the other, in several rounds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from flowstone.config import MIB
 from flowstone.errors import BudgetError, FullError
-from flowstone_study.cache import cool
+from flowstone_study.cache import drop_cached
 from flowstone_study.machine import available_bytes
 from flowstone_study.placing import files, payload_bytes
 from flowstone_study.planning import fill_cell
@@ -24,25 +24,26 @@ from flowstone_study.records import Cell, Sample
 from flowstone_study.worker import Failed
 
 SCRATCH_PREFIX = ".flowstone-study-"
-_SUITABLE_S = 0.1  # for the base cell of a quick study on this device, with its best settings
+_SUITABLE_S = 0.1  # seconds that the base cell of a quick study should take on this device, with its best settings
 _SUITABLE_BYTES = (32 * MIB, 256 * MIB)
-_SUITABLE_TRIES = 3  # the fastest counts: other users of the device can only slow it down
+_SUITABLE_TRIES = 3  # the fastest attempt counts, as other users of the device can only slow it down
 
 
 def measure(
     path: Path, cells: Sequence[Cell], base: Cell, *, rounds: int, limit_s: float = inf
 ) -> Generator[Sample, None, None]:
-    """`rounds` samples of each cell; each round measures all cells, in a different order. Blocks.
+    """Yields `rounds` samples of each cell. Each round measures all cells, in another order.
 
-    The order is shuffled because devices serve the first cells faster (burst credits, empty caches), which would favour
-    the plan's first topic. The seed is the round, so that studies are comparable.
+    The order is random because devices serve the first cells faster (burst credits, empty caches). The seed is the
+    number of the round, so that all studies have the same orders.
 
-    base     the settings with which files for restores are written
-    limit_s  start no cell after this time; cells that the first round has not reached are reported as such
+    base     the settings with which the files for restores are written
+    limit_s  no cell is started after so many seconds. A cell that was not reached in the first round yields a Sample
+             with an error
 
-    A cell that cannot run here yields a Sample with its error. All files are in a new directory below `path`, which is
-    removed at the end, also after an error, Ctrl-C or `close`. Raises FullError and BudgetError if disk or memory
-    clearly cannot hold the largest cell, OSError if `path` cannot be written.
+    A cell that cannot run on this machine yields a Sample with the error. All files are in a new directory in `path`,
+    which is removed at the end, also after an error, Ctrl-C or `close`. Raises FullError or BudgetError if disk or
+    memory is too small for the largest cell, and OSError if `path` is not writable.
     """
     _check_room(path, max(cell.bytes for cell in cells))
     end_s = time.monotonic() + limit_s
@@ -54,12 +55,12 @@ def measure(
                     reached += 1
                     yield sample
                 if number == 1:
-                    told = f"not reached within {limit_s} s"
-                    yield from (Sample(cell=cell, round=number, error=told) for cell in group[reached:])
+                    reason = f"not reached within {limit_s} s"
+                    yield from (Sample(cell=cell, round=number, error=reason) for cell in group[reached:])
 
 
 def suit_bytes(path: Path, base: Cell) -> int:
-    """Bytes that this device writes in about a tenth of a second; a power of two, 32 to 256 MiB."""
+    """How many bytes this device writes in about 0.1 s, as a power of two from 32 to 256 MiB."""
     low, high = _SUITABLE_BYTES
     probe = replace(base, bytes=low)
     seconds = [s.seconds for s in measure(path, [probe], probe, rounds=_SUITABLE_TRIES) if s.seconds is not None]
@@ -70,7 +71,9 @@ def suit_bytes(path: Path, base: Cell) -> int:
 
 
 def _groups(cells: Sequence[Cell], order: random.Random) -> list[list[Cell]]:
-    """Writes one by one; restores of the same files together, so that the files are written once."""
+    """Group the cells. Each write is a group of its own; restores of the same files form a group, so that the files are
+    written only once.
+    """
     groups: dict[object, list[Cell]] = {}
     for cell in order.sample(cells, len(cells)):
         places = (cell.layout, cell.mix, cell.processes, cell.bytes, cell.chunk_bytes)
@@ -81,13 +84,13 @@ def _groups(cells: Sequence[Cell], order: random.Random) -> list[list[Cell]]:
 def _measure_group(
     processes: Processes, scratch: Path, group: Sequence[Cell], base: Cell, number: int, end_s: float
 ) -> Iterator[Sample]:
-    """Samples of the group's cells, in order; fewer of them when time is up."""
+    """Samples of the group's cells, in order, until the time `end_s`."""
     try:
         if group[0].direction == "restore" and time.monotonic() < end_s:
             written = _run(processes, scratch, fill_cell(group[0], base), number)
             if written.error is not None:
-                told = f"no files to restore: {written.error}"
-                yield from (Sample(cell=cell, round=number, error=told) for cell in group)
+                reason = f"no files to restore: {written.error}"
+                yield from (Sample(cell=cell, round=number, error=reason) for cell in group)
                 return
         for cell in group:
             if time.monotonic() >= end_s:
@@ -102,7 +105,7 @@ def _run(processes: Processes, scratch: Path, cell: Cell, number: int) -> Sample
     if failed is not None:
         return Sample(cell=cell, round=number, error=failed.reason)
     names = files(cell)
-    cold = cool(scratch / name for name in names) if cell.direction == "restore" else None
+    cold = drop_cached(scratch / name for name in names) if cell.direction == "restore" else None
     outcome = processes.run()
     if isinstance(outcome, Failed):
         return Sample(cell=cell, round=number, error=outcome.reason)
@@ -118,7 +121,7 @@ def _sample(cell: Cell, number: int, outcome: Outcome, file_count: int, cold: bo
 
 
 def _empty(scratch: Path) -> None:
-    """Remove all files, and sync, so that the file system's work is done before the next timer starts."""
+    """Remove all files, and sync, so that the file system has finished this work before the next measurement."""
     for path in scratch.iterdir():
         path.unlink()
     fd = os.open(scratch, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -130,7 +133,7 @@ def _empty(scratch: Path) -> None:
 
 def _check_room(path: Path, cell_bytes: int) -> None:
     disk = shutil.disk_usage(path)
-    if disk.total and cell_bytes * 2 > disk.free:  # a file system in memory may have no size at all
+    if disk.total and cell_bytes * 2 > disk.free:  # a file system in memory may report no size
         raise FullError(
             f"a study with {cell_bytes:,} bytes per cell needs twice that on disk", path=path, free_bytes=disk.free,
             next="give a smaller --bytes, or another path",
@@ -138,15 +141,15 @@ def _check_room(path: Path, cell_bytes: int) -> None:
     available = available_bytes()
     if cell_bytes * 2 > available:
         raise BudgetError(
-            f"a study with {cell_bytes:,} bytes per cell needs that in memory, and as much again for the page cache",
+            f"a study with {cell_bytes:,} bytes per cell needs twice that memory, half of it for the page cache",
             available_bytes=available, next="give a smaller --bytes",
         )
 
 
 @contextmanager
 def _scratch(path: Path) -> Iterator[Path]:
-    at = Path(tempfile.mkdtemp(prefix=SCRATCH_PREFIX, dir=path))
+    scratch = Path(tempfile.mkdtemp(prefix=SCRATCH_PREFIX, dir=path))
     try:
-        yield at
+        yield scratch
     finally:
-        shutil.rmtree(at)
+        shutil.rmtree(scratch)

@@ -1,4 +1,4 @@
-"""A study as JSON (everything) and as CSV (one row for each sample). Pure."""
+"""Export a study as JSON, which has everything, and as CSV, which has a row for each sample."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ def to_json(study: Study) -> str:
 
 
 def from_json(text: str) -> Study:
-    """Raises msgspec.ValidationError if it is no study."""
+    """The study that a JSON text describes. Raises msgspec.ValidationError if it describes none."""
     return msgspec.json.decode(text, type=Study)
 
 
 def row(sample: Sample) -> tuple[object, ...]:
-    """The sample's values under COLUMNS; None if not measured."""
+    """The sample's values, in the order of COLUMNS. None for a value that was not measured."""
     return (*(getattr(sample.cell, n) for n in _OF_CELL), *(getattr(sample, n) for n in _OF_SAMPLE))
 
 
 def to_csv(study: Study) -> str:
-    """Booleans as true and false; empty if not measured."""
+    """The study as CSV. Booleans are true and false; values that were not measured are empty."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(COLUMNS)

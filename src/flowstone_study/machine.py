@@ -1,4 +1,4 @@
-"""The machine of a measurement, without names of the machine or its user."""
+"""Describe the machine of a measurement, without names that identify the machine or its user."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def describe(directory: Path) -> Mapping[str, str]:
-    """Facts for one line of text, in order. `directory` exists."""
+    """Facts about the machine and the file system of `directory`, in the order in which they are shown."""
     source, kind, device = _mount(directory)
     return {
         "CPU": _cpu(),
@@ -22,17 +22,17 @@ def describe(directory: Path) -> Mapping[str, str]:
 
 
 def kernel() -> str:
-    """"Linux 6.18.44"; the part after a dash is dropped, since it may name a place."""
+    """The kernel, such as "Linux 6.18.44". The part after a dash is dropped, since it may contain a name."""
     return f"{platform.system()} {platform.release().split('-', 1)[0]}"
 
 
 def file_system(directory: Path) -> str:
-    """Its type in the mount table: ext4, xfs, tmpfs, lustre, nfs4, ..."""
+    """The type of the file system according to the mount table, such as ext4, xfs, tmpfs, lustre or nfs4."""
     return _mount(directory)[1]
 
 
 def available_bytes() -> int:
-    """Memory available without swapping (proc_meminfo(5))."""
+    """How many bytes of memory are available without swapping (proc_meminfo(5))."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
@@ -49,25 +49,25 @@ def _cpu() -> str:
 
 
 def _mount(directory: Path) -> tuple[str, str, str]:
-    """(source, file system, major:minor) of the mount that holds `directory`."""
+    """The mount that contains `directory`, as (source, type of the file system, major:minor of the device)."""
     device = os.stat(directory).st_dev
-    wanted = f"{os.major(device)}:{os.minor(device)}"
+    number = f"{os.major(device)}:{os.minor(device)}"
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         fields, _, tail = line.partition(" - ")
-        if fields.split()[2] == wanted:
+        if fields.split()[2] == number:
             kind, source, *_ = tail.split()
-            return source, kind, wanted
-    return "", "unknown", wanted
+            return source, kind, number
+    return "", "unknown", number
 
 
 def _device(source: str, device: str) -> str:
-    at = Path("/sys/dev/block") / device
-    if not at.exists():
-        return "none of this machine's"  # a network, memory, or a file system over several devices
-    block = at.resolve()
+    block_link = Path("/sys/dev/block") / device
+    if not block_link.exists():
+        return "none of this machine's"  # a network, memory, or a file system on several devices
+    block = block_link.resolve()
     queue = next((path / "queue" for path in (block, block.parent) if (path / "queue").exists()), None)
     spinning = queue is not None and (queue / "rotational").read_text().strip() == "1"
     name = Path(source).name
     kind = "virtio disk" if name.startswith("vd") else "NVMe disk" if name.startswith("nvme") else "disk"
-    # A virtual disk does not know whether it rotates.
+    # A virtual disk does not know whether it rotates, so that is left out.
     return kind if kind == "virtio disk" else f"{kind}, {'rotating' if spinning else 'solid state'}"

@@ -1,4 +1,4 @@
-"""A study as one self-contained HTML page: no script, no network. Pure."""
+"""Write a study as one HTML page, which needs no other files, no scripts and no network."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ _PAGE = """<!DOCTYPE html>
 
 
 def to_html(study: Study, plan: Plan, summary: Summary) -> str:
-    """`plan` and `summary` are the study's own."""
+    """The HTML page of a study, from its plan and its summary."""
     title = f"I/O study of {study.path}"
     where = f"{machine_line(study)}; Flowstone {study.flowstone}; {study.started}"
-    known = _list(notes(study, plan, summary))
+    remarks = _list(notes(study, plan, summary))
     works = _list(probe_lines(study.probe))
     body = [
         f'<header><h1>{escape(title)}</h1><p class="machine">{escape(where)}</p></header>',
         _best(study, plan, summary),
-        f"<section><h2>Before you read on</h2>{known}<h3>What works here</h3>{works}</section>",
+        f"<section><h2>Before you read on</h2>{remarks}<h3>Supported I/O methods</h3>{works}</section>",
         *(_figure(figure) for figure in figures(plan, summary)),
         _samples(study.samples),
     ]
@@ -50,18 +50,18 @@ def to_html(study: Study, plan: Plan, summary: Summary) -> str:
 def _best(study: Study, plan: Plan, summary: Summary) -> str:
     cards = [
         f'<div class="card"><h3>{escape(DIRECTION_LABELS[direction].split(":")[0])}</h3>'
-        f'<p class="rate">{number(found.fastest.gb_per_s)} <span>GB/s</span></p>'
-        f"{''.join(f'<p>{escape(line)}</p>' for line in found.lines)}</div>"
-        for direction, found in best_of_each(study, plan, summary).items()
+        f'<p class="rate">{number(best.fastest.gb_per_s)} <span>GB/s</span></p>'
+        f"{''.join(f'<p>{escape(line)}</p>' for line in best.lines)}</div>"
+        for direction, best in best_of_each(study, plan, summary).items()
     ]
     return f'<section><h2>Best settings found</h2><div class="cards">{"".join(cards)}</div></section>'
 
 
 def _figure(figure: Figure) -> str:
     legend = "" if figure.kind == "heat map" else "".join(
-        f'<li><svg viewBox="0 0 12 12" aria-hidden="true"><rect class="s{at}" width="12" height="12" rx="2"/></svg>'
+        f'<li><svg viewBox="0 0 12 12" aria-hidden="true"><rect class="s{index}" width="12" height="12" rx="2"/></svg>'
         f"{escape(name)}</li>"
-        for at, name in enumerate(figure.series)
+        for index, name in enumerate(figure.series)
     )
     medians = [e.median for panel in figure.panels for group in panel.groups for e in group.entries if e.median]
     if legend and figure.unit == "GB/s" and any(median.rounds > 1 for median in medians):
@@ -71,7 +71,7 @@ def _figure(figure: Figure) -> str:
         for panel, drawing in zip(figure.panels, draw(figure), strict=True)
     )
     return (
-        f"<section><h2>{escape(figure.title)}</h2>{_list(figure.found)}"
+        f"<section><h2>{escape(figure.title)}</h2>{_list(figure.results)}"
         + (f'<ul class="legend">{legend}</ul>' if legend else "")
         + f'<div class="panels">{panels}</div><p class="about">{escape(figure.about)}</p></section>'
     )
@@ -88,7 +88,9 @@ def _samples(samples: Sequence[Sample]) -> str:
 
 
 def _field(value: object) -> str:
-    """In JSON's form, so that page, CSV and JSON can be compared; empty if not measured."""
+    """A cell of a table. The value is written as in JSON, so that page, CSV and JSON can be compared; empty if it was
+    not measured.
+    """
     if value is None:
         return "<td></td>"
     if isinstance(value, bool):

@@ -1,7 +1,8 @@
-"""The place of each tensor, in a process's memory and in the files, and the requests that move it. Pure.
+"""Where each tensor is in a process' memory and in the files, and the requests that read or write it.
 
-A process has its tensors in one range of memory, each in a slot of whole blocks. Files contain the same range, divided
-and placed by the layout, so requests can span tensors wherever the files do.
+A process has its tensors in one range of memory (the run). Each tensor has a slot there, which consists of full blocks.
+The files contain the same range, divided as the layout says. So one request can span several tensors that are adjacent
+in a file.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ _RANKS_OF_A_PAIR = 2
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A tensor's room in its process's memory; `start_bytes` and `room_bytes` are whole blocks."""
+    """The range of a tensor in its process' memory. `start_bytes` and `room_bytes` (the length of the range) are
+    multiples of the block size.
+    """
 
     start_bytes: int
     room_bytes: int
@@ -30,11 +33,11 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A range of a process's memory that is stored in one file.
+    """A range of a process' memory (the run) that is stored in one file.
 
-    size_bytes     of the whole file, other processes' parts included
-    offset_bytes   where this part starts in the file
-    start_bytes    where it starts in the run
+    size_bytes     size of the file, including the parts of other processes
+    offset_bytes   start of this part in the file
+    start_bytes    start of this part in the run
     """
 
     file: str
@@ -46,12 +49,12 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Requests:
-    """Columns of equal length, one row for each request, in the order of the run.
+    """The requests in the order of the run (a process' memory). Each array has one entry for each request.
 
-    file    index into the process's parts
-    offset  in that file, bytes
-    start   in the run, bytes
-    length  bytes, whole blocks, at most the cell's request_bytes
+    file    index into the process' parts
+    offset  offset in that file, in bytes
+    start   offset in the run, in bytes
+    length  length in bytes: a multiple of the block size, and at most the cell's request_bytes
     """
 
     file: NDArray[np.uint32]
@@ -61,38 +64,40 @@ class Requests:
 
 
 def slots(cell: Cell) -> tuple[Slot, ...]:
-    """The tensors of one process, in order, without holes; the same for every process."""
-    found, start = [], 0
+    """The slots (ranges of memory) of one process' tensors, in order, without gaps. They are the same for every
+    process.
+    """
+    result, start = [], 0
     for size in tensor_bytes(cell):
-        room = -(-size // BLOCK_BYTES) * BLOCK_BYTES
-        found.append(Slot(start, room, size))
-        start += room
-    return tuple(found)
+        room_bytes = -(-size // BLOCK_BYTES) * BLOCK_BYTES
+        result.append(Slot(start, room_bytes, size))
+        start += room_bytes
+    return tuple(result)
 
 
 def run_bytes(cell: Cell) -> int:
-    """Memory that one process needs."""
+    """How many bytes of memory one process needs."""
     return sum(slot.room_bytes for slot in slots(cell))
 
 
 def payload_bytes(cell: Cell) -> int:
-    """The tensors of all processes, without padding: the bytes on which the rate is based."""
+    """The size of all processes' tensors in bytes, without padding. Rates are computed from this size."""
     return sum(slot.tensor_bytes for slot in slots(cell)) * cell.processes
 
 
 def parts(cell: Cell, rank: int) -> tuple[Part, ...]:
-    """The files of one process, in the order of its run; they cover the run."""
+    """The parts of one process' memory and files, in the order of the memory. They cover all of it."""
     run = run_bytes(cell)
     if cell.layout == "tensor":
         return tuple(
-            Part(f"rank{rank}-tensor{at:05d}", slot.room_bytes, 0, slot.start_bytes, slot.room_bytes)
-            for at, slot in enumerate(slots(cell))
+            Part(f"rank{rank}-tensor{number:05d}", slot.room_bytes, 0, slot.start_bytes, slot.room_bytes)
+            for number, slot in enumerate(slots(cell))
         )
     if cell.layout == "chunk":
         lengths = [min(cell.chunk_bytes, run - start) for start in range(0, run, cell.chunk_bytes)]
         return tuple(
-            Part(f"rank{rank}-chunk{at:05d}", length, 0, at * cell.chunk_bytes, length)
-            for at, length in enumerate(lengths)
+            Part(f"rank{rank}-chunk{number:05d}", length, 0, number * cell.chunk_bytes, length)
+            for number, length in enumerate(lengths)
         )
     ranks = {"rank": 1, "pair": _RANKS_OF_A_PAIR, "shared": cell.processes}[cell.layout]
     first = rank - rank % ranks
@@ -101,12 +106,14 @@ def parts(cell: Cell, rank: int) -> tuple[Part, ...]:
 
 
 def files(cell: Cell) -> tuple[str, ...]:
-    """Names of the files of all processes, each once."""
+    """The names of the files of all processes. Each name occurs once."""
     return tuple(dict.fromkeys(part.file for rank in range(cell.processes) for part in parts(cell, rank)))
 
 
 def requests(cell: Cell, own: Sequence[Part]) -> Requests:
-    """Divide the run at ends of files, at ends of tensors unless coalesced, and then every `request_bytes`."""
+    """Divide a process' memory into requests: at the ends of files, at the ends of tensors (unless coalesced), and
+    after every `request_bytes`.
+    """
     run = run_bytes(cell)
     ends = {part.start_bytes + part.length_bytes for part in own}
     if not cell.coalesced:

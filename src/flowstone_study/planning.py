@@ -1,7 +1,7 @@
-"""The cells that a study measures. Pure.
+"""Plan the cells (combinations of settings) that a study measures.
 
-All combinations would be tens of thousands, so it measures a base point, the crossings that the paper shows, and every
-other axis one at a time. Each topic below is one plot of the page.
+There are tens of thousands of combinations. A study measures a base point, the combinations in the paper, and
+variations of every other setting alone. Each topic below is one plot of the page.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from itertools import product
 from flowstone.config import BLOCK_BYTES, KIB, MIB
 from flowstone_study.records import DIRECTIONS, ENGINES, LAYOUTS, MEMORIES, Cell, MixName, Probe
 
-CHUNK_BYTES_MAX = 128 * MIB  # the paper's chunk; smaller studies have chunks of an eighth of a rank
+CHUNK_BYTES_MAX = 128 * MIB  # the paper's length of a chunk; smaller studies have chunks of an eighth of a rank's bytes
 BYTES_MIN = 8 * MIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scope:
-    """The extent of a study.
+    """Which values of the settings a study measures.
 
-    bytes          of a cell, all processes together
-    requests_max   limit of requests per cell: cells of small requests move fewer bytes
-    layout_mixes   mixes for which layouts are crossed with coalescing and buffering
+    bytes          how many bytes a cell moves, in all processes together
+    requests_max   how many requests a cell makes at most, so that cells with small requests move fewer bytes
+    layout_mixes   the mixes of tensor sizes for which all layouts are combined with coalescing and buffering
     """
 
     bytes: int
@@ -39,15 +39,15 @@ class Scope:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The cells of each topic; a cell may serve several.
+    """The cells of each topic; a cell may belong to several topics. "x" means all combinations of the values.
 
     grid      request size x depth
     layouts   layout x coalesced x direct, with the most processes, for each of `layout_mixes`
-    mixes     mix x coalesced, file per rank, with the most processes
+    mixes     mix x coalesced, with a file for each rank and the most processes
     engines   engine x memory x processes
     sizes     bytes x direct
     pages     memory x huge pages
-    reserving whether files' blocks are reserved x direct, writes only
+    reserving whether the blocks of files are reserved x direct, only for writes
     """
 
     base: Cell
@@ -61,13 +61,13 @@ class Plan:
 
     @property
     def cells(self) -> tuple[Cell, ...]:
-        """Each cell once, in the order of the topics."""
+        """All cells, each once, in the order of the topics."""
         topics = (getattr(self, field.name) for field in fields(self) if field.name != "base")
         return tuple(dict.fromkeys(cell for topic in topics for cell in topic))
 
 
 def full_scope(bytes: int, processes: int, mixes: Sequence[MixName]) -> Scope:
-    """Everything; half an hour on a device of 2 GB/s."""
+    """The scope of a full study, which takes half an hour on a device with 2 GB/s."""
     return Scope(
         bytes=bytes, processes=processes, mixes=tuple(mixes), layout_mixes=tuple(mixes),
         request_bytes=tuple(size * KIB for size in (4, 16, 64, 256, 1024, 4096, 8192, 16384, 65536)),
@@ -77,7 +77,7 @@ def full_scope(bytes: int, processes: int, mixes: Sequence[MixName]) -> Scope:
 
 
 def quick_scope(bytes: int, processes: int, mixes: Sequence[MixName]) -> Scope:
-    """Each axis with few points; layouts for one mix only: the first model."""
+    """The scope of a quick study: few values of each setting, and layouts only for one mix, the first model."""
     first = next((mix for mix in mixes if mix != "synthetic"), mixes[0])
     return Scope(
         bytes=bytes, processes=processes, mixes=tuple(mixes), layout_mixes=(first,),
@@ -87,7 +87,9 @@ def quick_scope(bytes: int, processes: int, mixes: Sequence[MixName]) -> Scope:
 
 
 def base_cell(probe: Probe, bytes: int) -> Cell:
-    """The point that all but the named axes keep: close to Flowstone's defaults, as far as they work here."""
+    """The cell with the base values of all settings that a topic does not vary. They are close to Flowstone's defaults,
+    if these work here.
+    """
     return Cell(
         direction="write", bytes=bytes, engine="posix" if probe.io_uring_error else "io_uring",
         direct=probe.direct_alignment > 0,
@@ -102,7 +104,7 @@ def plan(base: Cell, scope: Scope) -> Plan:
 
 
 def fill_cell(cell: Cell, base: Cell) -> Cell:
-    """The cell that writes the files of a restore: with the base's settings, into the restore's layout."""
+    """The cell that writes the files for the restore `cell`: with the settings of `base`, in the layout of `cell`."""
     return replace(
         base, direction="write", layout=cell.layout, processes=cell.processes, mix=cell.mix, bytes=cell.bytes,
         chunk_bytes=cell.chunk_bytes,
@@ -113,7 +115,8 @@ def _grid(base: Cell, scope: Scope) -> tuple[Cell, ...]:
     cells = []
     for direction, request, depth in product(DIRECTIONS, scope.request_bytes, scope.queue_depths):
         size = min(scope.bytes, request * scope.requests_max)
-        if size >= request * depth:  # else the queue is never full, and the cell would not measure its depth
+        # otherwise the queue would never be full, and the cell would not measure this depth
+        if size >= request * depth:
             cells.append(
                 replace(base, direction=direction, request_bytes=request, queue_depth=depth, bytes=size)
             )
@@ -125,9 +128,9 @@ def _layouts(base: Cell, scope: Scope) -> tuple[Cell, ...]:
     crossing = product(scope.layout_mixes, DIRECTIONS, LAYOUTS, (True, False), (True, False))
     for mix, direction, layout, coalesced, direct in crossing:
         if layout == "tensor" and coalesced:
-            continue  # no request can hold two files
+            continue  # no request can contain bytes of two files
         if layout in ("pair", "shared") and scope.processes == 1:
-            continue  # no other process to share with: file per rank
+            continue  # a single process shares its file with no other, so this equals a file for each rank
         chunk = _chunk_bytes(scope.bytes // scope.processes) if layout == "chunk" else 0
         cells.append(
             replace(
@@ -153,7 +156,7 @@ def _engines(base: Cell, scope: Scope) -> tuple[Cell, ...]:
             queue_depth=1 if engine == "sync" else base.queue_depth,
         )
         for direction, engine, memory, processes in product(DIRECTIONS, ENGINES, MEMORIES, counts)
-        if engine == "io_uring" or memory != "registered"  # only a ring registers
+        if engine == "io_uring" or memory != "registered"  # only io_uring registers memory
     )
 
 

@@ -1,4 +1,4 @@
-"""From a user's settings to a plan, and from samples to a study."""
+"""Make a plan from the user's settings, and a study from samples."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ from flowstone_study.records import MixName, Probe, Sample, Study
 
 FULL_BYTES = 1 * GIB
 ROUNDS = 3
-QUICK_LIMIT_S = 100.0  # for measuring; with start-up and the last cell, a quick study ends within two minutes
+QUICK_LIMIT_S = 100.0  # seconds for measuring; with start-up and the last cell, a quick study ends within two minutes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """The user's settings.
 
-    bytes   of a cell, all processes together; None: 1 GiB, or in a quick study a size that suits the device
-    rounds  None: 3, or in a quick study as many as its time allows
+    bytes   how many bytes a cell moves, in all processes together. None: 1 GiB, or, in a quick study, a size that suits
+            the device
+    rounds  number of rounds. None: 3, or, in a quick study, as many as its time allows
     """
 
     quick: bool
@@ -40,7 +41,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """The plan, and what is known before measuring; `began_s` is on the monotonic clock."""
+    """The plan of a study, and facts from before the measurements. `began_s` is on the monotonic clock."""
 
     path: Path
     settings: Settings
@@ -53,7 +54,9 @@ class Prepared:
 
 
 def prepare(path: Path, settings: Settings) -> Prepared:
-    """Probe `path`, a directory, and plan. Raises StorageError if it cannot be written."""
+    """Find out which I/O methods work in the directory `path`, and make a plan. Raises StorageError if the directory is
+    not writable.
+    """
     began_s, started = time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds")
     works = probe_at(path)
     size = settings.bytes
@@ -68,7 +71,7 @@ def prepare(path: Path, settings: Settings) -> Prepared:
 
 
 def probe_at(path: Path) -> Probe:
-    """What works at `path`, a directory. Raises StorageError if it cannot be written."""
+    """Find out which I/O methods work in the directory `path`. Raises StorageError if the directory is not writable."""
     try:
         return probe(path)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The processes of a run, and the start barrier between them."""
+"""The processes of a measurement, which start their work at the same time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from flowstone_study.worker import GO, LEAVE, Answer, Done, Failed, Order, Ready
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of a run, over all its processes. `seconds`: from just before the start signal to the last one's end.
+    """What a measurement with all processes has found. `seconds`: from the start signal until the last process has
+    finished.
     """
 
     seconds: float
@@ -27,14 +28,18 @@ class Outcome:
 
 
 class Processes:
-    """Worker processes, started when they are first needed, kept from run to run. A context manager."""
+    """The worker processes. They are started when they are first needed, and used for all measurements. Use this in a
+    `with` statement.
+    """
 
     def __init__(self) -> None:
         self._workers: list[subprocess.Popen[bytes]] = []
         self._ready: list[subprocess.Popen[bytes]] = []
 
     def prepare(self, cell: Cell, directory: Path) -> Failed | None:
-        """Make each process prepare memory and requests. Blocks until all have; returns the failure if one cannot."""
+        """Let each process prepare memory and requests. Returns once all are ready; or the failure of a process, if
+        there is one.
+        """
         while len(self._workers) < cell.processes:
             self._workers.append(_start())
         workers = self._workers[: cell.processes]
@@ -49,7 +54,7 @@ class Processes:
         return failed
 
     def run(self) -> Outcome | Failed:
-        """Start all prepared processes at once. Blocks until the last one is done."""
+        """Start all prepared processes at the same time. Returns once the last one has finished."""
         started_s = time.monotonic()
         for worker in self._ready:
             _send(worker, GO)
@@ -77,7 +82,7 @@ class Processes:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for worker in self._workers:
-            worker.kill()  # in any state: its result is not needed any more
+            worker.kill()  # in any state, as its result is no longer needed
             _end(worker)
         self._workers.clear()
 
@@ -89,7 +94,7 @@ def _start() -> subprocess.Popen[bytes]:
 
 def _send(worker: subprocess.Popen[bytes], line: bytes) -> None:
     assert worker.stdin is not None
-    with suppress(BrokenPipeError):  # safe: its answer, which is awaited next, reports that it has ended
+    with suppress(BrokenPipeError):  # its answer, which is read next, reports that it has ended
         worker.stdin.write(line)
 
 

@@ -1,4 +1,4 @@
-"""Measurements and their inputs: frozen records, and text for them."""
+"""Measurements and their settings: frozen records, and texts about them."""
 
 from __future__ import annotations
 
@@ -35,16 +35,17 @@ QUEUE_DEPTH_MAX = 128
 class Cell:
     """One combination of all varied settings.
 
-    coalesced      requests span tensors; otherwise each request has bytes of one tensor only
-    direct         O_DIRECT; otherwise through the page cache
-    queue_depth    requests in flight: of the ring, or threads of `posix`; 1 for `sync`
-    memory         fresh: mapped for this run, its pages untouched before the timer starts (a write fills them inside
-                   the timer, as staging into new memory does); reused: touched before; registered: also pinned
-                   with the ring, inside the timer
-    huge_pages     the memory asks for transparent huge pages (madvise)
-    reserved       a written file gets its blocks (fallocate) first, inside the timer; always true for restores
-    bytes          requested, of all processes; the mix's real total differs by at most a block per tensor
-    chunk_bytes    the longest file of layout `chunk`; 0 in every other layout
+    coalesced      True: requests span tensors; False: each request has bytes of one tensor only
+    direct         True: O_DIRECT; False: through the page cache
+    queue_depth    how many requests io_uring has in flight, or how many threads `posix` has; 1 for `sync`
+    memory         "fresh": mapped for this run, and first touched while the timer runs (a write fills it then, as when
+                   a state is staged into new memory). "reused": touched before. "registered": touched before, and
+                   pinned for io_uring while the timer runs
+    huge_pages     whether the memory requests transparent huge pages (madvise)
+    reserved       whether a written file first gets its blocks (fallocate), while the timer runs; True for restores
+    bytes          how many bytes all processes together should move; the real number differs by at most a block for
+                   each tensor
+    chunk_bytes    the largest size of a file in the layout `chunk`; 0 in every other layout
     """
 
     direction: Direction
@@ -63,33 +64,40 @@ class Cell:
     chunk_bytes: int = 0
 
     def __post_init__(self) -> None:
-        for value, known in (
+        for value, allowed in (
             (self.direction, DIRECTIONS), (self.layout, LAYOUTS), (self.engine, ENGINES), (self.memory, MEMORIES),
             (self.mix, MIXES),
         ):
-            if value not in known:
-                raise ValueError(f"{value!r} is not one of {known}")
+            if value not in allowed:
+                raise ValueError(f"{value!r} is not one of {allowed}")
         if self.request_bytes % BLOCK_BYTES or not REQUEST_BYTES_MIN <= self.request_bytes <= REQUEST_BYTES_MAX:
             raise ValueError(f"request_bytes {self.request_bytes} is not a multiple of 4096 within 4 KiB..64 MiB")
         if not 1 <= self.queue_depth <= QUEUE_DEPTH_MAX or not 1 <= self.processes <= PROCESSES_MAX:
-            raise ValueError(f"queue_depth {self.queue_depth} or processes {self.processes} is out of range")
+            raise ValueError(
+                f"queue_depth {self.queue_depth} is not from 1 to {QUEUE_DEPTH_MAX}, or processes {self.processes} is "
+                f"not from 1 to {PROCESSES_MAX}",
+            )
         if self.chunk_bytes % BLOCK_BYTES or (self.chunk_bytes > 0) != (self.layout == "chunk"):
-            raise ValueError(f"chunk_bytes {self.chunk_bytes} does not suit layout {self.layout!r}")
+            raise ValueError(
+                f"chunk_bytes {self.chunk_bytes} is not valid for layout {self.layout!r}: only the layout 'chunk' has "
+                f"chunks, and they are multiples of {BLOCK_BYTES}",
+            )
         if self.bytes < self.processes * BLOCK_BYTES:
-            raise ValueError(f"{self.bytes} bytes are less than a block for each of {self.processes} processes")
+            raise ValueError(f"{self.bytes} bytes are less than one block for each of {self.processes} processes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One run of one cell. Either everything is measured, or `error` has the reason why nothing is.
+    """One measurement of one cell. Either all values are measured, or `error` has the reason.
 
-    seconds        from the start barrier until the last process is done: open, reserve, requests, fsync of files and
-                   directory, close
-    gb_per_s       tensors' bytes (not padding) over seconds, in 10^9
-    cpu_s_per_gb   user and system time of all processes; without kernel threads that write back
-    cold           restores: whether the kernel says that no page of the files was cached when the timer started (None:
-                   it cannot tell); None for writes
-    engine         that moved the requests
+    seconds        from the common start until the last process has finished. Includes open, reserve, requests, fsync of
+                   files and directory, and close
+    gb_per_s       10^9 bytes of tensors (without padding) per second
+    cpu_s_per_gb   seconds of processor time for 10^9 bytes: user and system time of all processes, without the kernel's
+                   writeback threads
+    cold           for a restore: whether the kernel reports that no page of the files was cached at the start. None: it
+                   cannot tell, or the sample is of a write
+    engine         the engine that moved the bytes
     """
 
     cell: Cell
@@ -106,12 +114,12 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """Which methods work in a directory, found by trying them.
+    """Which I/O methods work in a directory. They were found by trying them.
 
-    direct_alignment    alignment that O_DIRECT needs there; 0: refused
-    io_uring_error      why a ring does not start or move bytes; None: it works
-    registered_error    why `registered_bytes` of memory cannot be pinned with a ring; None: they can
-    memlock_bytes       the soft limit on locked memory; None: no limit
+    direct_alignment    the alignment that O_DIRECT needs, in bytes; 0: O_DIRECT does not work
+    io_uring_error      why io_uring does not work; None: it works
+    registered_error    why io_uring cannot pin `registered_bytes` of memory; None: it can
+    memlock_bytes       the soft limit on locked memory, in bytes; None: no limit
     """
 
     file_system: str
@@ -125,7 +133,7 @@ class Probe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Study:
-    """A whole study: place, machine, options, and every sample in the order of measuring."""
+    """A study: directory, machine, options, and all samples in the order of measurement."""
 
     flowstone: str
     path: str

@@ -1,6 +1,6 @@
-"""Choosing between candidates by timing: halving a field, and a duel that tells a gain from noise.
+"""Choose between candidates by measuring their times: successive halving, and a duel that tells a gain from noise.
 
-Independent of what is timed. Times are seconds; less is better.
+Works for any operation. Times are in seconds, and less is better.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TypeVar
 
-GAIN_MIN = 1.03  # a smaller gain disappears on another day's run
-PAIRS_MIN = 5  # fewer cannot give 95 % certainty: five of five is one chance in 32
+GAIN_MIN = 1.03  # a smaller gain may be gone on another day
+# fewer pairs cannot give 95 % certainty: that all of five are on one side by chance has a probability of 1/32
+PAIRS_MIN = 5
 _DOUBT_MAX = 0.05
 
 Candidate = TypeVar("Candidate")
@@ -21,13 +22,13 @@ Candidate = TypeVar("Candidate")
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """How many times faster `after` is than `before`, from pairs of times measured one right after the other.
+    """How many times faster `after` is than `before`, from pairs of consecutive measurements.
 
-    ratio      median of the pairs' ratios
-    low, high  confidence interval of the true median: it is above `low` with 95 % certainty, for any
-               distribution (order statistics: the sign test inverted); 0 and infinity with too few pairs
-    before_s   median time before
-    after_s    median time after
+    ratio      median of the pairs' ratios, before / after
+    low, high  confidence interval of the true median. It is above `low` with a certainty of 95 %, whatever the
+               distribution (an inverted sign test). With too few pairs, 0 and infinity
+    before_s   median time of `before` in seconds
+    after_s    median time of `after` in seconds
     """
 
     ratio: float
@@ -39,12 +40,12 @@ class Gain:
 
     @property
     def certain(self) -> bool:
-        """Whether to use it: beyond the noise, and not too small."""
+        """Whether the gain is certainly not noise, and large enough to use."""
         return self.low > 1 and self.ratio >= GAIN_MIN
 
 
 def gain(before_s: Sequence[float], after_s: Sequence[float]) -> Gain:
-    """The gain from parallel sequences of times; at least one pair."""
+    """The gain, computed from two sequences of times; equal positions form a pair. There must be at least one pair."""
     ratios = sorted(before / after for before, after in zip(before_s, after_s, strict=True))
     count = len(ratios)
     rank = _sure_rank(count)
@@ -53,7 +54,9 @@ def gain(before_s: Sequence[float], after_s: Sequence[float]) -> Gain:
 
 
 def _sure_rank(count: int) -> int | None:
-    """The largest number of `count` pairs that are on the wrong side by chance with a probability of at most 5 %."""
+    """The largest number of `count` pairs that can be on the wrong side by chance with a probability of at most 5 %.
+    None if there is none.
+    """
     chance, rank = 0.0, None
     for wrong in range(count):
         chance += math.comb(count, wrong) / 2**count
@@ -67,7 +70,9 @@ def duel(
     before: Candidate, after: Candidate, time_s: Callable[[Candidate], float], *, pairs: int,
     expired: Callable[[], bool],
 ) -> Gain | None:
-    """Time both `pairs` times, in turns, each first in every other pair. None if time ran out before PAIRS_MIN."""
+    """Measure both candidates `pairs` times, in alternating order. None if the time was over before PAIRS_MIN pairs
+    were measured.
+    """
     before_s: list[float] = []
     after_s: list[float] = []
     for number in range(pairs):
@@ -81,11 +86,11 @@ def duel(
 def halve(
     field: Sequence[Candidate], time_s: Callable[[Candidate], float], *, repeats: int, expired: Callable[[], bool]
 ) -> Candidate:
-    """The fastest of a field: time all of them, drop the slower half by their medians, repeat until one is left.
+    """Find the fastest candidate of a field: measure all, drop the half with the slower medians, and repeat this until
+    one is left.
 
-    A round takes `repeats` turns, each in another order, so that a drift of the device favours no candidate. The last
-    one has been timed in every round. When time runs out, the medians so far decide; without any, the first of the
-    field is returned.
+    Each round measures all candidates `repeats` times, each time in another order, so that a drift of the device favors
+    none. If the time is over, the medians so far decide. If there are none yet, the first candidate is returned.
 
     Source: successive halving, Jamieson and Talwalkar, AISTATS 2016.
     """
@@ -105,7 +110,7 @@ def halve(
 
 
 def halving_trials(count: int, repeats: int) -> int:
-    """The number of timings that `halve` makes for a field of `count`."""
+    """How many measurements `halve` makes for a field of `count` candidates."""
     trials = 0
     while count > 1:
         trials += count * repeats
@@ -114,10 +119,11 @@ def halving_trials(count: int, repeats: int) -> int:
 
 
 def direct_from(sizes: Sequence[int], buffered_wins: Sequence[bool]) -> int | None:
-    """The smallest total from which on bytes should bypass the page cache: from there on it is never slower.
+    """The smallest size from which on direct I/O (O_DIRECT) is never slower than buffered I/O (through the page cache).
 
-    sizes    ascending; parallel to whether going through the page cache was faster there
-    returns  0 if buffered is faster nowhere, None if it is faster at the largest size
+    sizes          sizes in bytes, ascending
+    buffered_wins  for each size, whether buffered I/O was faster
+    returns        0 if buffered I/O is never faster; None if it is faster at the largest size
     """
     start: int | None = None
     for size, buffered in zip(reversed(sizes), reversed(buffered_wins), strict=True):

@@ -1,4 +1,4 @@
-"""Where a tuning is measured, and where its result is stored."""
+"""The directory in which the tuner measures, and the file with its result."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import Literal
 
 from flowstone._version import __version__
 from flowstone.commit import catalog, publish
-from flowstone.commit.entries import Kind, new_measuring_directory, new_temporary_file, parse
+from flowstone.commit.entries import EntryKind, new_measuring_directory, new_temporary_file, parse_entry
 from flowstone.commit.locations import check_store
-from flowstone.commit.manifests import inside
+from flowstone.commit.manifests import path_inside
 from flowstone.config import Tuning
 from flowstone.errors import LockedError, NotAStoreError, StorageError
 from flowstone.format.manifest import MANIFEST_NAME, MARKER_NAME
@@ -29,7 +29,8 @@ Where = Literal["store", "user"]
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """A directory, locked while it is measured. `scratch` is inside it and is removed afterwards."""
+    """A directory, which is locked during the measurement. `scratch` is a directory in it, which is removed afterwards.
+    """
 
     store: LocalStore
     scratch: Path
@@ -41,13 +42,15 @@ class Site:
         return self.store.free_bytes()
 
     def put(self, trial_bytes: int, *, write: Tuning | None, read: Tuning | None) -> str:
-        """Store a result (None: the defaults), replacing an earlier one. Returns where it is."""
+        """Store a result, which replaces an earlier one. Returns its path. `write`, `read`: the settings; None: the
+        defaults are used.
+        """
         file = TuningFile(
             created=datetime.now(UTC).isoformat(timespec="seconds"), writer=f"flowstone {__version__}",
             mount=self.mount, trial_bytes=trial_bytes, write=write, read=read,
         )
         if self.where == "store":
-            _lock(self.store, self.holder)  # locked already if it was a store before
+            _lock(self.store, self.holder)  # already locked if it was a store before
             publish.open_store(self.store)  # makes an empty directory a store, as a first save does
             _put(self.store, TUNING_NAME, file)
             return f"{self.store.location}/{TUNING_NAME}"
@@ -61,9 +64,10 @@ class Site:
 
 @contextmanager
 def open_site(directory: Path, where: Where | None) -> Iterator[Site]:
-    """Lock `directory` against jobs that save and other tuners, and create the scratch directory in it.
+    """Lock `directory`, so that no job saves and no other tuner measures there, and create the scratch directory in it.
 
-    where  "store" or "user"; None: "store" if `directory` is one. See tune() for what is raised
+    where   where the result will be stored: "store" or "user"; None: "store" if `directory` is a store, else "user"
+    raises  the errors of `tune`
     """
     store = LocalStore(directory)
     is_store = _judge(store, where)
@@ -78,8 +82,8 @@ def open_site(directory: Path, where: Where | None) -> Iterator[Site]:
         _lock(store, holder)
     try:
         for name in store.names():
-            entry = parse(name)
-            if entry is not None and entry.kind is Kind.MEASURING and not store.is_link(name):
+            entry = parse_entry(name)
+            if entry is not None and entry.kind is EntryKind.MEASURING and not store.is_link(name):
                 _remove_dead(store, name, holder)
         name = new_measuring_directory()
         store.make_directory(name)
@@ -95,11 +99,13 @@ def open_site(directory: Path, where: Where | None) -> Iterator[Site]:
 
 
 def _judge(store: LocalStore, where: Where | None) -> bool:
-    """Whether it is a store. Raises NotAStoreError if nothing can be measured there, or no tuning be stored."""
+    """Whether the directory is a store. Raises NotAStoreError if the tuner cannot measure in it, or cannot store a
+    result there.
+    """
     if not store.root.is_dir():
         raise NotAStoreError(f"there is no directory {store.root}", next="check the path, or make the directory")
     if store.exists(MANIFEST_NAME):
-        raise NotAStoreError(f"{store.root} is one checkpoint, not a store", next="tune the directory above it")
+        raise NotAStoreError(f"{store.root} is one checkpoint, not a store", next="give the directory above it")
     if where == "store":
         check_store(store)
     return store.exists(MARKER_NAME) or bool(catalog.steps(store))
@@ -111,12 +117,12 @@ def _lock(store: LocalStore, holder: str) -> None:
     except LockedError as error:
         raise LockedError(
             f"cannot measure in {store.root}: another process saves or measures there", holder=error.facts["holder"],
-            next="wait until it ends: two at once do not get the device's full rate",
+            next="wait until it ends: two measurements at a time share the device's rate",
         ) from error
 
 
 def _remove_dead(store: LocalStore, name: str, holder: str) -> None:
-    """Remove what a killed tuner left. A live one holds its lock, which raises LockedError."""
+    """Remove what a killed tuner has left. Raises LockedError if another tuner is running."""
     left = LocalStore(store.root / name)
     try:
         _lock(left, holder)
@@ -127,12 +133,12 @@ def _remove_dead(store: LocalStore, name: str, holder: str) -> None:
 
 def _remove(store: LocalStore, directory: str) -> None:
     for name in store.names(directory):
-        store.remove(inside(directory, name))
+        store.remove(path_inside(directory, name))
     store.remove(directory)
 
 
 def _put(store: Store, name: str, file: TuningFile) -> None:
-    """Replace an older file. A crash in between leaves none, which costs only the tuning."""
+    """Replace an older file. A crash in between may leave no file, so that the tuning is lost."""
     draft = new_temporary_file(TUNING_NAME)
     store.put(draft, encode_tuning(file))
     if store.exists(name):

@@ -1,4 +1,4 @@
-"""Medians of a study, and names of cells. Pure."""
+"""The medians of a study, and names of cells."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flowstone_study.records import ENGINE_LABELS, LAYOUT_LABELS, Cell, Directio
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Median:
-    """A cell over its rounds. `low` and `high` are the slowest and the fastest round."""
+    """The median of a cell's rounds. `low` and `high`: the rates of the slowest and the fastest round."""
 
     cell: Cell
     rounds: int
@@ -26,19 +26,23 @@ class Median:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """measured: cells with at least one good sample; refused: cells with none, and the reason."""
+    """The medians of a study. `measured`: cells with at least one successful sample. `refused`: the other cells -> why
+    they could not be measured.
+    """
 
     measured: Mapping[Cell, Median]
     refused: Mapping[Cell, str]
 
     def rate(self, cell: Cell) -> float | None:
-        """The median in GB/s; None if the cell was not measured."""
-        found = self.measured.get(cell)
-        return found.gb_per_s if found else None
+        """The median rate of a cell in GB/s. None if the cell was not measured."""
+        median_of_cell = self.measured.get(cell)
+        return median_of_cell.gb_per_s if median_of_cell else None
 
     @property
     def spread(self) -> float:
-        """The median over all cells of (high - low) / median of a cell's rounds. 0 for one round."""
+        """How much the rounds of a cell usually differ: the median over all cells of (high - low) / median. 0 with one
+        round.
+        """
         shares = [(m.high - m.low) / m.gb_per_s for m in self.measured.values()]
         return median(shares) if shares else 0.0
 
@@ -51,21 +55,22 @@ def summarise(samples: Iterable[Sample]) -> Summary:
             refused.setdefault(sample.cell, sample.error)
         else:
             by_cell.setdefault(sample.cell, []).append(sample)
-    measured = {cell: _median(cell, found) for cell, found in by_cell.items()}
-    return Summary(measured=measured, refused={cell: told for cell, told in refused.items() if cell not in measured})
+    measured = {cell: _median(cell, cell_samples) for cell, cell_samples in by_cell.items()}
+    refused = {cell: reason for cell, reason in refused.items() if cell not in measured}
+    return Summary(measured=measured, refused=refused)
 
 
 def best(summary: Summary, direction: Direction, bytes: int) -> Median | None:
-    """The fastest cell that moved all of `bytes`; None if none was measured.
+    """The fastest cell that moved at least `bytes`. None if none was measured.
 
-    Small cells are left out: a size that fits into a device's own cache says little about a checkpoint.
+    Smaller cells are left out, as a size that fits into a device's own cache says little about a checkpoint.
     """
     of_size = [m for cell, m in summary.measured.items() if cell.direction == direction and cell.bytes == bytes]
     return max(of_size, key=lambda m: m.gb_per_s, default=None)
 
 
 def size_label(count: int) -> str:
-    """4 KiB, 1 MiB, 1.5 GiB: for request sizes, which are powers of two."""
+    """A size in bytes as text, in binary units, such as 4 KiB, 1 MiB or 1.5 GiB."""
     size = float(count)
     for unit in ("B", "KiB", "MiB"):
         if size < KIB:
@@ -75,7 +80,7 @@ def size_label(count: int) -> str:
 
 
 def cell_label(cell: Cell) -> str:
-    """The whole cell except its direction, as one line of text."""
+    """All settings of a cell except its direction, as one line of text."""
     depth = "" if cell.engine == "sync" else f" x {cell.queue_depth}"
     words = [
         LAYOUT_LABELS[cell.layout], "coalesced" if cell.coalesced else "not coalesced",

@@ -1,7 +1,7 @@
-"""Drawings of a figure's panels, as SVG for a page. Pure.
+"""Draw the panels of a figure as SVG, for the HTML page.
 
-Colours are classes, which the page's style defines for light and dark mode. Every mark has a title (shown under the
-pointer) with the whole cell and its numbers.
+Colors are CSS classes, which the page's style defines for light and dark mode. Every bar and tile has a title, which is
+shown under the pointer, with the settings of the cell and its numbers.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from math import floor, log10
 from flowstone_study.figures import Entry, Figure, Panel, Unit
 from flowstone_study.summary import cell_label
 
-WIDTH = 560  # of every drawing, in its own units; text is 12 units high
-_LABELS_WIDTH = 152  # room for the longest group's name
-_VALUE_WIDTH = 58  # room behind the longest bar for its number
+WIDTH = 560  # width of every drawing, in its own units; text is 12 units high
+_LABELS_WIDTH = 152  # space for the longest name of a group
+_VALUE_WIDTH = 58  # space for the number after the longest bar
 _BAR, _BAR_GAP, _GROUP_GAP = 13, 2, 11
 _ROW, _TOP, _BOTTOM = 27, 8, 34
-_DARK_FROM = 0.55  # share of the best rate from which the text on a tile must change colour to be readable
+_DARK_FROM = 0.55  # from this fraction of the best rate on, the text on a tile must have another color to be readable
 
 
 def draw(figure: Figure) -> tuple[str, ...]:
-    """A drawing of each panel. All have one scale, so that they can be compared."""
+    """A drawing of each panel. All have the same scale."""
     entries = [entry for panel in figure.panels for group in panel.groups for entry in group.entries]
     top = max((_high(entry, figure.unit) for entry in entries), default=0.0) or 1.0
     drawing = _heat_map if figure.kind == "heat map" else _bars
@@ -30,22 +30,22 @@ def draw(figure: Figure) -> tuple[str, ...]:
 
 
 def number(value: float) -> str:
-    """A number with three digits, where it has them."""
+    """A number as text, with at most three significant digits."""
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}" if value >= 0.1 else f"{value:.3f}"
 
 
 def _heat_map(figure: Figure, panel: Panel, top: float) -> str:
     left = 88
     step = (WIDTH - left) / len(figure.series)
-    known = [v for group in panel.groups for entry in group.entries if (v := entry.value(figure.unit)) is not None]
-    best = max(known, default=0.0)
+    values = [v for group in panel.groups for entry in group.entries if (v := entry.value(figure.unit)) is not None]
+    best = max(values, default=0.0)
     marks = []
     for row, group in enumerate(panel.groups):
         y = _TOP + row * _ROW
         marks.append(_text(left - 8, y + 17, group.label, "label end"))
-        marks += [_tile(left + at * step, y, step, entry, top, best=best) for at, entry in enumerate(group.entries)]
+        marks += [_tile(left + n * step, y, step, entry, top, best=best) for n, entry in enumerate(group.entries)]
     foot = _TOP + len(panel.groups) * _ROW
-    marks += [_text(left + (at + 0.5) * step, foot + 14, name, "label mid") for at, name in enumerate(figure.series)]
+    marks += [_text(left + (n + 0.5) * step, foot + 14, name, "label mid") for n, name in enumerate(figure.series)]
     marks.append(_text(left + (WIDTH - left) / 2, foot + 30, figure.series_title, "axis mid"))
     marks.append(_text(left - 8, foot + 14, figure.group_title, "axis end"))
     return _svg(foot + _BOTTOM, marks, f"{figure.title}. {panel.title}, {figure.unit}")
@@ -73,11 +73,11 @@ def _bars(figure: Figure, panel: Panel, top: float) -> str:
     scale = span / ticks[-1]
     drawn, y = [], float(_TOP)
     for group in panel.groups:
-        kept = [(at, entry) for at, entry in enumerate(group.entries) if entry.cell is not None]
-        height = len(kept) * (_BAR + _BAR_GAP)
+        shown = [(index, entry) for index, entry in enumerate(group.entries) if entry.cell is not None]
+        height = len(shown) * (_BAR + _BAR_GAP)
         drawn.append(_text(_LABELS_WIDTH - 8, y + height / 2 + 3, group.label, "label end"))
-        for at, entry in kept:
-            drawn.append(_bar(y, at, entry, scale, figure.unit))
+        for index, entry in shown:
+            drawn.append(_bar(y, index, entry, scale, figure.unit))
             y += _BAR + _BAR_GAP
         y += _GROUP_GAP
     foot = y - _GROUP_GAP + 4
@@ -111,12 +111,12 @@ def _high(entry: Entry, unit: Unit) -> float:
 
 
 def _ticks(top: float) -> list[float]:
-    """Round numbers from 0 to just above `top`: four to eight of them."""
+    """Round numbers for an axis, from 0 to just above `top`: four to eight of them."""
     rough = top / 5
     power = 10.0 ** floor(log10(rough))
     step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough)
     count = -int(-top // step)
-    return [round(step * at, 10) for at in range(count + 1)]
+    return [round(step * number, 10) for number in range(count + 1)]
 
 
 def _title(entry: Entry) -> str:
@@ -125,8 +125,8 @@ def _title(entry: Entry) -> str:
     median = entry.median
     if median is None:
         return f"<title>{escape(cell_label(entry.cell))}: not measured, see the refusals</title>"
-    told = f"{number(median.gb_per_s)} GB/s ({number(median.low)} to {number(median.high)} in {median.rounds} round(s))"
-    return f"<title>{escape(cell_label(entry.cell))}: {told}, {median.cpu_s_per_gb:.3f} CPU-s/GB</title>"
+    text = f"{number(median.gb_per_s)} GB/s ({number(median.low)} to {number(median.high)} in {median.rounds} round(s))"
+    return f"<title>{escape(cell_label(entry.cell))}: {text}, {median.cpu_s_per_gb:.3f} CPU-s/GB</title>"
 
 
 def _text(x: float, y: float, text: str, style: str) -> str:

@@ -1,4 +1,4 @@
-"""A study as tables for a terminal. Pure: returns objects for rich to print."""
+"""A study as tables for a terminal. Returns objects that rich prints."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from flowstone_study.svg import number
 
 
 def renderables(study: Study, plan: Plan, summary: Summary) -> Iterator[RenderableType]:
-    """The figures as tables, each with its result; remarks; last, next to the prompt, the best settings."""
+    """The figures as tables, each with its result; then remarks; and at last the best settings."""
     for figure in figures(plan, summary):
         yield Text(f"\n{figure.title}, {figure.unit}", style="bold")
-        yield from (Text(f"  {line}", style="dim") for line in figure.found)
+        yield from (Text(f"  {line}", style="dim") for line in figure.results)
         for panel in figure.panels:
             yield _table(figure, panel)
     yield Text("")
     yield from (Text(line, style="dim") for line in (machine_line(study), *notes(study, plan, summary)))
     yield Text("\nBest settings found", style="bold")
-    for direction, found in best_of_each(study, plan, summary).items():
-        rate = f"{number(found.fastest.gb_per_s)} GB/s"
+    for direction, best in best_of_each(study, plan, summary).items():
+        rate = f"{number(best.fastest.gb_per_s)} GB/s"
         yield Text(f"  {DIRECTION_LABELS[direction].split(':')[0]:<8} {rate}", style="bold green")
-        yield from (Text(f"           {line}") for line in found.lines)
+        yield from (Text(f"           {line}") for line in best.lines)
 
 
 def _table(figure: Figure, panel: Panel) -> Table:
-    """Rows are groups, columns series; the best value stands out."""
+    """A table with a row for each group and a column for each series. The best value is highlighted."""
     title = f"{panel.title}; across: {figure.series_title}" if figure.series_title else panel.title
     table = Table(title=escape(title), title_justify="left", title_style="")
     table.add_column(figure.group_title)
     for name in figure.series:
         table.add_column(name, justify="right")
-    known = [v for group in panel.groups for entry in group.entries if (v := entry.value(figure.unit)) is not None]
-    top = (max if figure.unit == "GB/s" else min)(known, default=None)
+    values = [v for group in panel.groups for entry in group.entries if (v := entry.value(figure.unit)) is not None]
+    top = (max if figure.unit == "GB/s" else min)(values, default=None)
     for group in panel.groups:
         cells = []
         for entry in group.entries:

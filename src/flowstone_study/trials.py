@@ -1,4 +1,4 @@
-"""Timed saves and restores of synthetic tensors through the real store: the measure of a tuning."""
+"""For the tuner: measures how long saves and restores of synthetic tensors take with a real store."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import mmap
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
 import numpy as np
-from numpy.random import default_rng  # else numpy imports it at first use, and swallows a Ctrl-C there
+from msgspec.structs import replace
+from numpy.random import default_rng  # else numpy imports this at its first use, and loses a Ctrl-C there
 from numpy.typing import NDArray
 
-from flowstone import _native
+from flowstone._native import Arena, ReadExtents, WriteExtents, has_io_uring, probe_direct
 from flowstone.config import BLOCK_BYTES, KIB, MIB, Direct, EngineOptions, Tuning
 from flowstone.errors import DamagedError
 from flowstone.plan.write import WritePlan, data_offsets, plan_writes
@@ -24,19 +25,19 @@ from flowstone.store.local import LocalStore
 from flowstone.table.box import Box
 from flowstone.table.dtype import DTYPES
 from flowstone.table.pieces import Piece
-from flowstone_study.cache import cool
+from flowstone_study.cache import drop_cached
 
-# Tensors of a decoder with its optimizer's moments: most bytes are in large ones, most tensors are small.
+# Tensors of a decoder with its optimizer's moments. Most bytes are in large tensors, but most tensors are small.
 _TENSOR_BYTES = (96 * MIB, 24 * MIB, 24 * MIB, 8 * MIB, 2 * MIB, 384 * KIB, 16 * KIB, 16 * KIB, 8 * KIB)
-_PHASE_BYTES = 64  # after a page boundary, where large tensors usually start
-_TILE_BYTES = 4 * MIB  # of noise: longer than the window of a compressing file system
+_PHASE_BYTES = 64  # large tensors usually start so many bytes after a page boundary
+# length of the noise, which is longer than the range in which a compressing file system finds repetitions
+_TILE_BYTES = 4 * MIB
 _TOUCH_POLL_S = 0.002
 
 
 class Tensors:
-    """Synthetic tensors in ordinary memory (without huge pages, like torch's heap), and their places in a segment.
-
-    Their bytes are noise. Owns the memory.
+    """Synthetic tensors of noise, in ordinary memory (without huge pages, as in torch's heap), and their positions in a
+    segment. Owns the memory.
     """
 
     def __init__(self, total_bytes: int) -> None:
@@ -56,26 +57,29 @@ class Tensors:
     def file_bytes(self) -> int:
         return self.plan.file_bytes
 
-    def write_rows(self) -> _native.WriteExtents:
+    def write_rows(self) -> WriteExtents:
         order = np.lexsort((self.offset, self.plan.segment))
-        return _native.WriteExtents(
+        return WriteExtents(
             file=self.plan.segment[order], offset=self.offset[order], length=self.plan.length[order],
             address=self.address[order], chunk=self.plan.chunk[order], layout=np.full(len(order), -1, np.int64),
             layouts=[], chunks=self.plan.chunks,
         )
 
-    def read_rows(self, digests: NDArray[np.uint64]) -> _native.ReadExtents:
-        """The extents that read every chunk back into its tensor."""
+    def read_rows(self, digests: NDArray[np.uint64]) -> ReadExtents:
+        """The ranges of the file from which every chunk is read into its tensor."""
         chunks = -(-self.plan.length.astype(np.int64) // MIB)
-        return _native.ReadExtents(
-            file=self.plan.segment, offset=self.offset, length=self.plan.length, address=self.address,
-            chunk=self.plan.chunk, first=np.zeros(len(chunks), np.uint64), last=chunks.astype(np.uint64),
-            layout=np.full(len(chunks), -1, np.int64), layouts=[], digests=digests,
+        rows = ReadExtents(
+            file=self.plan.segment, offset=self.offset, length=self.plan.length, chunk=self.plan.chunk,
+            first=np.zeros(len(chunks), np.uint64), last=chunks.astype(np.uint64), digests=digests,
         )
+        rows.aim(self.address, np.full(len(chunks), -1, np.int64), [])
+        return rows
 
 
 def _sizes(total_bytes: int) -> Iterator[int]:
-    """As many tensors as fill `total_bytes`; those that do not fit are left out, and the last one takes the rest."""
+    """The sizes of tensors that fill `total_bytes`. Tensors that do not fit are left out, and the last one takes the
+    rest.
+    """
     left = total_bytes
     while left > 0:
         fitting = [size for size in _TENSOR_BYTES if size <= left]
@@ -86,25 +90,25 @@ def _sizes(total_bytes: int) -> Iterator[int]:
 
 
 def _noise(size: int) -> NDArray[np.uint8]:
-    # numpy would request huge pages for its own large arrays.
+    # Mapped here, as numpy would request huge pages for its own large arrays.
     mapped = mmap.mmap(-1, _PHASE_BYTES + size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory = np.frombuffer(mapped, np.uint8)[_PHASE_BYTES:]
     tile = default_rng(size).integers(0, 256, min(size, _TILE_BYTES), np.uint8)
-    for at in range(0, size, _TILE_BYTES):
-        memory[at : at + _TILE_BYTES] = tile[: size - at]
+    for offset in range(0, size, _TILE_BYTES):
+        memory[offset : offset + _TILE_BYTES] = tile[: size - offset]
     return memory
 
 
 def concrete(tuning: Tuning) -> Tuning:
-    """The tuning with the engine that "auto" selects here."""
+    """The same tuning, in which "auto" is replaced by the engine that it selects here."""
     if tuning.backend != "auto":
         return tuning
-    return replace(tuning, backend="io_uring" if _native.has_io_uring() else "posix")
+    return replace(tuning, backend="io_uring" if has_io_uring() else "posix")
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Tensors in a file, for restores."""
+    """Tensors that were written to a file, for restores."""
 
     tensors: Tensors
     file: str
@@ -112,18 +116,19 @@ class Stored:
 
 
 class Trials:
-    """Times saves and restores in a directory. Each does what a Checkpointer does with its segments, and nothing else.
+    """Measures how long saves and restores in a directory take. They consist of the same operations as a Checkpointer's
+    writes and reads of segments.
 
-    A save: create and reserve files, an arena of half the bytes, the rest waiting for room in it (as in a save beyond
-    its budget), digests, fsync, the directory's fsync; the arena is touched before. A restore: create the arena, read
-    extents cold, check digests, copy bytes to their place.
+    A save creates and reserves files; captures the tensors through an arena (staging memory) of half their size, whose
+    memory was touched before; computes digests; and syncs file and directory. A restore creates the arena, reads a file
+    that is not cached, checks digests, and copies the bytes into the tensors.
 
-    direct  the result of trying direct I/O here: "on", or "off" if refused
-    cold    whether the kernel says that every restore so far found nothing of its file in the page cache
+    direct  "on" if O_DIRECT works here, else "off"
+    cold    whether the kernel reports that, in all restores so far, the file was not in the page cache at the start
     """
 
     def __init__(self, directory: Path) -> None:
-        alignment = _native.probe_direct(str(directory))
+        alignment = probe_direct(str(directory))
         self.direct: Direct = "on" if 0 < alignment <= BLOCK_BYTES else "off"
         self.cold = True
         self._directory = directory
@@ -131,7 +136,7 @@ class Trials:
         self._names = (f"trial-{number}" for number in count())
 
     def save(self, tensors: Tensors, tuning: Tuning) -> float:
-        """Seconds until `tensors` are durable in a new file, which is then removed."""
+        """Save `tensors` to a new file, and remove the file. Returns the seconds until the tensors were durable."""
         store, name = self._store(tuning, tensors.bytes), next(self._names)
         rows = tensors.write_rows()
         with _touched_arena(store, tensors.bytes // 2) as arena:
@@ -142,10 +147,10 @@ class Trials:
         return seconds
 
     def restore(self, stored: Stored, tuning: Tuning) -> float:
-        """Seconds until the tensors are back, every chunk checked."""
+        """Restore the tensors, and check every chunk. Returns the seconds that this took."""
         tensors, store = stored.tensors, self._store(tuning, stored.tensors.bytes)
         rows = tensors.read_rows(stored.digests)
-        self.cold &= cool([self._directory / stored.file]) is True
+        self.cold &= drop_cached([self._directory / stored.file]) is True
         started = time.perf_counter()
         arena = open_read_arena(store)
         try:
@@ -171,7 +176,7 @@ class Trials:
             self._stores.popitem()[1].close()
 
     def _write(
-        self, store: LocalStore, tensors: Tensors, rows: _native.WriteExtents, name: str, arena: _native.Arena
+        self, store: LocalStore, tensors: Tensors, rows: WriteExtents, name: str, arena: Arena
     ) -> NDArray[np.uint64]:
         receipt = store.write([FilePlan(name, tensors.file_bytes)], rows, arena).receipt()
         store.sync_directory()
@@ -180,7 +185,9 @@ class Trials:
         return receipt.digests
 
     def _store(self, tuning: Tuning, total_bytes: int) -> LocalStore:
-        """A store with the settings of `tuning` for that many bytes, its engine started and the directory probed."""
+        """A store with the settings of `tuning` for saves of `total_bytes`. Its engine is started, and the directory
+        was probed.
+        """
         start = tuning.direct_from_bytes
         options = EngineOptions(
             backend=concrete(tuning).backend, direct="off" if start is None or total_bytes < start else self.direct,
@@ -197,8 +204,9 @@ class Trials:
 
 
 @contextmanager
-def _touched_arena(store: LocalStore, size_bytes: int) -> Iterator[_native.Arena]:
-    """An arena in the condition of a Checkpointer's from its second save on."""
+def _touched_arena(store: LocalStore, size_bytes: int) -> Iterator[Arena]:
+    """Context of an arena (staging memory) whose memory was touched, as a Checkpointer has it from its second save on.
+    """
     request = store.settings("write").tuning.request_bytes
     arena = open_write_arena(store, max(size_bytes, 2 * request))
     try:
@@ -215,6 +223,6 @@ def _check(receipt: ReadReceipt, path: Path) -> None:
         raise receipt.error
     if receipt.bad.size:
         raise DamagedError(
-            f"{path} returns bytes that differ from what was written", found=f"{receipt.bad.size} chunks that differ",
+            f"{path} returns bytes that differ from the bytes written", found=f"{receipt.bad.size} chunks that differ",
             next="do not keep checkpoints on this device; check it, and this machine's memory",
         )

@@ -1,11 +1,11 @@
-"""The tuner: finds the settings that move a store's bytes fastest on its mount, by timed saves and restores.
+"""The tuner: find the fastest I/O settings for a store on its mount, by timed saves and restores.
 
     pilot, then for each direction:  field -> axes -> sizes -> duel
 
-Crossing all settings would take hours. So request size and queue depth form a field that is halved; then engine,
-workers and others are chosen one after the other, also by halving; direct and buffered are compared at each size;
-last, the best so far meets the defaults in a duel with new timings, and the defaults stay unless it beats them beyond
-the noise.
+Measuring all combinations would take hours. So the best combination of request size and queue depth is found by
+successive halving. Then engine, workers and other settings are chosen one after the other, also by halving. O_DIRECT
+and the page cache are compared at several sizes of saves. At last, a duel with new measurements compares the best
+settings with the defaults. The defaults stay unless the gain is certainly not noise.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from flowstone import _native
+from msgspec.structs import replace
+
+from flowstone._native import has_io_uring
 from flowstone.config import BLOCK_BYTES, KIB, MIB, READ_ARENA_BYTES, Backend, Direction, Tuning
 from flowstone.errors import BudgetError, FullError
 from flowstone.store.mount import available_bytes
@@ -29,21 +31,25 @@ from flowstone_study.trials import Tensors, Trials, concrete
 BYTES_MIN = 2 * MIB
 _PILOT_BYTES = 64 * MIB
 _PILOT_BYTES_MIN = 16 * MIB
-_SHARE_OF_MEMORY = 4  # tensors and arena take half of that again
-_SHARE_OF_DISK = 4  # one file to restore from, one being saved, and the same again as reserve
-_PLANNED_SHARE = 0.9  # of the time: settings slower than the defaults take longer
-_EDGE_BYTES = 2 * BLOCK_BYTES  # a read request takes whole chunks at any alignment
-_SHARES = (0.45, 0.65, 0.85, 1.0)  # of a direction's time: the end of each of its four stages
+# a trial may have this fraction (1/4) of the memory in bytes: its tensors and arena take 1.5 times its bytes
+_SHARE_OF_MEMORY = 4
+# a trial may have 1/4 of the disk: a file to restore from, one that is being saved, and the same again as reserve
+_SHARE_OF_DISK = 4
+# fraction of the time for which trials are planned, as settings that are slower than the defaults take longer
+_PLANNED_SHARE = 0.9
+_EDGE_BYTES = 2 * BLOCK_BYTES  # a read request consists of full chunks, which may begin at any alignment
+_SHARES = (0.45, 0.65, 0.85, 1.0)  # where each of the four stages ends, as a fraction of a direction's time
 
 TimeAt = Callable[[int, Tuning], float]
-"""Seconds for a save or restore of that many bytes with these settings."""
+"""Returns the seconds for a save or restore of the given bytes with the given settings."""
 OnProgress = Callable[[str, int, int], None]
-"""Called with the name of what is being timed, trials done, and trials planned."""
+"""Called with the name of the current stage, trials done, and trials planned."""
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """The amount of measuring. `repeats` in each round of a halving; `sizes` at which direct and buffered are compared.
+    """How much is measured. `repeats`: measurements in each round of a halving. `sizes`: at which O_DIRECT and the page
+    cache are compared.
     """
 
     budget_s: float
@@ -69,7 +75,9 @@ FULL = Effort(
 
 @dataclass(frozen=True, slots=True)
 class SizeFound:
-    """Direct against buffered at one size: `gain` is that of buffered, below 1 if direct is faster."""
+    """O_DIRECT compared with the page cache at one size. `gain`: how many times faster the page cache is; below 1 if
+    O_DIRECT is faster.
+    """
 
     bytes: int
     gain: Gain
@@ -77,12 +85,13 @@ class SizeFound:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The result for one direction.
+    """The result for writes, or for reads.
 
     best      the fastest settings
-    gain      of `best` over the defaults, in the duel; None if they are equal, or time ran out before it
-    kept      settings to use; None: the defaults
-    complete  whether no stage was cut short
+    gain      how many times faster `best` is than the defaults, from the duel. None if these are equal, or the time was
+              over before the duel
+    kept      the settings that are stored; None: the defaults are used
+    complete  whether all stages were finished in time
     """
 
     direction: Direction
@@ -95,7 +104,7 @@ class Found:
 
     @property
     def verdict(self) -> str:
-        """What is kept, and why, as a short text."""
+        """A short text that says which settings are used, and why."""
         cut = "" if self.complete else " (time ran out)"
         if self.gain is not None and self.gain.certain:
             return f"the fastest{cut}"
@@ -106,7 +115,12 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class TuneReport:
-    """bytes: per trial. cold: every restore found its file uncached. stored: where; None in a dry run."""
+    """The report of a tuning.
+
+    bytes   bytes of each trial
+    cold    whether no restored file was in the page cache
+    stored  path of the stored result; None in a dry run
+    """
 
     path: str
     place: str
@@ -130,15 +144,16 @@ def tune(
 ) -> TuneReport:
     """Measure the mount of the directory `path`, and store settings that are better than the defaults. Blocks.
 
-    where        "store": tuning.json in the store at `path`, which is created if the directory is empty; "user": the
-                 user's file for the mount; None: the store's if `path` is one
-    total_bytes  per trial; None: as many as time, memory and disk allow
-    quick        in less than a minute, else in less than five
+    where        "store": store the result in tuning.json in the store at `path`, which is created if the directory is
+                 empty. "user": store it in the user's file for the mount. None: "store" if `path` is a store, else
+                 "user"
+    total_bytes  how many bytes each trial saves or restores; None: as many as time, memory and disk allow
+    quick        take less than one minute, instead of less than five minutes
 
-    raises  NotAStoreError  `path` does not exist, or `where` is "store" and it cannot be one
-            LockedError     a job saves there, or another tuner is measuring
-            FullError, BudgetError  `total_bytes` does not fit
-            StorageError    the system refused
+    raises  NotAStoreError  `path` does not exist, or `where` is "store" and `path` cannot be a store
+            LockedError     a job saves to the store, or another tuner is measuring
+            FullError, BudgetError  `total_bytes` does not fit on the disk, or in memory
+            StorageError    the system has refused an operation
     """
     started = time.monotonic()
     effort = QUICK if quick else FULL
@@ -159,40 +174,44 @@ def tune(
 def _measure(
     trials: Trials, effort: Effort, size: int, ends: float, on_progress: OnProgress | None
 ) -> tuple[Found, Found]:
-    """Both directions, one after the other, each with half of the remaining time."""
-    sizes = (*(at for at in effort.sizes if at <= size // 2), size)
-    tensors = {at: Tensors(at) for at in sizes}
+    """The results for writes and for reads. They are measured one after the other; each gets half of the time that is
+    left.
+    """
+    sizes = (*(count for count in effort.sizes if count <= size // 2), size)
+    tensors = {count: Tensors(count) for count in sizes}
     direct = trials.direct == "on"
     smaller = 2 * effort.pairs * (len(sizes) - 1) * direct
     progress = _Progress(sum(_planned(d, effort, size) + smaller for d in DEFAULTS), on_progress)
     search = partial(find_best, sizes=sizes, effort=effort, direct=direct, begin=progress.begin)
     now = time.monotonic()
-    saves = progress.counted(lambda at, tuning: trials.save(tensors[at], tuning))
+    saves = progress.counted(lambda size_bytes, tuning: trials.save(tensors[size_bytes], tuning))
     write = search("write", saves, ends=now + (ends - now) / 2)
-    stored = {at: trials.store(tensors[at], DEFAULTS["write"]) for at in sizes}
-    restores = progress.counted(lambda at, tuning: trials.restore(stored[at], tuning))
+    stored = {count: trials.store(tensors[count], DEFAULTS["write"]) for count in sizes}
+    restores = progress.counted(lambda size_bytes, tuning: trials.restore(stored[size_bytes], tuning))
     return write, search("read", restores, ends=ends)
 
 
-def _trial_bytes(site: Site, trials: Trials, effort: Effort, wanted: int | None) -> int:
-    """As requested, or a size with which all trials end in time, from a pilot with the defaults."""
+def _trial_bytes(site: Site, trials: Trials, effort: Effort, requested: int | None) -> int:
+    """The size of a trial in bytes: the requested one, or one with which all trials end in time. To find the latter, a
+    first trial is made with the defaults.
+    """
     memory, disk = available_bytes() // _SHARE_OF_MEMORY, site.free_bytes() // _SHARE_OF_DISK
-    if wanted is None:
+    if requested is None:
         pilot = min(_PILOT_BYTES, memory, disk)
-        wanted = max(_PILOT_BYTES_MIN, min(memory, disk, effort.bytes_max, _affordable(trials, effort, pilot)))
-    if wanted < BYTES_MIN:
-        raise ValueError(f"{wanted} bytes are too few to measure with: give {BYTES_MIN} at least")
-    if wanted > disk:
+        requested = max(_PILOT_BYTES_MIN, min(memory, disk, effort.bytes_max, _affordable(trials, effort, pilot)))
+    if requested < BYTES_MIN:
+        raise ValueError(f"{requested} bytes are too few to measure with: give at least {BYTES_MIN}")
+    if requested > disk:
         raise FullError(
-            f"no space to measure with {wanted} bytes", needed=f"{_SHARE_OF_DISK * wanted} bytes",
+            f"no space to measure with {requested} bytes", needed=f"{_SHARE_OF_DISK * requested} bytes",
             free=f"{site.free_bytes()} bytes", next="measure with fewer bytes (--bytes), or free some space",
         )
-    if wanted > memory:
+    if requested > memory:
         raise BudgetError(
-            f"measuring with {wanted} bytes would take too much memory", expected=f"{memory} at most",
+            f"measuring with {requested} bytes would take too much memory", expected=f"{memory} at most",
             next="measure with fewer bytes (--bytes)",
         )
-    return wanted
+    return requested
 
 
 def _affordable(trials: Trials, effort: Effort, pilot_bytes: int) -> int:
@@ -209,29 +228,33 @@ def _affordable(trials: Trials, effort: Effort, pilot_bytes: int) -> int:
 
 
 def _planned(direction: Direction, effort: Effort, size: int) -> int:
-    """Trials of full size; those at smaller sizes count as two more."""
+    """How many trials of full size one direction needs. All trials of smaller sizes together count as two."""
     field = len(_field(DEFAULTS[direction], direction, effort, size))
     axes = [len(axis(DEFAULTS[direction])) for axis in _axes(direction, effort)]
     return sum(halving_trials(count, effort.repeats) for count in (field, *axes)) + 4 * effort.pairs + 2
 
 
 def _field(defaults: Tuning, direction: Direction, effort: Effort, size: int) -> list[Tuning]:
-    """The defaults, and every request size with every depth, except combinations that cannot differ measurably."""
-    room = size if direction == "write" else min(size, READ_ARENA_BYTES)
+    """The candidates: the defaults, and every request size with every queue depth, except combinations that cannot
+    differ measurably.
+    """
+    queue_bytes = size if direction == "write" else min(size, READ_ARENA_BYTES)
     field = [defaults]
     for request in effort.request_bytes:
         request_bytes = request if direction == "write" else request + _EDGE_BYTES
         field += [
             replace(defaults, request_bytes=request_bytes, queue_depth=depth)
             for depth in effort.queue_depths
-            if depth == effort.queue_depths[0] or request * depth <= room  # else the queue is never full
+            if depth == effort.queue_depths[0] or request * depth <= queue_bytes  # otherwise the queue is never full
         ]
     return list(dict.fromkeys(field))
 
 
 def _axes(direction: Direction, effort: Effort) -> list[Callable[[Tuning], list[Tuning]]]:
-    """The other settings, in order: engine, workers, and whether reads go straight into the tensors."""
-    engines: tuple[Backend, ...] = ("posix", "io_uring") if _native.has_io_uring() else ("posix",)
+    """The other settings, in the order in which they are chosen: engine, workers, and, for reads, in place or through
+    the arena. Each function returns the candidates.
+    """
+    engines: tuple[Backend, ...] = ("posix", "io_uring") if has_io_uring() else ("posix",)
     workers = [count for count in effort.workers if count <= 2 * len(os.sched_getaffinity(0))]
     axes: list[Callable[[Tuning], list[Tuning]]] = [
         lambda best: [replace(best, backend=backend) for backend in engines],
@@ -246,11 +269,11 @@ def find_best(
     direction: Direction, time_at: TimeAt, sizes: Sequence[int], effort: Effort, *, direct: bool, ends: float,
     begin: Callable[[str], None],
 ) -> Found:
-    """The result for one direction, measured until the monotonic clock reaches `ends`.
+    """Find the best settings for one direction. Measures until the monotonic clock reaches `ends`.
 
-    sizes   ascending; the last one is that of a trial
-    direct  whether the page cache can be bypassed here
-    begin   called with the name of what is timed next
+    sizes   sizes in bytes, ascending; the last one is the size of a trial
+    direct  whether O_DIRECT works here
+    begin   called with the name of the next stage
     """
     began, size = time.monotonic(), sizes[-1]
     field_ends, axes_end, sizes_end, duel_ends = (_clock(began + share * (ends - began)) for share in _SHARES)
@@ -265,7 +288,9 @@ def find_best(
         best = halve(field, time_s, repeats=effort.repeats, expired=axes_end)
     complete &= not axes_end()
     begin(f"{direction}: direct or buffered")
-    met = {at: _meet(best, partial(time_at, at), effort, sizes_end) if direct else None for at in sizes}
+    met = {
+        count: _time_buffered(best, partial(time_at, count), effort, sizes_end) if direct else None for count in sizes
+    }
     complete &= not direct or None not in met.values()
     wins = [gain is not None and gain.certain for gain in met.values()]
     best = replace(best, direct_from_bytes=direct_from(sizes, wins))
@@ -275,26 +300,30 @@ def find_best(
     complete &= same or (gain is not None and gain.pairs == effort.pairs)
     return Found(
         direction=direction, defaults=defaults, best=best, gain=gain, kept=_judge(defaults, best, gain),
-        sizes=tuple(SizeFound(at, gain) for at, gain in met.items() if gain is not None), complete=complete,
+        sizes=tuple(SizeFound(count, gain) for count, gain in met.items() if gain is not None), complete=complete,
     )
 
 
-def _meet(best: Tuning, time_s: Callable[[Tuning], float], effort: Effort, expired: Callable[[], bool]) -> Gain | None:
-    """Buffered against direct."""
+def _time_buffered(
+    best: Tuning, time_s: Callable[[Tuning], float], effort: Effort, expired: Callable[[], bool]
+) -> Gain | None:
+    """How many times faster I/O through the page cache is than with O_DIRECT. None if it cannot be measured."""
     return duel(best, replace(best, direct_from_bytes=None), time_s, pairs=effort.pairs, expired=expired)
 
 
 def _judge(defaults: Tuning, best: Tuning, gain: Gain | None) -> Tuning | None:
-    """The settings worth keeping: all of `best`, or only the size from which writes bypass the page cache."""
-    kept = defaults
+    """The settings to store. These are `best`, or only its size from which writes use O_DIRECT; None: the defaults are
+    used.
+    """
+    chosen = defaults
     if gain is not None and gain.certain:
-        kept = best
-    elif best.direct_from_bytes is not None:  # else the duel itself was inconclusive
-        kept = replace(defaults, direct_from_bytes=best.direct_from_bytes)
-    if kept == defaults:
+        chosen = best
+    elif best.direct_from_bytes is not None:  # without that size, the comparison was inconclusive
+        chosen = replace(defaults, direct_from_bytes=best.direct_from_bytes)
+    if chosen == defaults:
         return None
-    # Keep "auto" if it selects this engine anyway: then it still works if io_uring is refused one day.
-    return replace(kept, backend="auto") if kept.backend == defaults.backend else kept
+    # "auto" stays if it selects this engine anyway, since "auto" still works if the system refuses io_uring later.
+    return replace(chosen, backend="auto") if chosen.backend == defaults.backend else chosen
 
 
 def _clock(ends: float) -> Callable[[], bool]:
@@ -302,14 +331,14 @@ def _clock(ends: float) -> Callable[[], bool]:
 
 
 class _Progress:
-    """Counts trials, and reports them."""
+    """Counts trials, and reports their number."""
 
     def __init__(self, planned: int, tell: OnProgress | None) -> None:
         self._planned, self._tell = planned, tell
         self._what, self._done = "", 0
 
-    def begin(self, what: str) -> None:
-        self._what = what
+    def begin(self, stage: str) -> None:
+        self._what = stage
 
     def counted(self, time_at: TimeAt) -> TimeAt:
         def timed(size: int, tuning: Tuning) -> float:

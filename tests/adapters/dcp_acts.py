@@ -1,4 +1,4 @@
-"""What ranks do in the tests of the DCP adapter: saves and loads through torch.distributed.checkpoint alone."""
+"""Functions that ranks run in tests of the DCP adapter: saves and loads only through torch.distributed.checkpoint."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def sharded(zero: bool = False) -> dict[str, Any]:
 
 
 def same(state: dict[str, Any]) -> bool:
-    found = {name: one.full_tensor() if isinstance(one, DTensor) else one for name, one in state.items()}
-    return all(torch.equal(found[name], whole) for name, whole in wholes().items())
+    result = {name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for name, tensor in state.items()}
+    return all(torch.equal(result[name], whole) for name, whole in wholes().items())
 
 
 def save_sharded(rank: int, path: str) -> bool:
@@ -92,9 +92,9 @@ def net() -> nn.Module:
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
-    for at in range(steps):
+    for step in range(steps):
         optimizer.zero_grad()
-        model(torch.full((2, 16), 0.1 + at)).square().sum().backward()
+        model(torch.full((2, 16), 0.1 + step)).square().sum().backward()
         optimizer.step()
 
 
@@ -106,12 +106,12 @@ def full(state: Any) -> Any:
     return state.full_tensor() if isinstance(state, DTensor) else copy.deepcopy(state)
 
 
-def equal(one: Any, other: Any) -> bool:
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
-    if isinstance(one, list):
-        return len(one) == len(other) and all(map(equal, one, other))
-    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+def equal(value: Any, other: Any) -> bool:
+    if isinstance(value, dict):
+        return value.keys() == other.keys() and all(equal(value[key], other[key]) for key in value)
+    if isinstance(value, list):
+        return len(value) == len(other) and all(map(equal, value, other))
+    return torch.equal(value, other) if isinstance(value, torch.Tensor) else value == other
 
 
 def fsdp(rank: int, path: str) -> bool:
@@ -143,9 +143,9 @@ def fsdp(rank: int, path: str) -> bool:
 def cached(rank: int, parent: str) -> list[object]:
     """Three saves by cached plans: values, then a shape change in between."""
     kept = {name: mock.patch.object(SavePlanner, name, {}) for name in vars(SavePlanner) if name.startswith("_cached")}
-    for one in kept.values():
-        one.start()
-    writer, found = FlowstoneWriter(), []
+    for thread in kept.values():
+        thread.start()
+    writer, collected = FlowstoneWriter(), []
     for step, rows in ((1, 4), (2, 4), (3, 6)):
         state = {"mine": sharded()["rows"], "w": torch.full((rows, 2), float(step)), "step": step}
         planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
@@ -153,8 +153,8 @@ def cached(rank: int, parent: str) -> list[object]:
         into = {"mine": sharded(zero=True)["rows"], "w": torch.zeros(rows, 2), "step": 0}
         dcp.load(into, checkpoint_id=f"{parent}/step-{step}", storage_reader=FlowstoneReader())
         whole = into["mine"].full_tensor()
-        found.append([into["step"], into["w"].unique().tolist(), torch.equal(whole, wholes()["rows"])])
-    return found
+        collected.append([into["step"], into["w"].unique().tolist(), torch.equal(whole, wholes()["rows"])])
+    return collected
 
 
 def refuse_one(rank: int, path: str, which: int) -> list[str]:
@@ -166,7 +166,7 @@ def refuse_one(rank: int, path: str, which: int) -> list[str]:
     try:
         dcp.save({"big": big}, storage_writer=FlowstoneWriter(path))
     except CheckpointException as error:
-        return [f"{at}:{type(one[0]).__name__}:{one[0]}" for at, one in error.failures.items()]
+        return [f"{key}:{type(failure[0]).__name__}:{failure[0]}" for key, failure in error.failures.items()]
     return []
 
 
@@ -184,7 +184,7 @@ class DiesAt(dcp.DefaultSavePlanner):
 
 
 def die_while_saving(rank: int, path: str, which: int) -> None:
-    state = {"model": {name: one.zero_() for name, one in sharded().items()}, "step": 8, "all": torch.zeros(3)}
+    state = {"model": {name: tensor.zero_() for name, tensor in sharded().items()}, "step": 8, "all": torch.zeros(3)}
     Path(f"{path}.began-{rank}").touch()
     dcp.save(state, storage_writer=FlowstoneWriter(path), planner=DiesAt(which))
 
@@ -195,7 +195,7 @@ def differ(rank: int, store: str) -> str:
     try:
         dcp.load(state, storage_reader=FlowstoneReader(f"{store}/step-{rank:08d}"))
     except CheckpointException as error:
-        return " ".join(str(one[0]) for one in error.failures.values())
+        return " ".join(str(failure[0]) for failure in error.failures.values())
     return "loaded"
 
 
@@ -205,7 +205,7 @@ def opened(rank: int, path: str) -> int:
 
 def save_async(rank: int, parent: str, kind: str) -> list[bool]:
     """Each state is overwritten as soon as async_save has returned."""
-    writer, found = FlowstoneWriter(), []
+    writer, collected = FlowstoneWriter(), []
     kinds = getattr(dcp.state_dict_saver, "AsyncCheckpointerType", None)  # which torch 2.6 has not
     chosen = {"async_checkpointer_type": kinds(kind)} if kinds else {}
     for step in (1, 2, 3):
@@ -213,13 +213,13 @@ def save_async(rank: int, parent: str, kind: str) -> list[bool]:
         saved: Any = dcp.async_save(
             state, checkpoint_id=f"{parent}/step-{step}", storage_writer=writer, **chosen
         )
-        for one in state["model"].values():
-            one.to_local().zero_()
+        for tensor in state["model"].values():
+            tensor.to_local().zero_()
         saved.result()
         into = {"model": sharded(zero=True), "step": 0}
         dcp.load(into, storage_reader=FlowstoneReader(f"{parent}/step-{step}"))
-        found.append(same(into["model"]) and into["step"] == step)
-    return found
+        collected.append(same(into["model"]) and into["step"] == step)
+    return collected
 
 
 def fail_async(rank: int, path: str) -> str:
@@ -227,7 +227,7 @@ def fail_async(rank: int, path: str) -> str:
     Path(path, "mine.txt").touch()
     saved: Any = dcp.async_save({"x": torch.ones(2)}, storage_writer=FlowstoneWriter(path))
     error = saved.exception()
-    kinds = {base.__name__ for one in error.failures.values() for base in type(one[0]).__mro__}
+    kinds = {base.__name__ for failure in error.failures.values() for base in type(failure[0]).__mro__}
     return f"{sorted(kinds)} {error}"
 
 
@@ -252,10 +252,10 @@ def maps_of_writer(rank: int, path: str) -> list[bool]:
     saved.result()
     into = {"model": sharded(zero=True), "plain": torch.zeros(1000)}
     dcp.load(into, storage_reader=FlowstoneReader(f"{path}/step-1"))
-    told = Path(f"{path}/maps-{rank}").read_text()
+    text = Path(f"{path}/maps-{rank}").read_text()
     is_same = same(into["model"]) and torch.equal(into["plain"], state["plain"])
     # The one that torch may have moved is the device mesh's own, of the ranks in it.
-    return [is_same, "flowstone-staged" in told, told.count("/torch_") <= 1]
+    return [is_same, "flowstone-staged" in text, text.count("/torch_") <= 1]
 
 
 def staged_nothing(rank: int) -> list[int]:
@@ -268,7 +268,7 @@ def staged_nothing(rank: int) -> list[int]:
 def staged_mesh(rank: int) -> bool:
     state = {"model": sharded()}
     staged: Any = FlowstoneStager().stage(state)
-    return all(one.device_mesh is state["model"][name].device_mesh for name, one in staged["model"].items())
+    return all(tensor.device_mesh is state["model"][name].device_mesh for name, tensor in staged["model"].items())
 
 
 def save_in_background(rank: int, path: str) -> list[object]:
@@ -316,7 +316,7 @@ def _sharding(name: str) -> ShardingSpec:
     if name == "turns":
         return ChunkShardingSpec(dim=0, placements=[f"rank:{rank}/cpu" for rank in (0, 1, 1, 0)])
     blocks = {"uneven": ((2, 0), (1, 1), (3, 0), (3, 1), (1, 0)), "other": ((8, 1), (2, 0))}[name]
-    begins = [sum(rows for rows, _ in blocks[:at]) for at in range(len(blocks))]
+    begins = [sum(rows for rows, _ in blocks[:index]) for index in range(len(blocks))]
     return EnumerableShardingSpec([
         ShardMetadata(shard_offsets=[begin, 0], shard_sizes=[rows, 20], placement=f"rank:{rank}/cpu")
         for begin, (rows, rank) in zip(begins, blocks, strict=True)

@@ -1,4 +1,4 @@
-"""DCP through Flowstone in one process: what is saved, loaded, refused and told."""
+"""DCP through Flowstone in one process: what is saved, loaded, refused and reported."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from faulty_disk import Trouble, faulty_disk
 from torch import nn
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
@@ -25,8 +24,9 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_st
 from typer.testing import CliRunner
 
 import flowstone as fs
+from faulty_disk import Trouble, faulty_disk
 from flowstone.adapters.dcp import FlowstoneReader, FlowstoneWriter
-from flowstone.adapters.dcp.claim import Claim
+from flowstone.adapters.dcp.claim import SaveClaim
 from flowstone.adapters.dcp.target import target_of
 from flowstone.cli.app import app
 
@@ -54,16 +54,16 @@ def zeroed(value: Any) -> Any:
     return torch.zeros_like(value) if isinstance(value, torch.Tensor) else None
 
 
-def same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, np.ndarray):
-        return one.dtype == other.dtype and np.array_equal(one, other)
-    if isinstance(one, dict):
-        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return type(one) is type(other) and len(one) == len(other) and all(map(same, one, other))
-    return type(one) is type(other) and one == other
+def same(value: Any, other: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.dtype == other.dtype and torch.equal(value, other)
+    if isinstance(value, np.ndarray):
+        return value.dtype == other.dtype and np.array_equal(value, other)
+    if isinstance(value, dict):
+        return list(value) == list(other) and all(same(value[key], other[key]) for key in value)
+    if isinstance(value, list | tuple):
+        return type(value) is type(other) and len(value) == len(other) and all(map(same, value, other))
+    return type(value) is type(other) and value == other
 
 
 def save(state: dict[str, Any], path: object, **options: Any) -> None:
@@ -81,12 +81,12 @@ def flip(path: Path, name: str, element_bytes: int = 0) -> None:
     index, row = checkpoint.index, checkpoint.index.rows()[name]
     piece = index.pieces_of(row)[0]
     segment = path / checkpoint.manifest.segments[int(index.chunks.segment[piece])].name
-    at = int(index.chunks.offset[piece]) + element_bytes
+    offset = int(index.chunks.offset[piece]) + element_bytes
     with segment.open("r+b") as file:
-        file.seek(at)
-        found = file.read(1)[0]
-        file.seek(at)
-        file.write(bytes([found ^ 1]))
+        file.seek(offset)
+        result = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([result ^ 1]))
 
 
 def test_a_nested_state_comes_back(tmp_path: Path) -> None:
@@ -107,8 +107,8 @@ def test_what_was_saved_is_an_ordinary_checkpoint(tmp_path: Path) -> None:
     assert fs.open(path.parent).step == 12  # the directory above is a store of one
     assert os.listdir(path.parent) == [path.name]
     for verb in ("ls", "show", "verify"):
-        told = CliRunner().invoke(app, [verb, str(path if verb != "ls" else path.parent)])
-        assert told.exit_code == 0, told.output
+        result = CliRunner().invoke(app, [verb, str(path if verb != "ls" else path.parent)])
+        assert result.exit_code == 0, result.output
 
 
 def test_a_checkpointer_loads_what_dcp_has_saved(tmp_path: Path) -> None:
@@ -194,16 +194,16 @@ def test_a_state_is_made_from_what_is_stored(tmp_path: Path) -> None:
 def test_metadata_tell_which_checkpoint_which_save_and_which_load(tmp_path: Path) -> None:
     writer, saves = FlowstoneWriter(tmp_path / "step-1"), []
     for path in (None, None, tmp_path / "step-2"):  # the second one replaces the first
-        told = dcp.save({"x": torch.ones(2)}, checkpoint_id=path, storage_writer=writer)
-        assert told.storage_meta is not None
-        assert told.storage_meta.save_id == writer.save_id
+        save = dcp.save({"x": torch.ones(2)}, checkpoint_id=path, storage_writer=writer)
+        assert save.storage_meta is not None
+        assert save.storage_meta.save_id == writer.save_id
         saves.append(writer.save_id)
         reader = FlowstoneReader(path or tmp_path / "step-1")
-        found = reader.read_metadata().storage_meta
-        assert found is not None
-        assert found.checkpoint_id == told.storage_meta.checkpoint_id == (path or tmp_path / "step-1")
-        assert found.save_id == writer.save_id == fs.open(reader.path).manifest.id
-        assert found.load_id == reader.load_id
+        storage_meta = reader.read_metadata().storage_meta
+        assert storage_meta is not None
+        assert storage_meta.checkpoint_id == save.storage_meta.checkpoint_id == (path or tmp_path / "step-1")
+        assert storage_meta.save_id == writer.save_id == fs.open(reader.path).manifest.id
+        assert storage_meta.load_id == reader.load_id
     assert len(set(saves)) == 3
 
 
@@ -288,17 +288,17 @@ def test_an_empty_directory_is_taken(tmp_path: Path) -> None:
     assert fs.open(tmp_path / "there").verify().sound
 
 
-@pytest.mark.parametrize("what", ["a file of somebody", "a store", "a link", "a file"])
-def test_what_is_not_ours_is_refused(what: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["a file of somebody", "a store", "a link", "a file"])
+def test_what_is_not_ours_is_refused(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "there"
-    if what == "a link":
+    if kind == "a link":
         (tmp_path / "other").mkdir()
         path.symlink_to("other")
-    elif what == "a file":
+    elif kind == "a file":
         path.write_text("mine")
     else:
         path.mkdir()
-        (path / ("mine.txt" if what == "a file of somebody" else "flowstone.json")).write_text("mine")
+        (path / ("mine.txt" if kind == "a file of somebody" else "flowstone.json")).write_text("mine")
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(CheckpointException, match="there") as failed:
         save({"x": torch.ones(1)}, path)
@@ -327,7 +327,7 @@ def test_a_full_disk_is_told_and_gives_its_space_back(spared: int, tmp_path: Pat
     with faulty_disk(tmp_path / "disk") as disk:
         path = disk.path / "step-1"
         writer = FlowstoneWriter(path, thread_count=4)
-        state = {f"x{at}": torch.full((1 << 20,), float(at)) for at in range(8)}
+        state = {f"x{index}": torch.full((1 << 20,), float(index)) for index in range(8)}
         dcp.save(state, storage_writer=writer)
         disk.befall(Trouble("write", error=errno.ENOSPC, name="rank-", spared=spared))
         with pytest.raises(CheckpointException) as failed:
@@ -357,7 +357,7 @@ class Shouting(dcp.DefaultSavePlanner):
 
 def test_bytes_of_other_planners_are_kept_only_where_both_sides_accept_them(tmp_path: Path) -> None:
     path = tmp_path / "x"
-    with pytest.raises(CheckpointException, match=r"'word' is made into bytes.*|accept_pickled=True"):
+    with pytest.raises(CheckpointException, match=r"'word' is turned into bytes.*|accept_pickled=True"):
         dcp.save({"word": "hey"}, storage_writer=FlowstoneWriter(path), planner=Shouting())
     dcp.save({"word": "hey"}, storage_writer=FlowstoneWriter(path, accept_pickled=True), planner=Shouting())
     into = {"word": ""}
@@ -436,16 +436,16 @@ def test_an_empty_state_is_saved(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("warm")
 def test_what_a_failed_save_leaves_does_not_hold_up_the_next_nor_harm_it(tmp_path: Path) -> None:
     """A claim that another save of the process has taken over removes nothing."""
-    first = Claim(tmp_path, "x")
-    second = Claim(tmp_path, "x", take_over=True)
+    first = SaveClaim(tmp_path, "x")
+    second = SaveClaim(tmp_path, "x", take_over=True)
     assert (first.is_held, second.is_held) == (False, True)
     first.release()
     assert second.is_held
     assert os.listdir(tmp_path) == [".flowstone.lock-x"]
     other = subprocess.run(
-        [sys.executable, "-c", ("import sys, pathlib; from flowstone.adapters.dcp.claim import Claim;"
-         "Claim(pathlib.Path(sys.argv[1]), 'x')"), str(tmp_path)], capture_output=True, text=True, check=False,
+        [sys.executable, "-c", ("import sys, pathlib; from flowstone.adapters.dcp.claim import SaveClaim;"
+         "SaveClaim(pathlib.Path(sys.argv[1]), 'x')"), str(tmp_path)], capture_output=True, text=True, check=False,
     )
-    assert "LockedError: another process saves to the same checkpoint" in other.stderr
+    assert "LockedError: another process is saving to the same checkpoint" in other.stderr
     second.release()
     assert os.listdir(tmp_path) == []

@@ -1,4 +1,4 @@
-"""dcp.async_save through Flowstone: staging, both executors, memory that is used again."""
+"""dcp.async_save through Flowstone: staging, both executors, reused memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
 
 def addresses(state: dict[str, torch.Tensor]) -> set[int]:
-    return {one.data_ptr() for one in state.values()}
+    return {tensor.data_ptr() for tensor in state.values()}
 
 
 def test_a_writer_and_a_stager_are_stagers() -> None:
@@ -64,50 +64,50 @@ PROT_NONE = 0
 
 
 def large(count: int = 12) -> dict[str, torch.Tensor]:
-    return {f"w{at}": torch.arange(at, at + BIG, dtype=torch.float32) for at in range(count)}
+    return {f"w{index}": torch.arange(index, index + BIG, dtype=torch.float32) for index in range(count)}
 
 
 @pytest.mark.skipif(REFUSAL != "", reason=REFUSAL)
 def test_a_state_may_change_while_it_is_copied() -> None:
     stager, state = FlowstoneStager(), large()
-    expected = {name: one.clone() for name, one in state.items()}
+    expected = {name: tensor.clone() for name, tensor in state.items()}
     for _ in range(3):
         staged: Any = stager.stage(state)
-        for one in reversed(state.values()):
-            one.add_(1)
+        for value in reversed(state.values()):
+            value.add_(1)
         assert stager._buffers[0]._copy.guarded_bytes > 12 * BIG * 4 * 0.99  # type: ignore[union-attr]
-        assert all(torch.equal(staged[name], one) for name, one in expected.items())
-        expected = {name: one.clone() for name, one in state.items()}
+        assert all(torch.equal(staged[name], tensor) for name, tensor in expected.items())
+        expected = {name: tensor.clone() for name, tensor in state.items()}
         del staged
 
 
 @pytest.mark.skipif(REFUSAL != "", reason=REFUSAL)
 def test_memory_that_is_taken_away_while_it_is_copied_fails_the_save_by_name() -> None:
-    libc, size, told = ctypes.CDLL(None, use_errno=True), 1 << 28, ""
+    libc, size, reported = ctypes.CDLL(None, use_errno=True), 1 << 28, ""
     libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     for _ in range(20):  # it may be copied already
-        with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as room:
-            memory = torch.frombuffer(room, dtype=torch.uint8)
+        with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as buffer:
+            memory = torch.frombuffer(buffer, dtype=torch.uint8)
             staged: Any = FlowstoneStager().stage({"small": torch.ones(4), "m": {"w": memory}})
             end = memory.data_ptr() + size - (1 << 20)
             assert libc.mprotect(end, 1 << 20, PROT_NONE) == 0
             try:
                 staged.keys()
             except fs.StateChangedError as error:
-                told = str(error)
+                reported = str(error)
             assert libc.mprotect(end, 1 << 20, mmap.PROT_READ | mmap.PROT_WRITE) == 0
             memory.fill_(1)  # no write waits any more
             del memory, staged
-        if told:
+        if reported:
             break
-    assert "the memory of 'm.w' was freed before it was staged" in told
+    assert "the memory of 'm.w' was freed before it was staged" in reported
 
 
 def test_without_a_guard_all_is_copied_at_once() -> None:
     stager, state = FlowstoneStager(guard=False), large(2)
     staged: Any = stager.stage(state)
     assert type(staged) is dict
-    assert all(torch.equal(staged[name], one) for name, one in state.items())
+    assert all(torch.equal(staged[name], tensor) for name, tensor in state.items())
 
 
 def test_a_staged_state_waits_for_its_copies_at_the_first_look() -> None:
@@ -138,8 +138,8 @@ def test_a_staged_state_is_handed_over_without_a_copy() -> None:
 @pytest.mark.skipif(not hasattr(torch.distributed.checkpoint.state_dict_saver, "AsyncCheckpointerType"), reason="old")
 def test_the_process_that_writes_maps_what_was_staged(tmp_path: Path) -> None:
     """Of DTensors, too: neither has it memory of its own for them, nor a copy that torch has shared."""
-    for told in run(2, ACTS, "maps_of_writer", str(tmp_path)):
-        assert told == [True, True, True]
+    for result in run(2, ACTS, "maps_of_writer", str(tmp_path)):
+        assert result == [True, True, True]
 
 
 def test_a_rank_that_has_nothing_of_a_tensor_stages_nothing() -> None:
@@ -151,18 +151,18 @@ def test_a_device_mesh_is_not_copied() -> None:
 
 
 def test_memory_is_used_again_once_nothing_holds_it() -> None:
-    stager, state = FlowstoneStager(), {f"x{at}": torch.full((1000,), float(at)) for at in range(3)}
+    stager, state = FlowstoneStager(), {f"x{index}": torch.full((1000,), float(index)) for index in range(3)}
     first: Any = stager.stage(state)
     second: Any = stager.stage(state)  # while the first is in use
     used = addresses(first), addresses(second)
     assert not used[0] & used[1]
     kept = first["x1"]
     del first
-    with pytest.raises(fs.BudgetError, match="earlier saves hold all staging memory"):
+    with pytest.raises(fs.BudgetError, match="earlier saves have used all staging memory"):
         FlowstoneStager._staged(stager_with(stager, deadline_s=0.05), state)
     del kept
     assert addresses(stager.stage(state)) == used[0]
-    assert all(bool((one == at).all()) for at, one in enumerate(second.values()))
+    assert all(bool((tensor == index).all()) for index, tensor in enumerate(second.values()))
 
 
 def stager_with(stager: FlowstoneStager, *, deadline_s: float) -> FlowstoneStager:
@@ -177,7 +177,7 @@ def test_a_state_that_grows_gets_more_memory_and_a_budget_bounds_it() -> None:
         assert bool((staged["x"] == 3).all())
         del staged
     assert len(stager._buffers) == 1
-    with pytest.raises(fs.BudgetError, match="does not fit into its budget"):
+    with pytest.raises(fs.BudgetError, match="does not fit into budget_bytes"):
         stager.stage({"x": torch.zeros(1 << 19)})
 
 
@@ -231,9 +231,9 @@ def test_asynchronous_saves_hold_what_the_state_was(kind: str, tmp_path: Path) -
 
 
 def test_a_failure_in_the_background_is_in_the_future(tmp_path: Path) -> None:
-    (told,) = run(1, ACTS, "fail_async", str(tmp_path / "x"))
-    assert "FlowstoneError" in str(told)
-    assert "holds files that are no part of a Flowstone checkpoint" in str(told)
+    (message,) = run(1, ACTS, "fail_async", str(tmp_path / "x"))
+    assert "FlowstoneError" in str(message)
+    assert "holds files that do not belong to a Flowstone checkpoint" in str(message)
 
 
 @pytest.mark.parametrize("needs", ["staging_futures"], indirect=True)

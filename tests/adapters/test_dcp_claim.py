@@ -1,4 +1,4 @@
-"""Claims: one process at a time saves to a target, and none that is dead keeps it."""
+"""Claims: one process at a time saves to a target, and a dead process does not keep its claim."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 import flowstone as fs
-from flowstone.adapters.dcp.claim import Claim, claim_file, is_claimed
+from flowstone.adapters.dcp.claim import SaveClaim, claim_file, is_claimed
 
 
 def test_a_forked_child_neither_keeps_nor_removes_a_claim(tmp_path: Path) -> None:
-    claim = Claim(tmp_path, "x")
+    claim = SaveClaim(tmp_path, "x")
     begin, end = os.pipe()
     child = os.fork()
     if not child:
@@ -22,7 +22,7 @@ def test_a_forked_child_neither_keeps_nor_removes_a_claim(tmp_path: Path) -> Non
         os._exit(0)
     assert is_claimed(tmp_path, "x")
     claim.release()
-    again = Claim(tmp_path, "x")
+    again = SaveClaim(tmp_path, "x")
     assert again.is_held
     again.release()
     os.close(end)

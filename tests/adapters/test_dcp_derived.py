@@ -1,4 +1,4 @@
-"""What a Checkpointer has saved loads through DCP, under the names that DCP gives."""
+"""A checkpoint of a Checkpointer loads through DCP, under the names that DCP uses."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def made(seed: int) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
     return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2 + seed)
 
 
-def same(one: Any, other: Any) -> bool:
-    if isinstance(one, Mapping):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
+def same(value: Any, other: Any) -> bool:
+    if isinstance(value, Mapping):
+        return value.keys() == other.keys() and all(same(value[key], other[key]) for key in value)
+    if isinstance(value, list | tuple):
+        return len(value) == len(other) and all(map(same, value, other))
+    return torch.equal(value, other) if isinstance(value, torch.Tensor) else bool(value == other)
 
 
 def saved(path: Path, prefix: str = "") -> tuple[nn.Module, torch.optim.Optimizer, Any]:
@@ -92,8 +92,8 @@ def test_an_application_with_both_inside_loads(tmp_path: Path) -> None:
 
 def test_a_state_is_made_from_what_is_stored(tmp_path: Path) -> None:
     model, *_ = saved(tmp_path)
-    found = state_dict_loader._load_state_dict_from_keys({"model", "step"}, storage_reader=FlowstoneReader(tmp_path))
-    assert same(found, {"model": dict(model.state_dict()), "step": 7})
+    loaded = state_dict_loader._load_state_dict_from_keys({"model", "step"}, storage_reader=FlowstoneReader(tmp_path))
+    assert same(loaded, {"model": dict(model.state_dict()), "step": 7})
 
 
 def test_tied_weights_load_under_both_names(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_tied_weights_load_under_both_names(tmp_path: Path) -> None:
     second.weight = first.weight
     with fs.Checkpointer(tmp_path) as ckpt:
         ckpt.save(1, {"model": nn.ModuleList([first, second])}).committed.result()
-    into = {"model": {f"{at}.{name}": torch.zeros_like(one) for at in (0, 1) for name, one in first.named_parameters()}}
+    into = {"model": {f"{n}.{name}": torch.zeros_like(p) for n in (0, 1) for name, p in first.named_parameters()}}
     dcp.load(into, storage_reader=FlowstoneReader(tmp_path))
     assert torch.equal(into["model"]["0.weight"], first.weight)
     assert torch.equal(into["model"]["1.weight"], first.weight)

@@ -33,9 +33,9 @@ def test_what_all_ranks_hold_is_written_once_by_whom_the_planner_says(to_lowest:
     path = tmp_path / "step-1"
     assert run(2, ACTS, "save_replicas", str(path), to_lowest) == [True, True]
     held = [set(load_file(file)) for file in sorted(path.glob("rank-*.safetensors"))]
-    names = [{name for name in one if not name.startswith("__pad__")} for one in held]
-    assert sorted(name for one in names for name in one) == ["columns", "few", "rows", "same"]
-    assert len([one for one in names if one]) == (1 if to_lowest else 2)
+    names = [{name for name in pieces if not name.startswith("__pad__")} for pieces in held]
+    assert sorted(name for key in names for name in key) == ["columns", "few", "rows", "same"]
+    assert len([name for name in names if name]) == (1 if to_lowest else 2)
     assert fs.open(path).verify().sound
 
 
@@ -60,8 +60,8 @@ def test_cached_plans_write_what_there_is_now(tmp_path: Path) -> None:
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_rank_that_is_refused_fails_the_save_for_all(which: int, tmp_path: Path) -> None:
     path = tmp_path / "step-1"
-    told = run(2, ACTS, "refuse_one", str(path), which)
-    for rank in told:
+    results = run(2, ACTS, "refuse_one", str(path), which)
+    for rank in results:
         assert len(rank) == 1
         assert rank[0].startswith(f"{which}:StorageError:")
         assert f"rank-{which:05d}.safetensors" in rank[0]
@@ -90,5 +90,5 @@ def test_ranks_that_find_different_checkpoints_load_none(tmp_path: Path) -> None
     with fs.Checkpointer(tmp_path) as ckpt:
         for step in (0, 1):
             ckpt.save(step, {"x": torch.full((2,), float(step))}).committed.result()
-    for told in run(2, ACTS, "differ", str(tmp_path)):
-        assert "another checkpoint" in str(told)
+    for result in run(2, ACTS, "differ", str(tmp_path)):
+        assert "another checkpoint" in str(result)

@@ -1,4 +1,4 @@
-"""Configurations and streams through DCP: typed, as Flowstone itself stores them."""
+"""Configurations and streams through DCP: typed, like those that Flowstone itself stores."""
 
 from __future__ import annotations
 
@@ -72,11 +72,11 @@ def test_what_no_load_could_make_is_refused_when_it_is_saved(tmp_path: Path) -> 
     class Unknown:
         x: int
 
-    for value, found in (
+    for value, actual in (
         (Unknown(1), "Unknown"), ((torch.nn.Linear(1, 1),), "Linear"), (torch.Generator(), "Generator"),
         ((random.Random(1),), "Random"),
     ):
-        with pytest.raises(CheckpointException, match=found):
+        with pytest.raises(CheckpointException, match=actual):
             dcp.save({"c": value}, storage_writer=FlowstoneWriter(tmp_path / "step-00000001"))
     assert list(tmp_path.glob("step-*")) == []
 

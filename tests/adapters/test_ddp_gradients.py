@@ -1,4 +1,4 @@
-"""Compressed gradients: the compressed form is logged, and a replay makes bit-equal gradients of it."""
+"""Compressed gradients: the compressed form is logged, and a replay restores bit-equal gradients from it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import flowstone as fs
 from flowstone.adapters.ddp import Int8Gradients, TopKGradients, exchange
-from flowstone.commit import journals
+from flowstone.journal import journals
 from flowstone.store.local import LocalStore
 
 WIDTH, LAST = 256, 9
@@ -52,17 +52,17 @@ class Training:
         inputs = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(step))
         self.model(inputs).square().mean().backward()
 
-    def learn(self, step: int) -> None:
+    def train_step(self, step: int) -> None:
         self.backward(step)
         self.optimizer.step()
 
     def bits(self) -> list[bytes]:
         tensors = [*self.model.parameters()]
-        tensors += [one for own in self.optimizer.state.values() for one in own.values()]
-        return [one.detach().reshape(-1).view(torch.uint8).numpy().tobytes() for one in tensors]
+        tensors += [tensor for own in self.optimizer.state.values() for tensor in own.values()]
+        return [tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors]
 
     def residual(self) -> dict[str, torch.Tensor]:
-        return {name: one.clone() for name, one in self.gradients.state_dict()["residual"].items()}
+        return {name: tensor.clone() for name, tensor in self.gradients.state_dict()["residual"].items()}
 
 
 def run(
@@ -85,7 +85,7 @@ def loaded(root: Path, training: Training, **options: Any) -> fs.LoadReport:
 
 
 def journaled(events: Sequence[fs.Event]) -> dict[int, fs.Journaled]:
-    return {one.step: one for one in events if isinstance(one, fs.Journaled)}
+    return {event.step: event for event in events if isinstance(event, fs.Journaled)}
 
 
 @pytest.mark.parametrize("view", [False, True], ids=["own gradients", "views of buckets"])
@@ -96,9 +96,9 @@ def test_what_was_exchanged_is_logged_and_the_newest_step_loads_bit_for_bit(
     training = Training(make, view=view)
     written = journaled(run(training, tmp_path))
     assert sorted(written) == list(range(2, LAST + 1))
-    assert not any(one.uncompressed for one in written.values())
-    state_bytes = 3 * sum(one.nbytes for one in training.model.parameters())
-    assert max(one.bytes for one in written.values()) < share * state_bytes
+    assert not any(event.uncompressed for event in written.values())
+    state_bytes = 3 * sum(parameter.nbytes for parameter in training.model.parameters())
+    assert max(event.bytes for event in written.values()) < share * state_bytes
     again = Training(make, seed=1, view=view)
     report = loaded(tmp_path, again)
     assert report.step == LAST
@@ -119,8 +119,8 @@ def test_without_error_feedback_training_goes_on_as_if_nothing_had_been(tmp_path
     assert report.replay is not None
     assert (report.replay.steps, report.replay.approximate) == (LAST - 1, ())
     for step in range(LAST + 1, LAST + 4):
-        training.learn(step)
-        again.learn(step)
+        training.train_step(step)
+        again.train_step(step)
     assert again.bits() == training.bits()
 
 
@@ -132,21 +132,21 @@ def test_a_residual_is_that_of_the_checkpoint_less_what_was_sent_since(tmp_path:
         checkpointer.load(training.state())
         for step in range(2, 5):
             before = training.residual()
-            training.learn(step)
+            training.train_step(step)
             checkpointer.save(step, training.state())
-            for name, one in training.residual().items():
-                now = (one == 0) & (before[name] != 0)
+            for name, tensor in training.residual().items():
+                now = (tensor == 0) & (before[name] != 0)
                 sent[name] = now | sent.get(name, torch.zeros_like(now))
     again = Training(TopKGradients, seed=1)
     loaded(tmp_path, again)
-    found = again.residual()
-    for name, one in base.items():
-        assert torch.equal(found[name] == 0, sent[name] | (one == 0))
-        assert torch.equal(found[name][~sent[name]], one[~sent[name]])
-    assert sum(int(one.sum()) for one in sent.values()) > 1000
+    actual = again.residual()
+    for name, tensor in base.items():
+        assert torch.equal(actual[name] == 0, sent[name] | (tensor == 0))
+        assert torch.equal(actual[name][~sent[name]], tensor[~sent[name]])
+    assert sum(int(values.sum()) for values in sent.values()) > 1000
     whole = Training(TopKGradients, seed=1)
     loaded(tmp_path, whole, step=1)
-    assert all(torch.equal(one, base[name]) for name, one in whole.residual().items())
+    assert all(torch.equal(tensor, base[name]) for name, tensor in whole.residual().items())
 
 
 def clip(parameters: Sequence[torch.nn.Parameter]) -> None:
@@ -158,25 +158,25 @@ def clip_each(parameters: Sequence[torch.nn.Parameter]) -> None:
 
 
 def clip_unseen(parameters: Sequence[torch.nn.Parameter]) -> None:
-    for one in parameters:
-        assert one.grad is not None
-        one.grad.data.clamp_(-1e-5, 1e-5)  # version counters do not tell
+    for parameter in parameters:
+        assert parameter.grad is not None
+        parameter.grad.data.clamp_(-1e-5, 1e-5)  # version counters do not tell
 
 
 def accumulate(parameters: Sequence[torch.nn.Parameter]) -> None:
-    for one in parameters:
-        one.grad = torch.full_like(one, 1e-4)
+    for parameter in parameters:
+        parameter.grad = torch.full_like(parameter, 1e-4)
 
 
 def test_a_clipping_is_a_factor_and_other_changes_are_logged_whole_and_told(tmp_path: Path) -> None:
     training = Training(TopKGradients)
     changes = {3: clip, 5: clip_each, 6: clip_unseen, 7: accumulate}
     written = journaled(run(training, tmp_path, changes=changes))
-    whole = {step: one.uncompressed for step, one in written.items() if one.uncompressed}
+    whole = {step: event.uncompressed for step, event in written.items() if event.uncompressed}
     assert sorted(whole) == [5, 6, 7]
-    assert all("not by one factor" in why for why in whole.values())
-    gradient_bytes = sum(one.nbytes for one in training.model.parameters())
-    assert all((one.bytes > gradient_bytes) == (step in whole) for step, one in written.items())
+    assert all("more than one common factor" in why for why in whole.values())
+    gradient_bytes = sum(parameter.nbytes for parameter in training.model.parameters())
+    assert all((event.bytes > gradient_bytes) == (step in whole) for step, event in written.items())
     again = Training(TopKGradients, seed=1)
     assert loaded(tmp_path, again).step == LAST
     assert again.bits() == training.bits()
@@ -192,11 +192,11 @@ class Signs:
 
     def compress(self) -> None:
         self._buckets = []
-        for one in self._parameters:
-            assert one.grad is not None
-            tensors = {"signs": one.grad.sign().to(torch.int8).view(-1), "size": one.grad.abs().mean()}
-            one.grad.copy_(self.decompress(tensors, one.numel()).view_as(one))
-            self._buckets.append(fs.CompressedBucket([one], [0], one.numel(), tensors))
+        for parameter in self._parameters:
+            assert parameter.grad is not None
+            tensors = {"signs": parameter.grad.sign().to(torch.int8).view(-1), "size": parameter.grad.abs().mean()}
+            parameter.grad.copy_(self.decompress(tensors, parameter.numel()).view_as(parameter))
+            self._buckets.append(fs.CompressedBucket([parameter], [0], parameter.numel(), tensors))
 
     def compressed(self) -> Sequence[fs.CompressedBucket]:
         return self._buckets
@@ -230,7 +230,7 @@ def test_gradients_that_anybody_compresses_are_logged_compressed(tmp_path: Path)
             signs.compress()
             optimizer.step()
             checkpointer.save(step, {"model": model, "optimizer": optimizer, "signs": signs})
-    assert all(one.bytes < 90_000 and not one.uncompressed for one in journaled(events).values())
+    assert all(event.bytes < 90_000 and not event.uncompressed for event in journaled(events).values())
     other, theirs, own = signed(1)
     with fs.Checkpointer(tmp_path) as checkpointer:
         report = checkpointer.load({"model": other, "optimizer": theirs, "signs": own})
@@ -249,14 +249,14 @@ def test_journals_name_the_reader_that_they_need(tmp_path: Path) -> None:
     training = Training(TopKGradients)
     with fs.Checkpointer(tmp_path / "plain", every_step=True) as checkpointer:
         for step in range(1, 4):
-            training.learn(step)
+            training.train_step(step)
             checkpointer.save(step, {"model": training.model, "optimizer": training.optimizer})
     for name, version in (("compressed", 2), ("plain", 1)):
         store = LocalStore(tmp_path / name)
-        (journal,) = journals.listed(store)
+        (journal,) = journals.list_journals(store)
         path = tmp_path / name / journal.directory / "rank-00000.journal"
-        offsets = [0, *[one.offset for one in journals.frames(store, journal, 0)]]
-        assert {path.read_bytes()[at + 8] for at in offsets} == {version}
+        offsets = [0, *[frame.offset for frame in journals.complete_frames(store, journal, 0)]]
+        assert {path.read_bytes()[offset + 8] for offset in offsets} == {version}
 
 
 _KILLED = """
@@ -273,7 +273,7 @@ with fs.Checkpointer(sys.argv[1], every_step=True, recovery_s=0.05) as checkpoin
     done = 0 if checkpointer.latest() is None else checkpointer.load(training.state()).step
     print("loaded", done, flush=True)
     for step in range(done + 1, 31):
-        training.learn(step)
+        training.train_step(step)
         checkpointer.save(step, training.state())
         print("begun", step, flush=True)
 """
@@ -282,7 +282,7 @@ with fs.Checkpointer(sys.argv[1], every_step=True, recovery_s=0.05) as checkpoin
 @pytest.mark.usefixtures("warm")
 def test_killed_at_any_instant_the_step_before_comes_back_and_the_end_is_the_same(tmp_path: Path) -> None:
     begun, kills = 0, 0
-    for wanted in (9, 31):
+    for expected in (9, 31):
         arguments = [sys.executable, "-c", _KILLED, str(tmp_path), str(Path(__file__).parent)]
         with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
@@ -290,7 +290,7 @@ def test_killed_at_any_instant_the_step_before_comes_back_and_the_end_is_the_sam
                 word, number = line.split()
                 assert word != "loaded" or int(number) >= begun - 1
                 begun = max(begun, int(number))
-                if begun >= wanted:
+                if begun >= expected:
                     process.send_signal(signal.SIGKILL)
                     kills += 1
                     break
@@ -300,10 +300,10 @@ def test_killed_at_any_instant_the_step_before_comes_back_and_the_end_is_the_sam
     try:
         undisturbed = Training(lambda model: TopKGradients(model, error_feedback=False))
         for step in range(1, 31):
-            undisturbed.learn(step)
-        found = Training(lambda model: TopKGradients(model, error_feedback=False), seed=1)
-        assert loaded(tmp_path, found).step == 30
-        assert found.bits() == undisturbed.bits()
+            undisturbed.train_step(step)
+        training = Training(lambda model: TopKGradients(model, error_feedback=False), seed=1)
+        assert loaded(tmp_path, training).step == 30
+        assert training.bits() == undisturbed.bits()
     finally:
         torch.set_num_threads(threads)
 

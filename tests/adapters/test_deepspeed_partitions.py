@@ -1,4 +1,4 @@
-"""Partitions of ZeRO for another number of ranks, cut without DeepSpeed: what one rank saved, others read."""
+"""Partitions of ZeRO for another number of ranks, cut without DeepSpeed: the data of one rank is read by others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import flowstone as fs
-from flowstone.adapters.deepspeed.partitions import Flat, Shapes, of_a_run, of_each
+from flowstone.adapters.deepspeed.partitions import FlatTensor, Shapes, parts_of_each_parameter, parts_of_run
 from flowstone.adapters.deepspeed.repartition import SavedPartitions, frozen_fragment
 
 GROUPS: list[Shapes] = [{"a": (7, 3), "b": (5,), "c": (2, 2, 2)}, {"d": (1,), "e": (3,)}]
@@ -33,24 +33,26 @@ def in_order(groups: list[Shapes], seed: int) -> list[Shapes]:
     return [dict(drawn.sample(list(group.items()), len(group))) for group in groups]
 
 
-def flats_of(stage: int, groups: list[Shapes], rank: int, ranks: int, padding: int = 0) -> list[Flat]:
+def flats_of(stage: int, groups: list[Shapes], rank: int, ranks: int, padding: int = 0) -> list[FlatTensor]:
     """How a rank has cut the groups; stage 3 has a flat tensor for each two parameters."""
-    found = []
+    flats = []
     for number, group in enumerate(groups):
         if stage == 3:
             names = list(group)
             for first in range(0, len(names), 2):
                 shapes = {name: group[name] for name in names[first : first + 2]}
-                found.append(Flat(number, shapes, *of_each(shapes, rank, ranks)))
+                flats.append(FlatTensor(number, shapes, *parts_of_each_parameter(shapes, rank, ranks)))
             continue
         elements = sum(math.prod(shape) + padding for shape in group.values())
         length = 2 * -(-elements // (2 * ranks))
-        parts = of_a_run(group, [padding] * len(group), rank * length, (rank + 1) * length)
-        found.append(Flat(number, group, parts, length))
-    return found
+        parts = parts_of_run(group, [padding] * len(group), rank * length, (rank + 1) * length)
+        flats.append(FlatTensor(number, group, parts, length))
+    return flats
 
 
-def state_of(stage: int, flats: list[Flat], whole: dict[str, dict[str, torch.Tensor]], padding: int) -> dict[str, Any]:
+def state_of(
+    stage: int, flats: list[FlatTensor], whole: dict[str, dict[str, torch.Tensor]], padding: int
+) -> dict[str, Any]:
     """What DeepSpeed has of a rank under `optimizer_state_dict`. Its master weights lack what pads the end."""
     slots: list[dict[str, torch.Tensor]] = []
     for flat in flats:
@@ -59,10 +61,10 @@ def state_of(stage: int, flats: list[Flat], whole: dict[str, dict[str, torch.Ten
             for slot, made in slots[-1].items():
                 run = whole[part.name][slot][part.first : part.first + part.elements]
                 made[part.begin : part.begin + part.elements] = run
-    masters = [one.pop("") for one in slots]
+    masters = [slot.pop("") for slot in slots]
     members = [[number for number, flat in enumerate(flats) if flat.group == group] for group in range(len(GROUPS))]
     base = {
-        "state": {number: {"step": torch.tensor(3.0), **one} for number, one in enumerate(slots)},
+        "state": {number: {"step": torch.tensor(3.0), **slot} for number, slot in enumerate(slots)},
         "param_groups": [{"lr": 0.1 + number, "params": own} for number, own in enumerate(members)],
     }
     if stage == 3:
@@ -102,15 +104,15 @@ def test_any_number_of_ranks_gets_what_it_would_have_had(tmp_path: Path, stage: 
     partitions = saved(tmp_path, stage, before, in_order(GROUPS, before), padding)
     for rank in range(after):
         flats = flats_of(stage, in_order(GROUPS, 10 + after), rank, after)
-        given, expected = partitions.of(flats, [[0]]), state_of(3, flats, values(), 0)
+        given, expected = partitions.state_for(flats, [[0]]), state_of(3, flats, values(), 0)
         base = given["optimizer_state_dict" if stage == 3 else "base_optimizer_state"]
         masters = given["fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"]
         assert len(masters) == len(flats)
         for number, master in enumerate(masters):
             assert torch.equal(master, expected["fp32_flat_groups"][number])
-            found, wanted = base["state"][number], expected["optimizer_state_dict"]["state"][number]
-            assert found.keys() == wanted.keys()
-            assert all(torch.equal(found[slot], wanted[slot]) for slot in wanted)
+            actual, whole = base["state"][number], expected["optimizer_state_dict"]["state"][number]
+            assert actual.keys() == whole.keys()
+            assert all(torch.equal(actual[slot], whole[slot]) for slot in whole)
         assert base["param_groups"] == expected["optimizer_state_dict"]["param_groups"]
         assert given["overflow"] is False
 
@@ -119,22 +121,22 @@ def test_another_optimizer_is_refused_by_name(tmp_path: Path) -> None:
     partitions = saved(tmp_path, 2, 2, GROUPS)
     other = [{**GROUPS[0], "f": (4,)}, GROUPS[1]]
     with pytest.raises(fs.StateError, match=r"1 parameters differ, 'f' first[\s\S]*saved +absent"):
-        partitions.of(flats_of(2, other, 0, 1), [[0]])
+        partitions.state_for(flats_of(2, other, 0, 1), [[0]])
     with pytest.raises(fs.StateError, match=r"'d' first[\s\S]*in group 1, shape \(1,\)"):
-        partitions.of(flats_of(2, [{**GROUPS[0], "d": (1,)}, {"e": (3,)}], 0, 1), [[0]])
+        partitions.state_for(flats_of(2, [{**GROUPS[0], "d": (1,)}, {"e": (3,)}], 0, 1), [[0]])
 
 
 def test_partitions_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
     state = "base_optimizer_state__state__0__"
     of_other_steps = saved(tmp_path / "a", 2, 2, GROUPS, **{f"{state}step": torch.tensor(4.0)})
-    with pytest.raises(fs.DamagedError, match="'step' differs"):
-        of_other_steps.of(flats_of(2, GROUPS, 0, 1), [[0]])
+    with pytest.raises(fs.DamagedError, match="'step' of the optimizer differs"):
+        of_other_steps.state_for(flats_of(2, GROUPS, 0, 1), [[0]])
     too_short = saved(tmp_path / "b", 2, 2, GROUPS, **{f"{state}exp_avg": torch.zeros(2)})
-    with pytest.raises(fs.DamagedError, match="no flat tensor of its partition"):
-        too_short.of(flats_of(2, GROUPS, 0, 1), [[0]])
+    with pytest.raises(fs.DamagedError, match="is not flat, or is too short"):
+        too_short.state_for(flats_of(2, GROUPS, 0, 1), [[0]])
     lost = saved(tmp_path / "c", 2, 2, GROUPS, single_partition_of_fp32_groups=[torch.zeros(3), torch.zeros(2)])
     with pytest.raises(fs.DamagedError, match="elements of 'b'"):
-        lost.of(flats_of(2, GROUPS, 0, 1), [[0]])
+        lost.state_for(flats_of(2, GROUPS, 0, 1), [[0]])
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 2), (2, 5)])
@@ -146,7 +148,7 @@ def test_frozen_parameters_of_stage_3_are_cut_anew(tmp_path: Path, before: int, 
         ckpt.save(1, {"frozen": list(padded.split(length))})
     checkpoint = fs.open(tmp_path)
     stored: Any = checkpoint.objects["frozen"]
-    found = [frozen_fragment(checkpoint, stored, (7,), rank, after) for rank in range(after)]
-    assert {len(one) for one in found} == {-(-7 // after)}
-    assert torch.equal(torch.cat(found)[:7], whole)
-    assert not torch.cat(found)[7:].any()
+    actual = [frozen_fragment(checkpoint, stored, (7,), rank, after) for rank in range(after)]
+    assert {len(entry) for entry in actual} == {-(-7 // after)}
+    assert torch.equal(torch.cat(actual)[:7], whole)
+    assert not torch.cat(actual)[7:].any()

@@ -1,4 +1,4 @@
-"""Frameworks that are not installed, or of versions that are not known, are told so by name."""
+"""A framework that is missing, or has an unknown version, is reported by name."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 
 import flowstone as fs
 from flowstone.adapters.deepspeed import attach
-from flowstone.adapters.framework import Framework
+from flowstone.adapters.framework import SupportedFramework
 
-FRAMEWORK = Framework("sundial", "sundial[all]", ("1.0", "1.2"))
+FRAMEWORK = SupportedFramework("sundial", "sundial[all]", ("1.0", "1.2"))
 
 
 def test_an_adapter_without_its_framework_names_what_to_install() -> None:
@@ -26,8 +26,8 @@ except fs.FrameworkError as error:
     assert isinstance(error, ImportError)
     print(error)
 """
-    told = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True).stdout
-    assert told == "accelerate is not installed\n  next        pip install accelerate\n"
+    stdout = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True).stdout
+    assert stdout == "accelerate is not installed\n  next        pip install accelerate\n"
 
 
 def test_deepspeed_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,7 +40,7 @@ def test_a_framework_that_cannot_be_imported_says_why(monkeypatch: pytest.Monkey
     with pytest.raises(fs.FrameworkError, match="sundial is not installed"):
         FRAMEWORK.load("sundial.hands")
     with pytest.raises(fs.FrameworkError, match=r"json.hands cannot be imported\n  found +ModuleNotFoundError: "):
-        Framework("sundial", "sundial", ("1.0",)).load("json.hands")
+        SupportedFramework("sundial", "sundial", ("1.0",)).load("json.hands")
 
 
 class Sundial:
@@ -54,13 +54,13 @@ def test_an_unknown_version_goes_on_only_with_the_same_interface(caplog: pytest.
     assert not caplog.text
     with caplog.at_level(logging.WARNING):
         FRAMEWORK.check("2.0", {"read": ("hour",), "turn": ("degrees",)}, Sundial)
-    assert "sundial 2.0 is not a version" in caplog.text
-    assert "(1.0, 1.2)" in caplog.text
-    with pytest.raises(fs.FrameworkError) as told:
+    assert "was not tested with sundial 2.0" in caplog.text
+    assert "(tested: 1.0, 1.2)" in caplog.text
+    with pytest.raises(fs.FrameworkError) as caught:
         FRAMEWORK.check("2.0", {"read": (), "turn": ("degrees",), "set": ("hour",)}, Sundial)
-    assert "pip install sundial==1.2" in str(told.value)
-    changed = str(told.value.facts["changed"]).splitlines()
-    assert changed == ["Sundial.read(hour, minute), known with ()", "Sundial.set is gone"]
+    assert "pip install sundial==1.2" in str(caught.value)
+    changed = str(caught.value.facts["changed"]).splitlines()
+    assert changed == ["Sundial.read(hour, minute), expected ()", "Sundial.set does not exist"]
 
 
 def test_parameters_that_calls_of_the_known_form_no_longer_reach_are_told() -> None:
@@ -72,11 +72,11 @@ def test_parameters_that_calls_of_the_known_form_no_longer_reach_are_told() -> N
         def set(self, hour: int, *more: int, minute: int = 0, **named: int) -> None: ...
 
     methods = {"read": ("hour", "minute"), "turn": ("degrees",), "set": ("hour",)}
-    with pytest.raises(fs.FrameworkError) as told:
+    with pytest.raises(fs.FrameworkError) as caught:
         FRAMEWORK.check("2.0", methods, Newer)
-    assert str(told.value.facts["changed"]).splitlines() == [
-        "Newer.read(hour, *, minute), known with (hour, minute)",
-        "Newer.turn(degrees, *, slowly), known with (degrees)",
+    assert str(caught.value.facts["changed"]).splitlines() == [
+        "Newer.read(hour, *, minute), expected (hour, minute)",
+        "Newer.turn(degrees, *, slowly), expected (degrees)",
     ]
 
 

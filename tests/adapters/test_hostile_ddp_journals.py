@@ -1,4 +1,4 @@
-"""Journals of compressed gradients that hold anything: an error of ours, and no memory beyond what they declare."""
+"""Journals of compressed gradients with any content: one of our errors, and no memory beyond the declared size."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import pytest
 import test_ddp_gradients
 import torch
 import torch.distributed as dist
-from apart import apart
-from journal_forgery import forge, forge_tensor
-from memory_taken import return_freed_memory, tried
 from test_ddp_gradients import Training, loaded, run
 
 import flowstone as fs
 from flowstone.adapters.ddp import Int8Gradients, TopKGradients
-from flowstone.commit import journals
 from flowstone.config import MIB
-from flowstone.format.journal import StepRow, decode_document
+from flowstone.journal import journals
+from flowstone.journal.journal_format import StepRow, decode_document
 from flowstone.store.local import LocalStore
+from journal_forgery import forge, forge_tensor
+from memory_taken import return_freed_memory, tried
+from own_process import run_in_own_process
 
 LAST = 3
 FORGED = 1  # the frame: of step 2
@@ -41,8 +41,8 @@ def saved(root: Path, make: type[Any]) -> tuple[Path, StepRow]:
     run(Training(make), root, LAST)
     (path,) = root.glob("journal-*/rank-00000.journal")
     store = LocalStore(root)
-    (journal,) = journals.listed(store)
-    place = journals.frames(store, journal, 0)[FORGED - 1]
+    (journal,) = journals.list_journals(store)
+    place = journals.complete_frames(store, journal, 0)[FORGED - 1]
     head = path.read_bytes()[place.offset : place.offset + place.frame.payload_offset]
     row = decode_document(head, place.frame, StepRow, path="")
     assert row is not None
@@ -51,7 +51,7 @@ def saved(root: Path, make: type[Any]) -> tuple[Path, StepRow]:
 
 def refused(root: Path, make: type[Any]) -> None:
     """A load ends with the error of a journal that does not fit, and takes little more than what is imported for it."""
-    outcome, taken = apart(_load_alone, root, make, test_ddp_gradients.WIDTH)
+    outcome, taken = run_in_own_process(_load_alone, root, make, test_ddp_gradients.WIDTH)
     assert outcome == "DamagedError"
     assert taken < 128 * MIB
 
@@ -79,9 +79,9 @@ def test_what_ranks_sent_in_another_shape_is_refused(tmp_path: Path, rows: list[
     sent = row.acts[0].compressed[0].tensors["sent"]
     size = row.tensors[sent].bytes
 
-    def change(found: dict[str, Any]) -> None:
+    def change(record: dict[str, Any]) -> None:
         shape = [side if side >= 0 else size // max(1, rows[0] if len(rows) > 1 else 1) for side in rows]
-        found["tensors"][sent].update(shape=shape)
+        record["tensors"][sent].update(shape=shape)
 
     forge(path, FORGED, change)
     with pytest.raises(fs.FlowstoneError):
@@ -111,9 +111,9 @@ def test_many_blocks_of_few_bytes_take_no_memory(tmp_path: Path, monkeypatch: py
     sent, begins = bucket.tensors["sent"], bucket.tensors["begins"]
     size = row.tensors[sent].bytes // 4 * 4 - 3
 
-    def change(found: dict[str, Any]) -> None:
-        found["tensors"][sent].update(shape=[1, size], bytes=size)
-        found["tensors"][begins].update(shape=[1], bytes=8)
+    def change(record: dict[str, Any]) -> None:
+        record["tensors"][sent].update(shape=[1, size], bytes=size)
+        record["tensors"][begins].update(shape=[1], bytes=8)
 
     forge(path, FORGED, change)
     forge_tensor(path, FORGED, sent, bytes)
@@ -125,11 +125,11 @@ def test_many_blocks_of_few_bytes_take_no_memory(tmp_path: Path, monkeypatch: py
 def test_buckets_that_are_all_as_long_as_all_gradients_are_refused(tmp_path: Path) -> None:
     path, row = saved(tmp_path, TopKGradients)
     buckets = row.acts[0].compressed
-    total = sum(one.length for one in buckets)
+    total = sum(bucket.length for bucket in buckets)
 
-    def change(found: dict[str, Any]) -> None:
-        act = found["acts"][0]
-        act["compressed"] = [{**one, "length": total} for one in act["compressed"] * 2]
+    def change(record: dict[str, Any]) -> None:
+        act = record["acts"][0]
+        act["compressed"] = [{**item, "length": total} for item in act["compressed"] * 2]
 
     forge(path, FORGED, change)
     refused(tmp_path, TopKGradients)

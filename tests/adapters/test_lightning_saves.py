@@ -1,4 +1,4 @@
-"""What of Lightning's adapter needs no Lightning: values, order of saves and removals, what dead processes leave."""
+"""Parts of Lightning's adapter that need no Lightning: values, order of saves and removals, files of dead processes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ import flowstone as fs
 from flowstone.adapters.dcp.target import target_of
 from flowstone.adapters.lightning.generators import Generators
 from flowstone.adapters.lightning.reading import await_writer, read
-from flowstone.adapters.lightning.saves import Saves
+from flowstone.adapters.lightning.saves import LightningSaves
 from flowstone.adapters.lightning.values import validated
 from flowstone.state.classes import CLASSES
 
@@ -58,12 +58,12 @@ class Unregistered(Enum):
 
 @pytest.fixture
 def saves() -> Any:
-    made = Saves(fs.EngineOptions())
+    made = LightningSaves(fs.EngineOptions())
     yield made
     made.close()
 
 
-def save(saves: Saves, path: Path, state: dict[str, object], **options: bool) -> None:
+def save(saves: LightningSaves, path: Path, state: dict[str, object], **options: bool) -> None:
     chosen = {"keep_name": True, "in_background": True} | options
     saves.save(target_of(path, None), validated(state), **chosen)
 
@@ -78,7 +78,7 @@ def test_without_lightning_the_error_says_what_to_install() -> None:
         from flowstone.adapters.lightning import GeneratorStates  # noqa: F401
 
 
-def test_values_that_json_lacks_come_back_as_they_were(saves: Saves, tmp_path: Path) -> None:
+def test_values_that_json_lacks_come_back_as_they_were(saves: LightningSaves, tmp_path: Path) -> None:
     module = torch.nn.BatchNorm1d(4)
     state: dict[str, Any] = {
         "state_dict": module.state_dict(),
@@ -92,14 +92,14 @@ def test_values_that_json_lacks_come_back_as_they_were(saves: Saves, tmp_path: P
     }
     save(saves, tmp_path / "x.ckpt", state)
     saves.wait()
-    found = read(tmp_path / "x.ckpt")
-    hyper, expected = found["hyper_parameters"], state["hyper_parameters"]
-    assert found["state_dict"]._metadata == module.state_dict()._metadata
-    assert type(found["state_dict"]) is OrderedDict
+    content = read(tmp_path / "x.ckpt")
+    hyper, expected = content["hyper_parameters"], state["hyper_parameters"]
+    assert content["state_dict"]._metadata == module.state_dict()._metadata
+    assert type(content["state_dict"]) is OrderedDict
     assert torch.equal(hyper["keys"].pop((3, "x")), expected["keys"].pop((3, "x")))
-    (point, one), (wanted, _) = hyper.pop("at"), expected.pop("at")
-    assert (type(point), point.y, one) == (Point, Path("/a"), 1)
-    assert torch.equal(point.x, wanted.x)
+    (point, entry), (whole, _) = hyper.pop("at"), expected.pop("at")
+    assert (type(point), point.y, entry) == (Point, Path("/a"), 1)
+    assert torch.equal(point.x, whole.x)
     schedule, planned = hyper.pop("schedule"), expected.pop("schedule")
     assert type(schedule) is Schedule
     assert schedule.warmup == planned.warmup
@@ -113,12 +113,12 @@ def test_what_has_no_plain_form_is_refused_all_of_it_by_name() -> None:
     state = {"hyper_parameters": {"net": torch.nn.Linear(1, 1), "width": 3}, "callbacks": {"Mine": {"f": [print]}}}
     with pytest.raises(fs.UnsupportedStateError) as caught:
         validated(state)
-    said = str(caught.value)
+    message = str(caught.value)
     with pytest.raises(fs.UnsupportedStateError, match=r"state_dict\.w: torch\.Tensor"):
         validated({"state_dict": {"w": torch.empty(3, device="meta")}})
-    assert "hyper_parameters.net: torch.nn.modules.linear.Linear" in said
-    assert "callbacks.Mine.f.0: builtins.builtin_function_or_method" in said
-    assert "save_hyperparameters(ignore=['net'])" in said
+    assert "hyper_parameters.net: torch.nn.modules.linear.Linear" in message
+    assert "callbacks.Mine.f.0: builtins.builtin_function_or_method" in message
+    assert "save_hyperparameters(ignore=['net'])" in message
 
 
 def test_parts_of_a_tensor_are_refused_since_one_rank_writes() -> None:
@@ -127,22 +127,22 @@ def test_parts_of_a_tensor_are_refused_since_one_rank_writes() -> None:
         part = distribute_tensor(torch.zeros(4), init_device_mesh("cpu", (1,)), [Shard(0)])
         with pytest.raises(fs.UnsupportedStateError, match=r"state_dict\.w: .*DTensor") as caught:
             validated({"state_dict": {"w": part}})
-        assert "by a Checkpointer, in a callback" in str(caught.value)
+        assert "with a Checkpointer, in a callback" in str(caught.value)
     finally:
         dist.destroy_process_group()
 
 
 def test_a_value_that_no_load_could_make_is_refused_when_it_is_saved() -> None:
     """Nothing shows its class where Lightning loads."""
-    one = Unregistered.ONE
-    for value in (one, [one], {one: 1}, defaultdict(Unregistered), torch.Generator()):
+    member = Unregistered.ONE
+    for value in (member, [member], {member: 1}, defaultdict(Unregistered), torch.Generator()):
         with pytest.raises(fs.UnsupportedStateError, match="hyper_parameters") as caught:
             validated({"hyper_parameters": {"value": value}})
         assert "fs.register_class()" in str(caught.value)
 
 
 def test_a_class_that_is_not_registered_where_it_is_read_is_refused_by_name(
-    saves: Saves, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    saves: LightningSaves, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(saves, tmp_path / "x.ckpt", {"hyper_parameters": {"a": Schedule(1, torch.ones(2)), "mode": Mode.FAST}})
     saves.wait()
@@ -153,7 +153,7 @@ def test_a_class_that_is_not_registered_where_it_is_read_is_refused_by_name(
     assert f"{__name__}.Schedule" in str(caught.value)
 
 
-def test_tied_weights_are_stored_once_and_tied_again(saves: Saves, tmp_path: Path) -> None:
+def test_tied_weights_are_stored_once_and_tied_again(saves: LightningSaves, tmp_path: Path) -> None:
     first, second = torch.nn.Linear(300, 300), torch.nn.Linear(300, 300)
     second.weight = first.weight
     state = {"state_dict": torch.nn.Sequential(first, second).state_dict()}
@@ -161,12 +161,12 @@ def test_tied_weights_are_stored_once_and_tied_again(saves: Saves, tmp_path: Pat
         save(saves, tmp_path / "x.ckpt", state, in_background=background)
         saves.wait()
         assert fs.open(tmp_path / "x.ckpt").manifest.data_bytes == 4 * (300 * 300 + 600)
-        found = read(tmp_path / "x.ckpt")["state_dict"]
-        assert found["0.weight"].data_ptr() == found["1.weight"].data_ptr()
-        assert torch.equal(found["1.weight"], first.weight)
+        state_dict = read(tmp_path / "x.ckpt")["state_dict"]
+        assert state_dict["0.weight"].data_ptr() == state_dict["1.weight"].data_ptr()
+        assert torch.equal(state_dict["1.weight"], first.weight)
 
 
-def test_what_changes_after_the_save_is_not_in_it(saves: Saves, tmp_path: Path) -> None:
+def test_what_changes_after_the_save_is_not_in_it(saves: LightningSaves, tmp_path: Path) -> None:
     weight = torch.zeros(2_000_000)
     for step in range(1, 6):
         weight.fill_(step)
@@ -178,7 +178,7 @@ def test_what_changes_after_the_save_is_not_in_it(saves: Saves, tmp_path: Path) 
         assert torch.equal(read(tmp_path / f"x-{step}")["w"], torch.full((2_000_000,), float(step)))
 
 
-def test_a_checkpoint_is_removed_only_once_the_next_one_is_committed(saves: Saves, tmp_path: Path) -> None:
+def test_a_checkpoint_is_removed_only_once_the_next_one_is_committed(saves: LightningSaves, tmp_path: Path) -> None:
     """A removal that comes right after a save that is still being written, as ModelCheckpoint's do."""
     state = {"w": torch.zeros(5_000_000)}
     seen = []
@@ -186,13 +186,13 @@ def test_a_checkpoint_is_removed_only_once_the_next_one_is_committed(saves: Save
         save(saves, tmp_path / f"x-{step}", state)
         assert (tmp_path / f"x-{step}").is_dir(), "its name is taken at once"
         saves.remove(tmp_path / f"x-{step - 1}")
-        seen.append(any((tmp_path / f"x-{at}" / "manifest.json").exists() for at in range(step + 1)) or step == 1)
+        seen.append(any((tmp_path / f"x-{index}" / "manifest.json").exists() for index in range(step + 1)) or step == 1)
     saves.wait()
     assert all(seen)
     assert os.listdir(tmp_path) == ["x-4"]
 
 
-def test_after_a_lost_save_nothing_is_removed_until_one_is_committed(saves: Saves, tmp_path: Path) -> None:
+def test_after_a_lost_save_nothing_is_removed_until_one_is_committed(saves: LightningSaves, tmp_path: Path) -> None:
     save(saves, tmp_path / "x-1", {"w": torch.zeros(3)})
     saves.wait()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -219,8 +219,9 @@ def test_a_killed_save_leaves_no_name_taken_for_the_next_process(tmp_path: Path)
         from pathlib import Path
         from flowstone import EngineOptions
         from flowstone.adapters.dcp.target import target_of
-        from flowstone.adapters.folder import Folder
-        claim = Folder(Path(sys.argv[1]), EngineOptions()).begin(target_of(sys.argv[1] + "/x-7", None), keep_name=True)
+        from flowstone.adapters.folder import CheckpointFolder
+        folder = CheckpointFolder(Path(sys.argv[1]), EngineOptions())
+        claim = folder.begin(target_of(sys.argv[1] + "/x-7", None), keep_name=True)
         print("begun", flush=True)
         sys.stdin.read()
         os.kill(os.getpid(), signal.SIGKILL)
@@ -232,11 +233,11 @@ def test_a_killed_save_leaves_no_name_taken_for_the_next_process(tmp_path: Path)
     assert writer.stdout.readline() == "begun\n"
     held = sorted(os.listdir(tmp_path))
     assert len(held) == 3, held  # the name, the draft, the claim
-    with pytest.raises(fs.NoCheckpointError, match="never ended"):
+    with pytest.raises(fs.NoCheckpointError, match="not finished"):
         read(tmp_path / "x-7")
-    with pytest.raises(fs.LockedError, match="still being saved to"):
+    with pytest.raises(fs.LockedError, match="is still running"):
         await_writer(tmp_path / "x-7", deadline_s=0.05)
-    other = Saves(fs.EngineOptions())
+    other = LightningSaves(fs.EngineOptions())
     save(other, tmp_path / "x-8", {"w": torch.zeros(3)})
     other.close()
     assert set(held) < set(os.listdir(tmp_path)), "a living process keeps what is its own"
@@ -245,13 +246,13 @@ def test_a_killed_save_leaves_no_name_taken_for_the_next_process(tmp_path: Path)
     writer.communicate("")
     assert writer.returncode == -signal.SIGKILL
     await_writer(tmp_path / "x-7", deadline_s=60)
-    again = Saves(fs.EngineOptions())
+    again = LightningSaves(fs.EngineOptions())
     save(again, tmp_path / "x-9", {"w": torch.zeros(3)})
     again.close()
     assert sorted(os.listdir(tmp_path)) == ["x-8", "x-9"]
 
 
-def test_a_removal_opens_its_folder_at_once(saves: Saves, tmp_path: Path) -> None:
+def test_a_removal_opens_its_folder_at_once(saves: LightningSaves, tmp_path: Path) -> None:
     """Not on the thread that commits: the caller's next save opens the same folder meanwhile, and both would sweep."""
     save(saves, tmp_path / "x-1", {"w": torch.zeros(20_000_000)})
     (tmp_path / "other").mkdir()
@@ -263,7 +264,7 @@ def test_a_removal_opens_its_folder_at_once(saves: Saves, tmp_path: Path) -> Non
 
 
 def test_a_save_at_once_after_a_lost_one_leaves_nothing(
-    saves: Saves, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    saves: LightningSaves, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate, wait = threading.Event(), saves.wait
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -287,12 +288,12 @@ def test_a_lost_save_ends_a_process_of_multiprocessing_with_status_1(tmp_path: P
         from pathlib import Path
         from flowstone import EngineOptions
         from flowstone.adapters.dcp.target import target_of
-        from flowstone.adapters.lightning.saves import Saves
+        from flowstone.adapters.lightning.saves import LightningSaves
         from flowstone.adapters.lightning.values import validated
         def work():
             global saves
             resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
-            saves = Saves(EngineOptions())
+            saves = LightningSaves(EngineOptions())
             state = validated({"w": torch.zeros(10_000)})
             saves.save(target_of(sys.argv[1] + "/x-1", None), state, keep_name=True, in_background=True)
         process = multiprocessing.get_context("fork").Process(target=work)
@@ -307,7 +308,7 @@ def test_a_lost_save_ends_a_process_of_multiprocessing_with_status_1(tmp_path: P
 
 
 def test_a_link_to_a_save_that_never_ended_leads_to_the_newest_beside_it(
-    saves: Saves, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    saves: LightningSaves, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As ModelCheckpoint(save_last="link") leaves one where the process is killed before the commit."""
     for step in (1, 2):
@@ -322,8 +323,8 @@ def test_a_link_to_a_save_that_never_ended_leads_to_the_newest_beside_it(
         (tmp_path / "last").unlink()
         (tmp_path / "last").symlink_to(target)
         assert read(tmp_path / "last") == {"step": 2}
-    assert "x-2 is read" in caplog.text
-    with pytest.raises(fs.NoCheckpointError, match="never ended") as caught:
+    assert "x-2 is read, the newest checkpoint beside it" in caplog.text
+    with pytest.raises(fs.NoCheckpointError, match="not finished") as caught:
         read(tmp_path / "x-3")
     assert "x-2, x-1" in str(caught.value)
 

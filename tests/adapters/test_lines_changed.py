@@ -1,4 +1,4 @@
-"""Of what a training script already has, at most three lines change for Flowstone, in every framework."""
+"""In every framework, Flowstone changes at most three lines of an existing training script."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ PAGES = {page for page, _ in LINES}
 
 def names_of_adapters() -> set[str]:
     """What adapters have for scripts."""
-    found: set[str] = set()
+    names: set[str] = set()
     for path in (ROOT / "src/flowstone/adapters").glob("*/__init__.py"):
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-                found |= set(ast.literal_eval(node.value))
-    return found
+                names |= set(ast.literal_eval(node.value))
+    return names
 
 
 def sample(page: str, name: str) -> str:
     text = (ROOT / "docs" / page).read_text()
-    found = re.search(rf"^```python{' ' if name else ''}{name}\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
-    assert found, f"{page} has no sample {name!r}"
-    return found[1]
+    match = re.search(rf"^```python{' ' if name else ''}{name}\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+    assert match, f"{page} has no sample {name!r}"
+    return match[1]
 
 
 def statements(node: ast.AST) -> Iterator[tuple[ast.stmt, list[ast.AST]]]:
@@ -58,10 +58,10 @@ def statements(node: ast.AST) -> Iterator[tuple[ast.stmt, list[ast.AST]]]:
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.stmt):
             own: list[ast.AST] = []
-            left = [one for one in ast.iter_child_nodes(child) if not isinstance(one, ast.stmt)]
+            left = [child for child in ast.iter_child_nodes(child) if not isinstance(child, ast.stmt)]
             while left:
                 own.append(left.pop())
-                left += [one for one in ast.iter_child_nodes(own[-1]) if not isinstance(one, ast.stmt)]
+                left += [child for child in ast.iter_child_nodes(own[-1]) if not isinstance(child, ast.stmt)]
             yield child, own
             yield from statements(child)
 
@@ -89,20 +89,20 @@ def changed(text: str) -> list[int]:
             if ast.unparse(statement).split()[1].startswith("flowstone"):
                 names |= {alias.asname or alias.name for alias in statement.names}
             continue
-        used = {one.id for one in within if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Load)}
+        used = {node.id for node in within if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
         if not used & names and not any(map(is_told_otherwise, within)):
             continue
         lines.append(statement.lineno)
         if isinstance(statement, ast.With) or is_of_a_class(statement, names):
-            names |= {one.id for one in within if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)}
+            names |= {node.id for node in within if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     return lines
 
 
 @pytest.mark.parametrize(("page", "name"), LINES)
 def test_at_most_three_lines_change(page: str, name: str) -> None:
-    found = changed(sample(page, name))
-    assert len(found) == LINES[page, name], f"lines {found}"
-    assert len(found) <= LINES_MAX
+    actual = changed(sample(page, name))
+    assert len(actual) == LINES[page, name], f"lines {actual}"
+    assert len(actual) <= LINES_MAX
 
 
 def test_no_sample_that_trains_is_left_out() -> None:

@@ -1,4 +1,4 @@
-"""Steps in the names that others give their checkpoints."""
+"""Steps in the names of other tools' checkpoints."""
 
 from __future__ import annotations
 

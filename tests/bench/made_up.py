@@ -1,4 +1,4 @@
-"""Runs made up for the arithmetic, and tasks for real workers."""
+"""Synthetic runs for tests of the arithmetic, and tasks for real workers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def replicas() -> Run:
         for how, load_s in seconds.items():
             device_bytes = GB if how == SHARED else 2 * GB
             ranks = [load(load_s, how=replica_load(condition, how), device_bytes=device_bytes)] * 2
-            loaded.append(Measured(REPLICAS, 1, joined([Outcome(GB, loads=(one,)) for one in ranks])))
+            loaded.append(Measured(REPLICAS, 1, joined([Outcome(GB, loads=(rank,)) for rank in ranks])))
     return run(loaded, rounds=1)
 
 
@@ -40,9 +40,9 @@ def device(direction: str, seconds: float, jobs: int = 1) -> FioSample:
 
 def devices(writes: tuple[float, ...], jobs: int = 1) -> Device:
     """Reads take as long as writes; several jobs at once as long as one."""
-    one = [tuple(device(way, seconds) for seconds in writes) for way in ("write", "read")]
+    entry = [tuple(device(way, seconds) for seconds in writes) for way in ("write", "read")]
     many = [tuple(device(way, seconds, jobs) for seconds in writes) for way in ("write", "read")] if jobs > 1 else []
-    return Device((), *one, *one, *many)
+    return Device((), *entry, *entry, *many)
 
 
 def run(measured: list[Measured], rounds: int = 2, devices: Device | None = None) -> Run:
@@ -52,12 +52,12 @@ def run(measured: list[Measured], rounds: int = 2, devices: Device | None = None
 def two_rounds() -> Run:
     """The device is twice as slow in the second, and so are all savers."""
     measured = []
-    for at, slow in ((1, 1.0), (2, 2.0)):
+    for position, slow in ((1, 1.0), (2, 2.0)):
         ours = (save(1, 2.0 * slow), save(2, 1.25 * slow), save(3, 1.25 * slow))
         measured += [
-            Measured("flowstone", at, Outcome(2 * GB, saves=ours)),
-            Measured("flowstone", at, Outcome(2 * GB, loads=(load(1.0 * slow),))),
-            Measured("torch", at, Outcome(2 * GB, saves=(save(1, 8.0 * slow, 8.0 * slow), save(2, 5.0 * slow)))),
+            Measured("flowstone", position, Outcome(2 * GB, saves=ours)),
+            Measured("flowstone", position, Outcome(2 * GB, loads=(load(1.0 * slow),))),
+            Measured("torch", position, Outcome(2 * GB, saves=(save(1, 8.0 * slow, 8.0 * slow), save(2, 5.0 * slow)))),
         ]
     measured.append(Measured("dcp-1", 1, None, "save: OSError: no space"))
     measured.append(Measured("dcp-2", 1, Outcome(2 * GB, saves=(save(1, 4.0), save(2, 4.0)))))
@@ -65,10 +65,10 @@ def two_rounds() -> Run:
 
 
 def task(
-    entry: Entry, what: str, how: str, directory: Path, state_bytes: int = 1_500_000, rank: int = 0
+    entry: Entry, verb: str, how: str, directory: Path, state_bytes: int = 1_500_000, rank: int = 0
 ) -> Task:
     return Task(
-        rival=entry.name, what=what, how=how, times=2, number=2, shape=entry.shape, state_bytes=state_bytes,
-        phase=entry.phases[what == "load"], directory=str(directory), settle_s=0.0,
+        rival=entry.name, what=verb, how=how, times=2, number=2, shape=entry.shape, state_bytes=state_bytes,
+        phase=entry.phases[verb == "load"], directory=str(directory), settle_s=0.0,
         rank=rank, ranks=entry.ranks, gated=entry.ranks > 1, replicas=entry.replicas, cached=how.startswith(CACHED),
     )

@@ -1,4 +1,4 @@
-"""Trainings and drills made up for the arithmetic."""
+"""Synthetic trainings and drills for tests of the arithmetic."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def block(
     """Steps of these seconds, those behind saves among them; an optimizer takes 50 ms more behind a save."""
     due = {save.number: save.save_s for save in saves}
     steps = tuple(
-        StepSample(at, s, 0.15 if at - 1 in due else 0.1, due.get(at)) for at, s in enumerate(seconds, 1)
+        StepSample(index, s, 0.15 if index - 1 in due else 0.1, due.get(index)) for index, s in enumerate(seconds, 1)
     )
     return Block(every, steps, saves, drain_s, cpu_s, peak_bytes=3 * GB + every * GB, shared_bytes=every * GB)
 
@@ -52,13 +52,13 @@ def run(trained: list[Trained], drilled: list[Drilled] | None = None) -> Run:
 def two_rounds() -> Run:
     """Saves every 5 cost ours 1 % in the first round and 3 % in the second, with 10 s of drain for torch.save."""
     trained = []
-    for at, slow in ((1, 1.01), (2, 1.03)):
+    for index, slow in ((1, 1.01), (2, 1.03)):
         none, ours = (2.0,) * 10, (2.0 * slow,) * 10
-        first, later = saved(1, 0.5), saved(6, 0.004 * at, fence_s=0.006 * at)
+        first, later = saved(1, 0.5), saved(6, 0.004 * index, fence_s=0.006 * index)
         theirs = saved(1, 6.0), saved(6, 5.0)
         trained += [
-            Trained(OURS, at, training(block(0, none), block(5, ours, (first, later), cpu_s=14.0))),
-            Trained("torch", at, training(block(5, none, theirs, drain_s=10.0), block(0, none))),  # the other order
+            Trained(OURS, index, training(block(0, none), block(5, ours, (first, later), cpu_s=14.0))),
+            Trained("torch", index, training(block(5, none, theirs, drain_s=10.0), block(0, none))),  # the other order
         ]
     return run(trained)
 
@@ -66,15 +66,15 @@ def two_rounds() -> Run:
 def drilled(name: str, peaks: list[int], save_s: float = 0.005, failures: tuple[str, ...] = ()) -> Drilled:
     """Saves whose peaks are these; the first takes ten times as long as the others."""
     samples = tuple(
-        DrillSample(at, save_s * (10 if at == 1 else 1), 0.0, 1.0, 0.5, peak, 0, 0, PAYLOAD)
-        for at, peak in enumerate(peaks, 1)
+        DrillSample(index, save_s * (10 if index == 1 else 1), 0.0, 1.0, 0.5, peak, 0, 0, PAYLOAD)
+        for index, peak in enumerate(peaks, 1)
     )
     return Drilled(name, 1, DrillOutcome(PAYLOAD, 0, samples, failures))
 
 
 def flat(growing_bytes: int, failures: tuple[str, ...] = ()) -> Drilled:
     """200 saves: memory is made by the first twenty, then grows by so many bytes from save to save."""
-    peaks = [min(at, 20) * GB // 20 + max(0, at - 20) * growing_bytes for at in range(1, 201)]
+    peaks = [min(index, 20) * GB // 20 + max(0, index - 20) * growing_bytes for index in range(1, 201)]
     return drilled(FLAT, peaks, failures=failures)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -10,10 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import made_up
+import numpy as np
 import pytest
 import torch
 from made_up import GB, two_rounds
-from warm_start import warm_start
 
 from bench import figures, fio, meter, plots, table
 from bench.records import FioSample, Outcome, joined
@@ -21,6 +22,7 @@ from bench.report import MarkerError, draw, markers, update
 from bench.rivals import ENTRIES
 from bench.run import NAME, main, report
 from bench.state import build, choose_layout, choose_llama, flatten, is_exact, spoil
+from warm_start import warm_start
 
 ROOT = Path(__file__).resolve().parents[2]
 BEGIN, END = markers(NAME)
@@ -56,14 +58,14 @@ def test_ranks_of_a_job_add_up_and_the_slowest_counts() -> None:
 
 def test_tables_hold_medians_spreads_ratios_rounds_and_failures() -> None:
     run = two_rounds()
-    found = {t.title.split(" (")[0]: {row[0]: row for row in t.rows} for t in table.tables(run)}
-    assert found["Save"]["Flowstone, first"][2:5] == ("3.00 (2.00-4.00)", "0.75 (0.50-1.00)", "0.50")
-    assert "DCP, 2 threads [1 of 2 rounds], later" in found["Save"]
-    assert found["What failed"]["DCP, 1 thread"] == ("DCP, 1 thread", "1", "save: OSError: no space")
-    against = found["Flowstone against its rivals"]
+    actual = {t.title.split(" (")[0]: {row[0]: row for row in t.rows} for t in table.tables(run)}
+    assert actual["Save"]["Flowstone, first"][2:5] == ("3.00 (2.00-4.00)", "0.75 (0.50-1.00)", "0.50")
+    assert "DCP, 2 threads [1 of 2 rounds], later" in actual["Save"]
+    assert actual["What failed"]["DCP, 1 thread"] == ("DCP, 1 thread", "1", "save: OSError: no space")
+    against = actual["Flowstone against its rivals"]
     assert against["torch.save"][:4] == ("torch.save", "4.0x", "4.0x", "24.0 (16.0-32.0)x")
     assert "DCP, 1 thread" not in against
-    loaded = found["Cold load into existing tensors"]["Flowstone, Checkpointer.load"]
+    loaded = actual["Cold load into existing tensors"]["Flowstone, Checkpointer.load"]
     assert loaded[3] == "1.00"
     assert loaded[-2:] == ("cold", "yes")
 
@@ -77,18 +79,18 @@ def test_rows_of_several_ranks_are_compared_with_as_many_jobs() -> None:
 
 
 def test_sharing_among_replicas_is_told_condition_by_condition() -> None:
-    found = {t.title.split(" of ")[0]: {row[0]: row[1:] for row in t.rows} for t in table.tables(made_up.replicas())}
-    rows = found["Four replicas"]
+    actual = {t.title.split(" of ")[0]: {row[0]: row[1:] for row in t.rows} for t in table.tables(made_up.replicas())}
+    rows = actual["Four replicas"]
     assert rows["cold"] == ("2.00x", "1.00", "2.00", "0.10", "0.10", "0", "0")
     assert [row[0] for row in rows.values()] == ["2.00x", "0.50x", "0.50x"]
-    loads = found["Flowstone in other settings: load"]
+    loads = actual["Flowstone in other settings: load"]
     assert [row[-2] for row in loads.values()] == ["cold"] * 4 + ["cached"] * 2
 
 
 def test_a_load_that_was_to_be_cold_and_was_not_stands_out() -> None:
     warm = replace(made_up.load(1.0), cold=False)
-    found = table.tables(made_up.run([made_up.Measured("flowstone", 1, Outcome(GB, loads=(warm,)))], rounds=1))
-    assert found[0].rows[0][-2] == "NOT COLD"
+    actual = table.tables(made_up.run([made_up.Measured("flowstone", 1, Outcome(GB, loads=(warm,)))], rounds=1))
+    assert actual[0].rows[0][-2] == "NOT COLD"
 
 
 def test_the_document_keeps_all_but_its_section(tmp_path: Path) -> None:
@@ -126,23 +128,26 @@ def test_plots_draw_every_row_to_scale(tmp_path: Path) -> None:
     run = two_rounds()
     draw(plots.charts(run), tmp_path)
     assert {path.stem for path in tmp_path.iterdir()} == {chart.name for chart in plots.charts(run)}
+    text = (tmp_path / "durable-save.svg").read_text()
     tag = "{http://www.w3.org/2000/svg}"
-    drawn = ElementTree.parse(tmp_path / "durable-save.svg").getroot()  # which also says that it is well-formed
-    ours, *others = [float(rect.attrib["width"]) for rect in drawn.iter(f"{tag}rect")]
+    drawn = ElementTree.fromstring(text)  # which also says that it is well-formed
+    patches = [group for group in drawn.iter(f"{tag}g") if re.fullmatch(r"patch_[3-5]", group.get("id", ""))]
+    widths = [np.ptp([float(x) for x in re.findall(r"[ML] (\S+)", next(group.iter(f"{tag}path")).attrib["d"])])
+              for group in patches]
     rates = figures.values({1: [1.2, 0.3, 0.5]}, float)  # medians: Flowstone, torch.save, DCP with 2 threads
-    assert len(others) == 2
-    assert others == pytest.approx([ours * rates[1] / rates[0], ours * rates[2] / rates[0]], abs=0.1)
-    assert "prefers-color-scheme: dark" in (tmp_path / "durable-save.svg").read_text()
+    assert np.divide(widths, widths[0]) == pytest.approx(np.divide(rates, rates[0]), abs=0.001)
+    assert "prefers-color-scheme: dark" in text
+    assert text == next(chart for chart in plots.charts(run) if chart.name == "durable-save").svg()
 
 
 def test_fio_settings_are_those_with_the_best_median() -> None:
     slow, fast = fio.Setting(fio.PLAIN, 1 << 20, 8), fio.Setting(fio.REGISTERED, 8 << 20, 32)
     seconds = {slow: (0.5, 3.0, 3.0), fast: (1.0, 1.0, 9.0)}
-    found = [
-        FioSample("read", at.memory, at.request_bytes, at.depth, GB, s, 0.0) for at in seconds for s in seconds[at]
+    actual = [
+        FioSample("read", job.memory, job.request_bytes, job.depth, GB, s, 0.0) for job in seconds for s in seconds[job]
     ]
-    assert fio.best(found, "read") == fast
-    assert fio.best(found, "read", (fio.PLAIN,)) == slow
+    assert fio.best(actual, "read") == fast
+    assert fio.best(actual, "read", (fio.PLAIN,)) == slow
 
 
 def test_fio_jobs_at_once_share_the_bytes(tmp_path: Path) -> None:
@@ -158,8 +163,8 @@ def test_fio_jobs_at_once_share_the_bytes(tmp_path: Path) -> None:
 
 
 def test_llama_is_near_the_size_and_the_same_everywhere() -> None:
-    for wanted in (5e6, 2.1e9, 98e9):
-        assert choose_llama(int(wanted)).state_bytes == pytest.approx(wanted, rel=0.15)
+    for expected in (5e6, 2.1e9, 98e9):
+        assert choose_llama(int(expected)).state_bytes == pytest.approx(expected, rel=0.15)
     flat = flatten(build(choose_llama(3_000_000)))
     assert flat["model.model.layers.0.mlp.down_proj.weight"].dtype == torch.bfloat16
     assert flat["optimizer.state.lm_head.weight.exp_avg_sq"].dtype == torch.float32
@@ -224,23 +229,23 @@ def test_the_meter_sees_what_a_living_child_uses() -> None:
 
 @pytest.mark.usefixtures("conductor")
 def test_a_run_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    told, tables, update = tmp_path / "raw.json", tmp_path / "tables.md", tmp_path / "doc.md"
+    path, tables, update = tmp_path / "raw.json", tmp_path / "tables.md", tmp_path / "doc.md"
     update.write_text(f"{BEGIN}\n{END}\n")
     measure = [
-        "--json", str(told), "--update", str(update), "--bytes", "2e6", "--rounds", "1", "--settle-s", "0", "--passes",
+        "--json", str(path), "--update", str(update), "--bytes", "2e6", "--rounds", "1", "--settle-s", "0", "--passes",
         "1", "--directory", str(tmp_path), "--plots", str(tmp_path / "figures"), "--only", "flowstone", "torch",
         "flowstone-ranks",
     ]
     with warm_start("bench.worker"):
         assert main(measure) == 0
     assert "Flowstone against its rivals" in capsys.readouterr().out
-    raw = json.loads(told.read_text())
+    raw = json.loads(path.read_text())
     assert [m["error"] for m in raw["measured"]] == [None] * 7
     assert all(sample["exact"] for m in raw["measured"] for sample in m["outcome"]["loads"])
     assert {e.name: e.saves for e in ENTRIES}["flowstone"] == len(raw["measured"][0]["outcome"]["saves"])
     assert [len(m["outcome"]["parts"]) for m in raw["measured"] if m["rival"] == "flowstone-ranks"] == [4, 4]
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["figures"]
     assert main([*measure, "--resume"]) == 0  # all its rounds are there
-    assert json.loads(told.read_text()) == raw
-    assert main(["--from", str(told), "--markdown", str(tables)]) == 0
+    assert json.loads(path.read_text()) == raw
+    assert main(["--from", str(path), "--markdown", str(tables)]) == 0
     assert "one job of four ranks" in tables.read_text()

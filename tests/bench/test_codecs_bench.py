@@ -1,4 +1,4 @@
-"""bench.codecs: its states are what it says, and a process of it measures a save and a load."""
+"""bench.codecs: its states are as documented, and its process measures a save and a load."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_changed_state_differs_in_each_chunk_and_is_still_of_mixed_precision()
         kind = torch.int16 if tensor.dtype == torch.bfloat16 else torch.int32
         same = (tensor.view(kind) == before[name].view(kind)).numpy()
         width = tensor.element_size()
-        assert not any(same[at : at + CHUNK // width].all() for at in range(0, len(same), CHUNK // width)), name
+        assert not any(same[i : i + CHUNK // width].all() for i in range(0, len(same), CHUNK // width)), name
     assert torch.equal(state["0.weight"], state["0.master"].bfloat16())
 
 
@@ -56,8 +56,8 @@ def test_the_codec_of_rates_gives_back_what_it_encodes() -> None:
 
 
 def test_ways_that_take_turns_are_all_measured(tmp_path: Path) -> None:
-    found, others = turns(tmp_path, ["off:1", "derived:0"], total=4_000_000, saves=2, training=False)
-    written = {way: [row[3] / 4_000_000 for row in rows] for way, rows in found.items()}
+    actual, others = turns(tmp_path, ["off:1", "derived:0"], total=4_000_000, saves=2, training=False)
+    written = {way: [row[3] / 4_000_000 for row in rows] for way, rows in actual.items()}
     assert all(share > 0.99 for share in written["off:1"]), "raw writes the working weights as well, each time"
     assert all(share < 0.9 for share in written["derived:0"])
     assert others > -1
@@ -84,9 +84,9 @@ def test_fio_takes_its_turn_with_the_settings_that_were_the_fastest(
         return replace(write(directory, total, setting), seconds=1.0 if setting == best else 2.0)
 
     monkeypatch.setattr(fio, "write", noted)
-    found, _ = turns(tmp_path, ["off:1", "fio"], total=4 * MIB, saves=3, training=False)
-    assert [row[0] for row in found["fio"]] == [1.0] * 3, "seconds for as many bytes as the state has"
-    assert [row[3] for row in found["fio"]] == [4 * MIB] * 3
+    result, _ = turns(tmp_path, ["off:1", "fio"], total=4 * MIB, saves=3, training=False)
+    assert [row[0] for row in result["fio"]] == [1.0] * 3, "seconds for as many bytes as the state has"
+    assert [row[3] for row in result["fio"]] == [4 * MIB] * 3
     assert asked == [*fio.CANDIDATES * fio.PASSES, *[best] * 3]
     assert not list(tmp_path.iterdir())
 
@@ -110,5 +110,5 @@ def test_states_without_a_distance_are_a_step_after_each_other(monkeypatch: pyte
     monkeypatch.setattr(codec_states, "SIZES", SIZES)
     ((_, states, runs),) = successions(Namespace(steps=2, saves=3, distances=[], lr=None))
     assert (len(states), runs) == (3, 1)
-    for one, other in itertools.pairwise(states):
-        assert any(not torch.equal(one[name], other[name]) for name in one)
+    for first, other in itertools.pairwise(states):
+        assert any(not torch.equal(first[name], other[name]) for name in first)

@@ -1,4 +1,4 @@
-"""The session for a machine with a GPU, whole, on the simulated device; and the table that it ends with."""
+"""The session for a machine with a GPU, complete, on the simulated device; and its final table."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import time
 from pathlib import Path
 
 import pytest
-from warm_start import warm_start
 
 from bench.gpu import __main__ as session
 from bench.gpu import bounded, correctness, faults, options, table
 from bench.gpu.options import Options, Row
+from warm_start import warm_start
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
-def row(what: str, value: object, **more: object) -> Row:
-    return {"what": what, "value": value, "unit": "", **more}
+def row(kind: str, value: object, **more: object) -> Row:
+    return {"what": kind, "value": value, "unit": "", **more}
 
 
 GOOD: table.Stages = {
@@ -56,14 +56,14 @@ def test_a_session_in_which_all_is_well_passes_every_line() -> None:
     ("performance", row("saves, false alarms", 1, of=20), "false alarms: none"),
     ("performance", row("saves, false alarms, with digests", 1, of=10), "false alarms: none"),
     ("performance", row("save, p95", 10.5), "save, p95, under 10 ms"),
-    ("performance", row("capture, warm", 48.0), "warm capture, of the pinned rate, 0.9 and more"),
-    ("performance", row("durable, later", 2.6), "durable, of the disk's rate, 0.9 and more"),
-    ("performance", row("load, cold", 5.3), "cold load, of the lower of disk and H2D, 0.9 and more"),
+    ("performance", row("capture, warm", 48.0), "warm capture, relative to the pinned rate, 0.9 and more"),
+    ("performance", row("durable, later", 2.6), "durable, relative to the disk's rate, 0.9 and more"),
+    ("performance", row("load, cold", 5.3), "cold load, relative to the lower of disk and H2D, 0.9 and more"),
     ("performance", row("step time lost outside of the fence", 1.2), "step time lost outside of the fence, under 1 %"),
-    ("rivals", row("flowstone: perceived", 900.0), "perceived throughput, of torch.save's, 48 and more"),
+    ("rivals", row("flowstone: perceived", 900.0), "perceived throughput, relative to torch.save's, 48 and more"),
 ], ids=lambda value: value if isinstance(value, str) else "")
 def test_each_line_fails_for_its_own_reason(stage: str, changed: Row, failing: str) -> None:
-    rows = [changed if one["what"] == changed["what"] else one for one in GOOD[stage]]
+    rows = [changed if row["what"] == changed["what"] else row for row in GOOD[stage]]
     assert judged({**GOOD, stage: rows}) == [failing]
 
 
@@ -145,10 +145,10 @@ def test_cases_of_faults_together_end_in_time(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(faults, "_command", lambda *_: [sys.executable, "-c", "import time; time.sleep(600)"])
     begin = time.monotonic()
     with (tmp_path / "log").open("w") as log:
-        found = list(faults.judged(Options(True, tmp_path), log, 2.0))
+        actual = list(faults.judged(Options(True, tmp_path), log, 2.0))
     assert time.monotonic() - begin < 30
-    assert [row["passed"] for row in found if "passed" in row] == [False] * len(faults.CASES)
-    assert found[1]["value"] == "not run: the cases before took all the time"
+    assert [row["passed"] for row in actual if "passed" in row] == [False] * len(faults.CASES)
+    assert actual[1]["value"] == "not run: the cases before took all the time"
 
 
 def test_a_configuration_that_stands_still_leaves_the_others_their_time(
@@ -200,6 +200,7 @@ def test_on_a_gpu_each_configuration_runs_the_tests_of_cuda_and_the_first_one_th
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[list[str]] = []
+
     def noted(command: list[str], *_: object, **__: object) -> bounded.Done:
         asked.append(command)
         return bounded.Done(0, "", "")
@@ -208,7 +209,7 @@ def test_on_a_gpu_each_configuration_runs_the_tests_of_cuda_and_the_first_one_th
     monkeypatch.setattr(correctness, "parse", lambda: Options(False, tmp_path))
     correctness.main()
     ran = [{word for word in command if word.startswith("tests/")} for command in asked]
-    everywhere = {"tests/state/test_cuda.py", "tests/test_cuda_capture.py", "tests/test_cuda_derived.py"}
+    everywhere = {"tests/state/test_cuda.py", "tests/stage/test_cuda_capture.py", "tests/stage/test_cuda_derived.py"}
     assert ran == [everywhere | {"tests/ranks/test_cuda_replicas.py"}] + [everywhere] * 3
 
 
@@ -229,7 +230,7 @@ def test_the_script_runs_the_flowstone_that_is_there(tmp_path: Path) -> None:
     done = script("run", str(tmp_path / "out"), "--simulate", "--only", "facts", "--scratch", str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert "GPU" in done.stdout
-    assert {at.name for at in (tmp_path / "out").iterdir()} == {"session.json", "table.txt", "log.txt"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"session.json", "table.txt", "log.txt"}
 
 
 @pytest.mark.usefixtures("conductor")
@@ -267,12 +268,12 @@ def test_states_are_as_large_as_disk_and_memory_have_room_for_and_are_written_in
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"), [((), "pack"), (("run",), "where results are to go"), (("go",), "pack")]
+    ("arguments", "message"), [((), "pack"), (("run",), "where results are to go"), (("go",), "pack")]
 )
-def test_the_script_says_how_it_is_called(arguments: tuple[str, ...], said: str) -> None:
+def test_the_script_says_how_it_is_called(arguments: tuple[str, ...], message: str) -> None:
     done = script(*arguments)
     assert done.returncode == 2
-    assert said in done.stderr
+    assert message in done.stderr
 
 
 @pytest.mark.usefixtures("conductor")
@@ -281,16 +282,16 @@ def test_a_whole_session_on_the_simulated_device(tmp_path: Path, capsys: pytest.
         status = session.main(["--simulate", "--out", str(tmp_path / "out"), "--scratch", str(tmp_path)])
     shown = capsys.readouterr().out
     assert status == 0, shown
-    found = json.loads((tmp_path / "out" / "session.json").read_text())
-    assert list(found["stages"]) == list(session.STAGES)
-    measured = {line.asked: line.measured for line in table.lines(found["stages"])}
+    record = json.loads((tmp_path / "out" / "session.json").read_text())
+    assert list(record["stages"]) == list(session.STAGES)
+    measured = {line.asked: line.measured for line in table.lines(record["stages"])}
     assert None not in measured.values(), measured
-    assert {one["passed"] for one in found["stages"]["faults"] if "passed" in one} == {True}
-    kinds = {row["what"]: row["value"] for row in found["stages"]["kinds"]}
+    assert {fault["passed"] for fault in record["stages"]["faults"] if "passed" in fault} == {True}
+    kinds = {row["what"]: row["value"] for row in record["stages"]["kinds"]}
     assert {kinds[f"replicas that differ in one byte are told, rank {rank}"] for rank in (0, 1)} == {True}
     assert kinds["what follows is not copied"] is True
     assert kinds["strided, digests: the same bits"] is True
-    (tests,) = found["stages"]["correctness"]
+    (tests,) = record["stages"]["correctness"]
     assert tests["passed"] > 0
-    assert [at.name for at in tmp_path.iterdir()] == ["out"], "nothing of it is left on the disk that was measured"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"], "nothing of it is left on the disk that was measured"
     assert (tmp_path / "out" / "table.txt").read_text() in shown

@@ -18,7 +18,7 @@ def test_the_interval_holds_the_true_median_about_as_often_as_it_says() -> None:
 
 
 def test_the_interval_gets_smaller_with_more_values_and_holds_their_median() -> None:
-    values = [float(one) for one in range(101)]
+    values = [float(index) for index in range(101)]
     assert interval_of(values) == (50.0, 40.0, 60.0)
     assert interval_of(values[:5]) == (2.0, 0.0, 4.0)
     assert interval_of([3.0]) == (3.0, 3.0, 3.0)
@@ -26,7 +26,7 @@ def test_the_interval_gets_smaller_with_more_values_and_holds_their_median() -> 
 
 def test_a_machine_that_gets_slower_for_minutes_is_in_no_ratio() -> None:
     blocks = [Block([1.1 * speed] * 4, [speed] * 8) for speed in (0.2, 0.3, 0.6, 0.2, 0.4, 0.2)]
-    told = summary(blocks)
-    assert told["p50"] == told["p95"] == 1.1
-    assert told["interval"] == [1.1, 1.1]
-    assert told["without_ms"] == 250.0
+    result = summary(blocks)
+    assert result["p50"] == result["p95"] == 1.1
+    assert result["interval"] == [1.1, 1.1]
+    assert result["without_ms"] == 250.0

@@ -1,4 +1,4 @@
-"""bench/pairs.py: two trees in pairs; the arithmetic, where the other tree comes from, and one run end to end."""
+"""bench/pairs.py: two trees in pairs; the arithmetic, the checkout of the other tree, and one run end to end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from pathlib import Path
 
 import made_up
 import pytest
-from warm_start import warm_start
 
 from bench import figures, launch, pairs, script
 from bench.checkouts import CheckoutError, Tree, other_tree, resolve, set_up, this_tree
@@ -21,6 +20,7 @@ from bench.pairs import FIGURES, HOW, NAME, OTHER, THIS, Comparison, TurnError
 from bench.records import Measured, Outcome
 from bench.report import markers, section
 from bench.state import build, flatten, is_exact, spoil
+from warm_start import warm_start
 
 GB = made_up.GB
 TREES = (Tree(THIS, "1", "one", Path(sys.executable)), Tree(OTHER, "2", "two", Path(sys.executable)))
@@ -69,9 +69,9 @@ def test_equal_trees_are_equal_whoever_goes_first() -> None:
 
 
 def test_a_round_without_its_other_half_is_left_out() -> None:
-    found = compared((1.0, 2.0), (3.0, 1.0))
-    whole = tuple(one for one in found.run.measured if one.round < 4)
-    rows = {row[0]: row[1:3] for row in pairs.table(replace(found.run, measured=whole)).rows}
+    comparison = compared((1.0, 2.0), (3.0, 1.0))
+    whole = tuple(item for item in comparison.run.measured if item.round < 4)
+    rows = {row[0]: row[1:3] for row in pairs.table(replace(comparison.run, measured=whole)).rows}
     assert rows["cold load, s"] == ("0.500", "1 of 1")
 
 
@@ -87,21 +87,21 @@ def test_who_goes_first_changes_with_each_round() -> None:
         for number in (1, 2) for tree, task in pairs.turns(number, TREES, Path("stores"), GB, 0.0)
     ]
     first = [("save", THIS), ("save", OTHER), ("load", THIS), ("load", OTHER)]
-    assert order == [*first, *(first[at] for at in (1, 0, 3, 2))]
+    assert order == [*first, *(first[index] for index in (1, 0, 3, 2))]
     tasks = [task for _, task in pairs.turns(1, TREES, Path("stores"), GB, 0.0)]
     assert tasks[0].directory == tasks[2].directory != tasks[1].directory == tasks[3].directory
     assert tasks[2].number == tasks[0].times, "the newest is loaded"
 
 
 def test_a_load_from_the_page_cache_is_told() -> None:
-    found = compared((1.0, 2.0))
-    assert "files dropped from the page cache" in pairs.conditions(found.run)
-    last = found.run.measured[-1].outcome
+    comparison = compared((1.0, 2.0))
+    assert "Files were dropped from the page cache" in pairs.conditions(comparison.run)
+    last = comparison.run.measured[-1].outcome
     assert last is not None
-    for cold, said in ((False, "NOT DROPPED FROM"), (None, "perhaps not dropped from")):
+    for cold, message in ((False, "NOT DROPPED FROM"), (None, "perhaps not dropped from")):
         warm = replace(last, loads=(replace(last.loads[0], cold=cold),))
-        measured = (*found.run.measured[:-1], replace(found.run.measured[-1], outcome=warm))
-        assert said in pairs.conditions(replace(found.run, measured=measured))
+        measured = (*comparison.run.measured[:-1], replace(comparison.run.measured[-1], outcome=warm))
+        assert message in pairs.conditions(replace(comparison.run, measured=measured))
 
 
 def test_the_section_of_a_page_names_both_commits_and_no_goals() -> None:
@@ -180,11 +180,11 @@ def commit(repository: Path, name: str, text: str) -> str:
 def test_a_commit_is_checked_out_and_set_up_once(repository: Path) -> None:
     old = resolve(repository, "HEAD")
     commit(repository, "Makefile", "setup:\n\texit 1\n")
-    found = [other_tree(repository, old, OTHER) for _ in range(2)]
+    actual = [other_tree(repository, old, OTHER) for _ in range(2)]
     root = repository / "runs" / "bench" / "pairs" / old
-    assert found[0] == found[1]
-    assert (found[0].python, found[0].commit) == (root / ".venv" / "bin" / "python", old)
-    assert found[0].title.endswith("Another Makefile")
+    assert actual[0] == actual[1]
+    assert (actual[0].python, actual[0].commit) == (root / ".venv" / "bin" / "python", old)
+    assert actual[0].title.endswith("Another Makefile")
     assert (root / "Makefile").read_text() == MAKEFILE
     assert (root / "set-ups.txt").read_text() == "once\n"
 
@@ -269,22 +269,22 @@ def test_a_process_that_fails_names_its_tree(tmp_path: Path) -> None:
 def test_a_small_run_of_this_tree_against_its_own_commit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     commit = resolve(ROOT, "HEAD")
     trees = tuple(Tree(name, commit, f"{commit} as {name}", Path(sys.executable)) for name in (THIS, OTHER))
-    told, page = tmp_path / "raw.json", tmp_path / "page.md"
+    raw, page = tmp_path / "raw.json", tmp_path / "page.md"
     page.write_text("before\n{}\nold\n{}\nafter\n".format(*markers(NAME)))
     small = ["--bytes", "3e6", "--tensors", "30", "--rounds", "2", "--settle-s", "0"]
-    options = pairs.parse([commit, str(tmp_path / "bench"), *small, "--json", str(told)])
+    options = pairs.parse([commit, str(tmp_path / "bench"), *small, "--json", str(raw)])
     with warm_start("bench.pair_worker"), script.workplace(options.directory) as (directory, bar):
-        found = pairs.measure(options, (trees[0], trees[1]), directory, bar)
-    assert script.read(told, Comparison) == found
-    assert [(one.round, one.rival) for one in found.run.measured] == [
+        actual = pairs.measure(options, (trees[0], trees[1]), directory, bar)
+    assert script.read(raw, Comparison) == actual
+    assert [(item.round, item.rival) for item in actual.run.measured] == [
         (1, THIS), (1, OTHER), (1, THIS), (1, OTHER), (2, OTHER), (2, THIS), (2, OTHER), (2, THIS)
     ]
     for figure in FIGURES:
-        ratios = figures.ratios(figure.of(found.run, THIS), figure.of(found.run, OTHER))
+        ratios = figures.ratios(figure.of(actual.run, THIS), figure.of(actual.run, OTHER))
         assert len(ratios) == 1, figure.title
         assert min(ratios) > 0
     assert not list(options.directory.iterdir())
-    assert pairs.main(["--from", str(told), "--update", str(page)]) == 0
+    assert pairs.main(["--from", str(raw), "--update", str(page)]) == 0
     assert f"the other: {commit} as the other; Flowstone " in capsys.readouterr().out.replace("\n", " ")
     assert "\nold\n" not in page.read_text()
     assert f"python -m bench.pairs {commit} DIRECTORY --bytes 0.003e9 --tensors 30 --rounds 2`" in page.read_text()

@@ -10,11 +10,11 @@ import time
 from pathlib import Path
 
 import made_up
+import msgspec
 import pytest
-import tunings
-from warm_start import warm_start
 
 import flowstone as fs
+import tunings
 from bench import environments
 from bench.codec_rivals import KINDS
 from bench.launch import work
@@ -25,6 +25,7 @@ from bench.state import build, choose_layout, flatten, is_exact
 from bench.worker import perform
 from flowstone import _native
 from flowstone.config import SHARED_READ_BYTES_MIN
+from warm_start import warm_start
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENTS = ROOT / "runs" / "bench" / "environments"
@@ -60,16 +61,16 @@ def test_saves_and_loads_exactly_in_its_own_environment(entry: Entry, tmp_path: 
         pytest.skip(f"environment {entry.environment} is not made; `make bench-full` makes it")
     python = environments.Environment(ENVIRONMENTS).python(entry.environment)
     done = [
-        work([made_up.task(entry, what, how, tmp_path)], 1, python=python, io_uring=True)
-        for what, how in (("save", ""), *(("load", how) for how in entry.loads))
+        work([made_up.task(entry, verb, how, tmp_path)], 1, python=python, io_uring=True)
+        for verb, how in (("save", ""), *(("load", how) for how in entry.loads))
     ]
     assert [measured.error for measured in done] == [None] * len(done)
     saved, *loaded = (measured.outcome for measured in done)
     check(saved, loaded)
 
 
-def job(what: str, how: str, directory: Path, entry: Entry = JOB, state_bytes: int = 1_500_000) -> Measured:
-    tasks = [made_up.task(entry, what, how, directory, state_bytes, rank) for rank in range(entry.ranks)]
+def job(verb: str, how: str, directory: Path, entry: Entry = JOB, state_bytes: int = 1_500_000) -> Measured:
+    tasks = [made_up.task(entry, verb, how, directory, state_bytes, rank) for rank in range(entry.ranks)]
     with warm_start("bench.worker"):
         return work(tasks, 1, python=Path(sys.executable), io_uring=True)
 
@@ -148,7 +149,7 @@ def test_the_filter_refuses_io_uring_and_nothing_else() -> None:
 
 def test_what_was_tuned_on_this_machine_is_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    tunings.put_for_mount(tmp_path, write=dataclasses.replace(tunings.WRITE_DEFAULTS, backend="posix"))
+    tunings.put_for_mount(tmp_path, write=msgspec.structs.replace(tunings.WRITE_DEFAULTS, backend="posix"))
     here, there = (made_up.task(FLOWSTONE[0], "save", "", tmp_path / name) for name in ("here", "there"))
     for task in (here, there):
         Path(task.directory).mkdir()
@@ -194,8 +195,8 @@ def test_an_environment_sees_the_packages_below_and_is_kept(tmp_path: Path, monk
     made = environments.Environment(tmp_path / "made")
     python = made.python("none")
     command = [str(python), "-c", "import msgspec, sys; print(sys.prefix)"]
-    found = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == str(tmp_path / "made" / "none")
+    completed = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert completed.stdout.strip() == str(tmp_path / "made" / "none")
     stamp = python.parent.stat().st_ctime_ns
     assert made.python("none").parent.stat().st_ctime_ns == stamp
     (tmp_path / "none.txt").write_text("# other pins\n")
@@ -228,13 +229,13 @@ def test_nothing_outlives_a_conductor_that_is_told_to_stop(tmp_path: Path) -> No
 
 def _workers_in(directory: Path) -> list[int]:
     """Processes that rest before a timer: they have opened what their task names."""
-    found = []
+    workers = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             words = path.read_text().split("\0")
             task = next((Path(word) for word in words if word.endswith("task.json")), None)
             if task is not None and str(directory) in task.read_text():
-                found.append(int(path.parent.name))
+                workers.append(int(path.parent.name))
         except OSError:
             continue  # it has ended
-    return found
+    return workers

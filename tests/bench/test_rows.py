@@ -1,4 +1,4 @@
-"""Benchmarks that run for long tell each row once it is measured: a run that is killed has told those before."""
+"""Long benchmarks print each row once it is measured, so the rows survive if the run is killed."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_parts_of_a_journal_are_told_block_by_block(tmp_path: Path) -> None:
     ways = ["whole", "hooks and save only"]
-    told = turns(Training(SMALL, seed=1), tmp_path, ways, rounds=2, steps=1)
-    rows = [(name, one.summary()["pairs"]) for name, one in (next(told), next(told))]
+    reported = turns(Training(SMALL, seed=1), tmp_path, ways, rounds=2, steps=1)
+    rows = [(name, item.summary()["pairs"]) for name, item in (next(reported), next(reported))]
     assert rows == [("hooks and save only", 1), ("whole", 1)]
-    assert [name for name, _ in told] == ways, "the second round"
+    assert [name for name, _ in reported] == ways, "the second round"
 
 
 @pytest.mark.parametrize("way", sorted(PARTS.keys() - {"another processor"} if os.cpu_count() == 1 else PARTS))
@@ -53,12 +53,12 @@ def test_lowdiffs_setting_is_told_round_by_round(tmp_path: Path) -> None:
 
 def in_session(leader: int) -> list[int]:
     """Processes that are there of what `leader` began."""
-    found = []
+    collected = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             number, _, words = path.read_text().partition(" ")
         except OSError:
             continue  # it has ended meanwhile
         if int(words.rpartition(")")[2].split()[3]) == leader:
-            found.append(int(number))
-    return found
+            collected.append(int(number))
+    return collected

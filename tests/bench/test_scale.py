@@ -1,4 +1,4 @@
-"""Plans of large jobs: what simulated ranks hold is what torch would give them, the bound, and one run end to end."""
+"""Plans of large jobs: simulated ranks hold the pieces that torch would give them; the bound; one run end to end."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ import numpy as np
 import pytest
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Shard
-from warm_start import warm_start
 
+from bench import charts
 from bench.report import section
 from bench.scale import jobs, main, parse, report
-from bench.scaling import curves, tables
+from bench.scaling import tables
 from bench.scaling.bound import least_largest, ownership
 from bench.scaling.records import Case, Outcome, Run, Spent, Task
 from bench.scaling.state import MODELS, PARALLELISMS, Job, Sizes, pieces_of, tensors
 from flowstone.plan.assign_writers import assign_writers
 from flowstone.table.box import Box
 from flowstone.table.pieces import Pieces
+from warm_start import warm_start
 
 ROOT = Path(__file__).resolve().parents[2]
-CASES = [("tiny-moe" if one.experts else "tiny", how, n) for how, one in PARALLELISMS.items() for n in (8, 24, 128)]
+CASES = [("tiny-moe" if form.experts else "tiny", how, n) for how, form in PARALLELISMS.items() for n in (8, 24, 128)]
 
 
 def job(model: str, how: str, ranks: int) -> Job:
@@ -39,15 +40,15 @@ def test_fsdp_cuts_as_torch_does(ranks: int) -> None:
     made = job("tiny", "fsdp", ranks)
     for rank in range(ranks):
         held = {piece.name: piece.box for piece in pieces_of(made.held(rank))}
-        for one in tensors(MODELS["tiny"]):
-            if not one.shape:
-                assert held[one.name] == Box((), ())
+        for tensor in tensors(MODELS["tiny"]):
+            if not tensor.shape:
+                assert held[tensor.name] == Box((), ())
                 continue
-            shape, offset = _compute_local_shape_and_global_offset(one.shape, (ranks,), [rank], [Shard(0)])
+            shape, offset = _compute_local_shape_and_global_offset(tensor.shape, (ranks,), [rank], [Shard(0)])
             if 0 in shape:
-                assert one.name not in held
+                assert tensor.name not in held
             else:
-                assert held[one.name] == Box(tuple(offset), tuple(shape))
+                assert held[tensor.name] == Box(tuple(offset), tuple(shape))
 
 
 @pytest.mark.parametrize(("model", "how", "ranks"), CASES)
@@ -68,16 +69,16 @@ def test_made_up_columns_are_those_of_a_real_rank(model: str, how: str, ranks: i
 def test_every_byte_of_a_made_up_job_is_written_once_and_evenly(model: str, how: str, ranks: int) -> None:
     made = job(model, how, ranks)
     held = [made.held(rank) for rank in range(ranks)]
-    found = assign_writers(held, made.nodes)
-    assert int(found.bytes.sum()) == made.state_bytes
+    assigned = assign_writers(held, made.nodes)
+    assert int(assigned.bytes.sum()) == made.state_bytes
     sizes = Sizes()
-    assert [int(sizes(one)[of].sum()) for one, of in zip(held, found.writes, strict=True)] == found.bytes.tolist()
+    assert [int(sizes(own)[of].sum()) for own, of in zip(held, assigned.writes, strict=True)] == assigned.bytes.tolist()
     owned, pieces = ownership(held)
     assert sum(owned.values()) == made.state_bytes
-    assert pieces == sum(map(len, found.writes))
-    largest = max(int(sizes(one).max()) for one in held)
+    assert pieces == sum(map(len, assigned.writes))
+    largest = max(int(sizes(pieces).max()) for pieces in held)
     bound = least_largest(owned, ranks)
-    assert bound <= found.bytes.max()
+    assert bound <= assigned.bytes.max()
     level = assign_writers(held).bytes.max()  # nodes set aside, which can be level while their ranks are not
     assert bound <= level <= bound + largest, "whole pieces: no further than one of them"
 
@@ -150,12 +151,14 @@ def test_goals_tell_pass_from_miss() -> None:
 
 
 def test_labels_of_curves_that_end_together_stand_apart() -> None:
-    lines = tuple(curves.Curve(f"line {at}", ((8, 1.0), (64, 10.0 + at / 100))) for at in range(6))
-    chart = curves.Growth("x", "Title <&>", "small", lines, 50.0)
+    lines = tuple(charts.Curve(f"line {index}", ((8, 1.0), (64, 10.0 + index / 100))) for index in range(6))
+    chart = charts.GrowthChart("x", "Title <&>", "small", lines, 50.0)
     root = ElementTree.fromstring(chart.svg())
     labels = [e for e in root.iter("{http://www.w3.org/2000/svg}text") if (e.text or "").startswith("line ")]
     heights = sorted(float(e.get("y", "0")) for e in labels)
     assert min(np.diff(heights)) >= 16
+    assert heights[0] > 0
+    assert heights[-1] < 420
     assert replace(chart, goal=None) != chart
 
 

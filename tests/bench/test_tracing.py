@@ -1,4 +1,4 @@
-"""bench/tracing.py: what an open trace costs, from end to end, and as a goal."""
+"""bench/tracing.py: the cost of an open trace, from end to end, and as a goal."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def test_who_goes_first_changes_and_ratios_are_of_neighbours() -> None:
         order.append(name)
         return seconds
 
-    found = ratios(4, lambda: timed("traced", 3.0), lambda: timed("plain", 2.0))
-    assert found == [1.5] * 4
+    actual = ratios(4, lambda: timed("traced", 3.0), lambda: timed("plain", 2.0))
+    assert actual == [1.5] * 4
     assert order == ["traced", "plain", "plain", "traced"] * 2
 
 
@@ -26,6 +26,6 @@ def test_a_goal_is_missed_above_one_percent() -> None:
 
 
 def test_a_quick_run_from_end_to_end(tmp_path: Path) -> None:
-    found = measure(tmp_path / "store", size=3_000_000, tensors=30, rounds=2)
-    assert [len(of) for of in found.values()] == [2, 2]
-    assert all(one > 0 for of in found.values() for one in of)
+    actual = measure(tmp_path / "store", size=3_000_000, tensors=30, rounds=2)
+    assert [len(of) for of in actual.values()] == [2, 2]
+    assert all(item > 0 for of in actual.values() for item in of)

@@ -1,4 +1,4 @@
-"""A store with several steps, as far as the catalogue looks."""
+"""A store with several steps, with the files that the catalogue reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A store that notes what is changed in it."""
+"""A store that records its changes."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Recording(LocalStore):
         self.done: list[str] = []
         self._refuse = refuse
 
-    def _note(self, what: str) -> None:
-        if self._refuse(what):
-            raise StorageError(f"cannot {what}", errno=5, next="check the disk")
-        self.done.append(what)
+    def _note(self, kind: str) -> None:
+        if self._refuse(kind):
+            raise StorageError(f"cannot {kind}", errno=5, next="check the disk")
+        self.done.append(kind)
 
     def rename(self, source: str, target: str) -> None:
         self._note(f"rename {source} {target}")

@@ -1,4 +1,4 @@
-"""Which checkpoints exist, what is swept, and what going back sets aside."""
+"""Which checkpoints exist, which files a sweep removes, and which steps a rewind sets aside."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def test_a_directory_that_has_lost_its_manifest_is_a_damaged_step(several: Path)
     (several / "step-00000004/manifest.json").unlink()
     store = LocalStore(several)
     assert catalog.steps(store) == (1, 2, 3, 4)
-    assert catalog.find(store, None) == catalog.find(store, 4) == 4
+    assert catalog.find_committed_step(store, None) == catalog.find_committed_step(store, 4) == 4
     with pytest.raises(DamagedError, match="has no manifest"):
-        catalog.newest(store)
-    assert "has no manifest" in str(manifests.listing(store)[-1].error)
+        catalog.newest_manifest(store)
+    assert "has no manifest" in str(manifests.list_steps(store)[-1].error)
 
 
 def test_a_step_that_a_writer_takes_away_while_it_is_looked_at_is_not_damaged(checkpoint: Path) -> None:
@@ -43,14 +43,14 @@ def test_a_step_that_a_writer_takes_away_while_it_is_looked_at_is_not_damaged(ch
                 (several / "step-00000009").rename(several / ".deleting-00000009-0123456789abcdef")
             return super().read(path, **how)
 
-    found = catalog.newest(Leaving(LocalStore(several)))
-    assert found is not None
-    assert found.step == 7
+    actual = catalog.newest_manifest(Leaving(LocalStore(several)))
+    assert actual is not None
+    assert actual.step == 7
 
 
 def test_a_step_that_is_not_there_is_refused_with_those_that_are(several: Path) -> None:
     with pytest.raises(NoCheckpointError) as caught:
-        catalog.find(LocalStore(several), 9)
+        catalog.find_committed_step(LocalStore(several), 9)
     assert caught.value.message == f"no checkpoint of step 9 in {several}"
     assert caught.value.facts["found"] == "steps 1, 2, 3, 4"
 
@@ -61,10 +61,10 @@ def test_sweep_removes_what_dead_writers_left_and_nothing_else(several: Path) ->
         shutil.copytree(several / "step-00000001", several / name)
     (several / ".flowstone.json-00ff").write_text("{")
     (several / ".superseded-00000009-c").mkdir()
-    told: list[str] = []
-    catalog.sweep(LocalStore(several), lambda name, reason, error: told.append(f"{name}: {reason} {error}"))
+    names: list[str] = []
+    catalog.sweep_leftovers(LocalStore(several), lambda name, reason, error: names.append(f"{name}: {reason} {error}"))
     assert {path.name for path in several.iterdir()} == kept | {".superseded-00000009-c"}
-    assert told == [
+    assert names == [
         ".deleting-00000001-b: a deletion that never finished None",
         ".flowstone.json-00ff: a marker that was never put in place None",
         ".saving-00000005-a: a save that never finished None",

@@ -1,6 +1,6 @@
-"""A checkpoint's own files: what is damaged, contradicts itself or points elsewhere is refused by name.
+"""A checkpoint's own files: damage, contradictions and references to other places are refused by name.
 
-The edits here carry valid digests, as a hostile or a faulty writer's would.
+The edits here have valid digests, like those of a hostile or a faulty writer.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from forge import content, edit_header, edit_index, edit_manifest, vouch_for, with_checksum
-from specimen import STEP, state
 
 import flowstone as fs
 from flowstone.errors import DamagedError, FormatError, NoCheckpointError, StorageError, UnsupportedFormatError
+from forge import content, edit_header, edit_index, edit_manifest, vouch_for, with_checksum
+from small_state import STEP, state
 
 Columns = dict[str, np.ndarray]
 
@@ -65,7 +65,7 @@ def test_a_manifest_with_something_behind_it_is_named(checkpoint: Path) -> None:
 def test_a_future_version_is_named_before_its_fields_are_read(checkpoint: Path) -> None:
     (checkpoint / "manifest.json").write_bytes(with_checksum({"flowstone": 2, "step": "seven", "unknown": []}))
     error = refused(checkpoint, UnsupportedFormatError)
-    assert error.message == f"{checkpoint}/manifest.json needs a newer reader"
+    assert error.message == f"{checkpoint}/manifest.json needs a newer version of Flowstone"
     assert "version up to 1" in str(error.facts["expected"])
     assert error.facts["found"] == "format version 2"
     assert error.facts["next"] == "upgrade flowstone"
@@ -106,10 +106,10 @@ def test_a_link_in_the_place_of_a_file_is_refused(checkpoint: Path, tmp_path: Pa
     error = refused(checkpoint, StorageError)
     assert error.message == f"cannot {'stat' if name.startswith('rank') else 'read'} {checkpoint}/{name}"
     assert "ELOOP" in str(error.facts["reason"])
-    assert "a checkpoint holds no symbolic links" in str(error.facts["next"])
+    assert "a store must not contain symbolic links" in str(error.facts["next"])
     (finding,) = fs.open(checkpoint.parent).inspect().findings
     assert finding.file == name
-    assert "a checkpoint holds no symbolic links" in finding.what
+    assert "a store must not contain symbolic links" in finding.what
 
 
 def test_a_link_in_the_place_of_the_manifest_is_refused(checkpoint: Path, tmp_path: Path) -> None:
@@ -123,7 +123,8 @@ def test_a_link_in_the_place_of_the_manifest_is_refused(checkpoint: Path, tmp_pa
 
 def test_a_segment_of_another_checkpoint_needs_its_feature(checkpoint: Path) -> None:
     edit_manifest(checkpoint, lambda m: m["segments"][0].update(home="step-00000001"))
-    assert "is of 'step-00000001', without the critical feature 'delta'" in refused(checkpoint).message
+    message = refused(checkpoint).message
+    assert "is from checkpoint 'step-00000001', but the critical feature 'delta' is missing" in message
 
 
 def test_a_file_listed_twice_is_refused(checkpoint: Path) -> None:
@@ -132,11 +133,11 @@ def test_a_file_listed_twice_is_refused(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
-        (lambda m: m["segments"][0].update(id=3), "segment 3 is at position 0"),
-        (lambda m: m["segments"][0].update(header_bytes=4), "has a header of 4 in"),
-        (lambda m: m["segments"][0].update(header_bytes=1 << 60), f"has a header of {1 << 60} in"),
+        (lambda m: m["segments"][0].update(id=3), "segment 3 is listed at position 0"),
+        (lambda m: m["segments"][0].update(header_bytes=4), "but a header of 4"),
+        (lambda m: m["segments"][0].update(header_bytes=1 << 60), f"but a header of {1 << 60}"),
         (lambda m: m["index"]["chunks"].append("0" * 16), "has 2 digests for"),
         (lambda m: m["objects"].update(bytes=-5), "has -5 bytes"),
         (lambda m: m.update(step=-1), "step -1 is negative"),
@@ -146,10 +147,10 @@ def test_a_file_listed_twice_is_refused(checkpoint: Path) -> None:
     ],
 )
 def test_a_manifest_that_contradicts_itself_is_refused(
-    checkpoint: Path, change: Callable[[dict], object], said: str
+    checkpoint: Path, change: Callable[[dict], object], message: str
 ) -> None:
     edit_manifest(checkpoint, change)
-    assert said in refused(checkpoint).message
+    assert message in refused(checkpoint).message
 
 
 def test_a_checkpoint_under_another_steps_name_is_refused(checkpoint: Path) -> None:
@@ -223,48 +224,48 @@ def _edit(name: str, change: Callable[[np.ndarray], object]) -> Callable[[Column
     return apply
 
 
-def _set(name: str, at: int, value: int) -> Callable[[Columns], None]:
-    return _edit(name, lambda column: column.__setitem__(at, value))
+def _set(name: str, position: int, value: int) -> Callable[[Columns], None]:
+    return _edit(name, lambda column: column.__setitem__(position, value))
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
-        (_overlap, "two extents overlap"),
-        (_set("piece.offset", 0, 8), "an extent lies outside its segment"),
-        (_set("piece.offset", 0, (1 << 64) - 4096), "an extent lies outside its segment"),
+        (_overlap, "two pieces or chunks overlap in a file"),
+        (_set("piece.offset", 0, 8), "a piece or chunk lies outside of its segment"),
+        (_set("piece.offset", 0, (1 << 64) - 4096), "a piece or chunk lies outside of its segment"),
         (_set("piece.segment", 0, 1), "a segment that the manifest does not list"),
-        (_set("piece.bytes", 0, 1 << 63), "the length of an extent does not match its box"),
-        (_set("piece.box", 0, 1), "a box lies outside its tensor"),
+        (_set("piece.bytes", 0, 1 << 63), "piece.bytes of a piece does not match its box"),
+        (_set("piece.box", 0, 1), "the box of a piece lies outside of its tensor"),
         (_set("piece.box", 1, (1 << 64) - 1), ""),
-        (_set("piece.tensor", 0, 99), "piece.tensor is not ascending within the tensors"),
-        (_set("chunk.bytes", 0, 5), "a chunk's stored length does not fit its extent"),
+        (_set("piece.tensor", 0, 99), "piece.tensor is not sorted, or refers to a tensor that does not exist"),
+        (_set("chunk.bytes", 0, 5), "the stored length of a chunk is not possible for its codec and its data"),
         (_set("chunk.codec", 0, 1), "unknown codec 1"),
         (_set("tensor.dtype", 0, 77), ""),
-        (_set("tensor.ndim", 0, 2), "tensor.ndim and tensor.shape disagree"),
-        (_set("tensor.ndim", 0, 65), "tensor.ndim and tensor.shape disagree"),
-        (_set("tensor.name_bytes", 0, 2), "names and their lengths disagree"),
+        (_set("tensor.ndim", 0, 2), "tensor.ndim does not match the length of tensor.shape"),
+        (_set("tensor.ndim", 0, 65), "tensor.ndim does not match the length of tensor.shape"),
+        (_set("tensor.name_bytes", 0, 2), "the lengths of the names do not add up to the length of their text"),
         (_set("tensor.name", 0, 0xFF), "codec can't decode byte"),
-        (_set("alias.tensor", 0, 99), "an alias names no tensor"),
+        (_set("alias.tensor", 0, 99), "an alias refers to a tensor that does not exist"),
         (_set("tensor.shape", 0, 1 << 62), "too many elements"),
         (_set("tensor.shape", 0, 1 << 63), "too many elements"),
         (_immense_without_elements, "too many elements"),
-        (_edit("chunk.digest", lambda c: c[:-1]), "the chunk columns do not match the pieces"),
-        (_edit("piece.segment", lambda c: c[:-1]), "the piece columns differ in length"),
+        (_edit("chunk.digest", lambda c: c[:-1]), "the columns chunk.* do not have an entry for each chunk"),
+        (_edit("piece.segment", lambda c: c[:-1]), "the columns piece.* are not of the same length"),
         (_flip_dtypes, "unknown dtypes ['quaternion']"),
-        (_twice, "a name occurs twice"),
+        (_twice, "two tensors or aliases have the same name"),
         (lambda columns: columns.pop("piece.offset"), "piece.offset"),
-        (_edit("chunk.bytes", lambda c: c.astype(np.uint64)), "column 'chunk.bytes' has type U64"),
+        (_edit("chunk.bytes", lambda c: c.astype(np.uint64)), "column 'chunk.bytes' has the type U64"),
         (_edit("piece.bytes", lambda c: c.reshape(1, -1)), ""),
     ],
 )
 def test_an_index_that_contradicts_itself_is_refused(
-    checkpoint: Path, change: Callable[[Columns], object], said: str
+    checkpoint: Path, change: Callable[[Columns], object], message: str
 ) -> None:
     edit_index(checkpoint, change)
     error = refused(checkpoint)
     assert error.message.startswith(f"{checkpoint}/index.safetensors contradicts itself: ")
-    assert said in error.message
+    assert message in error.message
 
 
 def test_an_index_without_a_header_is_refused(checkpoint: Path) -> None:
@@ -289,7 +290,7 @@ def test_a_damaged_index_is_named_with_its_range(checkpoint: Path) -> None:
     data[-1] ^= 4
     path.write_bytes(data)
     error = refused(checkpoint)
-    assert error.message == f"{path} is damaged: chunk 0 differs from what was written"
+    assert error.message == f"{path} is damaged: chunk 0 does not match its digest"
     assert error.facts["range"] == f"bytes 0..{len(data)}"
 
 
@@ -297,7 +298,7 @@ def test_a_damaged_index_is_named_with_its_range(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "kind", "said"),
+    ("data", "kind", "message"),
     [
         (b"[]", DamagedError, "objects.json matches its digest, but its content is not valid"),
         (b"{", DamagedError, "objects.json matches its digest, but its content is not valid"),
@@ -306,15 +307,15 @@ def test_a_damaged_index_is_named_with_its_range(checkpoint: Path) -> None:
         (b'{"replicated": {"objects": {"$code": "x"}}, "per_rank": {}}', UnsupportedFormatError,
          "the object 'objects' is of a type that this version cannot read"),
         (b'{"replicated": {"objects": {"$int": "zz"}}, "per_rank": {}}', DamagedError,
-         "the object 'objects' does not match its type"),
+         "the stored object 'objects' is invalid"),
         (b'{"replicated": {"objects": ' + b"[" * 5000 + b"]" * 5000 + b'}, "per_rank": {}}', DamagedError, "objects"),
     ],
 )
 def test_objects_that_no_writer_makes_are_refused(
-    checkpoint: Path, data: bytes, kind: type[FormatError], said: str
+    checkpoint: Path, data: bytes, kind: type[FormatError], message: str
 ) -> None:
     vouch_for(checkpoint, "objects", data)
-    assert said in refused(checkpoint, kind).message
+    assert message in refused(checkpoint, kind).message
 
 
 # Segment headers
@@ -325,7 +326,7 @@ def test_a_damaged_header_is_named(checkpoint: Path) -> None:
     data = path.read_bytes()
     path.write_bytes(data.replace(b'"big"', b'"pig"', 1))
     error = refused(checkpoint)
-    assert error.message == f"the header of {path} is not what was written"
+    assert error.message == f"the header of {path} does not match its digest"
     assert str(error.facts["range"]).startswith("bytes 0..")
 
 

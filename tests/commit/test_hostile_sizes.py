@@ -1,4 +1,4 @@
-"""What a file that somebody sends may claim: memory and time follow what was checked, and not what is claimed."""
+"""Sizes in a file from an untrusted source: memory and time follow from verified sizes, not from claimed ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from forge import edit_header, edit_index, edit_manifest, sealed_text, vouch_for
 
 import flowstone as fs
 from flowstone.commit import read as contents
@@ -23,6 +22,7 @@ from flowstone.errors import DamagedError, StorageError, UnsupportedStateError
 from flowstone.format import bounds, objects
 from flowstone.format.digest import digest
 from flowstone.format.segment import parse_header
+from forge import edit_header, edit_index, edit_manifest, sealed_text, vouch_for
 
 GIB, MIB = 1 << 30, 1 << 20
 ZEROS = digest(bytes(MIB))
@@ -70,14 +70,14 @@ def test_a_file_that_was_stretched_to_64_gib_is_refused_before_it_is_read(checkp
 @pytest.mark.parametrize("entry", ["index", "objects"])
 def test_64_gib_that_the_manifest_claims_are_refused_with_the_limit(checkpoint: Path, entry: str) -> None:
     claim(checkpoint, entry, 64 * GIB, "0" * 16)
-    assert f"has {64 * GIB} bytes, and " in refused(checkpoint, peak_bytes=32 * MIB).message
+    assert f"has {64 * GIB} bytes, above the limit of " in refused(checkpoint, peak_bytes=32 * MIB).message
 
 
 @pytest.mark.parametrize("entry", ["index", "objects"])
 def test_a_gib_that_the_manifest_claims_is_refused_at_its_first_chunk(checkpoint: Path, entry: str) -> None:
     claim(checkpoint, entry, GIB, "0" * 16)
     error = refused(checkpoint, peak_bytes=8 * MIB)
-    assert "is damaged: chunk 0 differs from what was written" in error.message
+    assert "is damaged: chunk 0 does not match its digest" in error.message
     assert error.facts["range"] == f"bytes 0..{MIB}"
 
 
@@ -91,13 +91,13 @@ def test_an_index_that_is_longer_than_its_columns_is_refused_by_its_header(check
     first = (checkpoint / "index.safetensors").read_bytes().ljust(MIB, b"\0")
     claim(checkpoint, "index", 4 * GIB, ZEROS)
     edit_manifest(checkpoint, lambda m: m["index"]["chunks"].__setitem__(0, digest(first)))
-    assert "its columns end at byte" in refused(checkpoint, peak_bytes=32 * MIB).message
+    assert "its header lists " in refused(checkpoint, peak_bytes=32 * MIB).message
 
 
 def test_a_segments_header_of_64_gib_is_refused_before_it_is_read(checkpoint: Path) -> None:
     stretch(checkpoint / "rank-00000.safetensors", 64 * GIB)
     edit_manifest(checkpoint, lambda m: m["segments"][0].update(bytes=64 * GIB, header_bytes=64 * GIB))
-    assert f"has a header of {64 * GIB} in" in refused(checkpoint, peak_bytes=4 * MIB).message
+    assert f"but a header of {64 * GIB}" in refused(checkpoint, peak_bytes=4 * MIB).message
 
 
 def test_millions_of_empty_containers_are_refused_before_they_are_parsed(checkpoint: Path) -> None:
@@ -109,9 +109,9 @@ def test_millions_of_empty_containers_are_refused_before_they_are_parsed(checkpo
 
 def test_brackets_in_text_are_no_containers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bounds, "OBJECTS_CONTAINERS_MAX", 10)
-    assert bounds.containers(json.dumps({"a": '[{"' * 50 + "\\", "b": [[], {}]}).encode()) == 4
-    assert bounds.containers(json.dumps([[]] * 50).encode()) == 51
-    assert bounds.containers(b'[[[[[[[[[[[{"' + b"[" * 50) == 12, "a string that does not end"
+    assert bounds.count_containers(json.dumps({"a": '[{"' * 50 + "\\", "b": [[], {}]}).encode()) == 4
+    assert bounds.count_containers(json.dumps([[]] * 50).encode()) == 51
+    assert bounds.count_containers(b'[[[[[[[[[[[{"' + b"[" * 50) == 12, "a string that does not end"
 
 
 def test_a_state_of_more_containers_than_a_reader_takes_is_refused_by_the_save(
@@ -147,7 +147,7 @@ def test_keys_that_all_have_one_hash_are_refused() -> None:
     clash = (1 << 61) - 1
     keys = [{"$int": f"{i * clash:x}"} for i in range(1 << 16, (1 << 16) + 5000)]
     for node in ({"$set": keys}, {"$dict": [[key, 0] for key in keys]}):
-        with pytest.raises(DamagedError, match="thousands of keys with one hash"):
+        with pytest.raises(DamagedError, match="have the same hash"):
             objects.decode(node, "x")
     assert len(objects.decode({"$set": list(range(5000))}, "x")) == 5000  # type: ignore[arg-type]
 
@@ -159,7 +159,7 @@ def test_a_long_key_is_not_copied_for_each_value_below_it() -> None:
     with pytest.raises(DamagedError) as caught:
         objects.decode({key: [0, {"$int": "0"}]}, "x")
     assert len(str(caught.value)) < 1000
-    assert ".1' does not match its type" in str(caught.value)
+    assert ".1' is invalid" in str(caught.value)
 
 
 # Documents that are no JSON of ours
@@ -170,7 +170,8 @@ def test_text_that_is_no_utf_8_is_damage_under_any_seal(checkpoint: Path) -> Non
     fields = json.loads(path.read_bytes())
     del fields["digest"]
     path.write_bytes(sealed_text(json.dumps(fields | {"writer": "@"}).encode().replace(b"@", b"\xff")))
-    with pytest.raises(DamagedError, match=r"manifest\.json matches its digest, but its content is not valid.*utf-8"):
+    message = r"manifest\.json matches its digest, but its content is not valid.*(?i:utf-8)"
+    with pytest.raises(DamagedError, match=message):
         fs.open(checkpoint.parent)
 
 
@@ -240,8 +241,8 @@ def test_an_index_column_that_says_another_length_is_refused(checkpoint: Path) -
 
 def test_a_headers_immense_number_is_damage(checkpoint: Path) -> None:
     def change(header: bytes) -> bytes:
-        at = header.index(b'"data_offsets":[') + len(b'"data_offsets":[')
-        return (header[:at] + b"9" * 30 + header[at:])[: len(header)]
+        offset = header.index(b'"data_offsets":[') + len(b'"data_offsets":[')
+        return (header[:offset] + b"9" * 30 + header[offset:])[: len(header)]
 
     edit_header(checkpoint, change)
     assert not fs.open(checkpoint).inspect().sound
@@ -270,7 +271,7 @@ def test_a_tensor_that_there_is_no_memory_for_says_how_much_it_needs(
     with (
         mock.patch("torch.empty", side_effect=RuntimeError("can't allocate memory")),
         mock.patch("numpy.empty", side_effect=MemoryError),
-        pytest.raises(fs.BudgetError, match="no memory for a tensor of float32 and shape") as told,
+        pytest.raises(fs.BudgetError, match="no memory for a tensor of float32 and shape") as caught,
     ):
         fs.open(checkpoint).read(name, framework=framework)
-    assert str(told.value.facts["needed"]).endswith(" bytes")
+    assert str(caught.value.facts["needed"]).endswith(" bytes")

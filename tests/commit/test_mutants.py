@@ -1,6 +1,6 @@
-"""Checkpoints from somebody else: whatever a document says, it is read or refused by an error of ours.
+"""Checkpoints from an untrusted source: any document is read, or refused by one of our errors.
 
-Each seed draws some of all mutants (tests/mutants.py); `make soak` tries many more.
+Each seed draws some of all mutants (tests/support/mutants.py); `make soak` tries many more.
 """
 
 from __future__ import annotations
@@ -8,14 +8,14 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-import mutants
 import pytest
-from mutants import DOCUMENTS, fresh_copy, mutants_of, put, spliced, text_of, trouble_with
 
 import flowstone as fs
+import mutants
 from flowstone.errors import FlowstoneError
 from flowstone.format.manifest import decode_manifest
 from flowstone.format.segment import parse_header
+from mutants import DOCUMENTS, fresh_copy, mutants_of, put, spliced, text_of, trouble_with
 
 SHARE_STRUCTURAL = 0.7  # of mutants; the others are spliced
 
@@ -33,7 +33,7 @@ def _campaign(original: Path, target: Path, seed: int, number: int) -> None:
     source = next(original.glob("step-*"))
     texts = {document: text_of(source, document) for document in (*DOCUMENTS, "index")}
     structural = {document: mutants_of(texts[document]) for document in DOCUMENTS}
-    for at in range(number):
+    for index in range(number):
         checkpoint = fresh_copy(original, target)
         if rng.random() < SHARE_STRUCTURAL:
             document = rng.choice(DOCUMENTS)
@@ -42,7 +42,7 @@ def _campaign(original: Path, target: Path, seed: int, number: int) -> None:
             document = rng.choice((*DOCUMENTS, "index"))
             text = spliced(texts[document], rng)
         put(checkpoint, document, text)
-        assert trouble_with(checkpoint) == [], f"mutant {at} of seed {seed}, of {document}: {text[:2000]!r}"
+        assert trouble_with(checkpoint) == [], f"mutant {index} of seed {seed}, of {document}: {text[:2000]!r}"
 
 
 def test_what_is_not_changed_is_read(original: Path, tmp_path: Path) -> None:

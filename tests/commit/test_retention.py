@@ -1,4 +1,4 @@
-"""Which of a store's own checkpoints go: verdicts as a pure function, then what is removed, and what is left alone."""
+"""Which of a store's own checkpoints expire: the decision as a pure function, then the removed and the kept files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from unittest import mock
 
 import pytest
 import torch
-from forge import flip
 from hypothesis import given
 from hypothesis import strategies as st
 from recording import Recording
@@ -20,8 +19,9 @@ import flowstone as fs
 from flowstone.commit import catalog, publish, retention
 from flowstone.config import Keep
 from flowstone.errors import StorageError
-from flowstone.events import Event, LeftAlone, RemovalFailed, Removed
+from flowstone.events.phases import Event, LeftAlone, RemovalFailed, Removed
 from flowstone.store.local import LocalStore
+from forge import flip
 
 
 def flowstone_store(path: Path) -> LocalStore:
@@ -33,7 +33,7 @@ STEPS = st.sets(st.integers(0, 50)).map(sorted)
 
 @given(STEPS, st.integers(1, 5), st.none() | st.integers(1, 10))
 def test_retention_spares_the_newest_and_the_multiples(steps: list[int], last: int, every: int | None) -> None:
-    verdicts = retention.decide(steps, Keep(last=last, every=every))
+    verdicts = retention.decide_retention(steps, Keep(last=last, every=every))
     kept = {verdict.step for verdict in verdicts if verdict.keep}
     expected = set(steps[-last:]) | {step for step in steps if every is not None and step % every == 0}
     assert kept == expected
@@ -43,7 +43,7 @@ def test_retention_spares_the_newest_and_the_multiples(steps: list[int], last: i
 
 @given(STEPS)
 def test_without_retention_everything_is_kept(steps: list[int]) -> None:
-    assert all(verdict.keep for verdict in retention.decide(steps, None))
+    assert all(verdict.keep for verdict in retention.decide_retention(steps, None))
 
 
 @given(STEPS, st.sets(st.integers(0, 60)), st.sets(st.integers(0, 50)), st.none() | st.integers(0, 50))
@@ -51,7 +51,7 @@ def test_a_rule_decides_over_own_committed_steps_and_cannot_give_up_the_newest(
     steps: list[int], chosen: set[int], foreign: set[int], committed: int | None
 ) -> None:
     seen: list[tuple[int, ...]] = []
-    verdicts = retention.decide(
+    verdicts = retention.decide_retention(
         steps, lambda own: seen.append(tuple(own)) or chosen, committed=committed,
         foreign=lambda step: "elsewhere" if step in foreign else None,
     )
@@ -88,28 +88,28 @@ def test_retention_that_could_keep_nothing_is_refused(last: int, every: int | No
 def test_prune_takes_the_name_away_first_then_the_manifest(several: Path) -> None:
     store = Recording(several)
     store.lock("this job")
-    told: list[tuple[str, object]] = []
-    verdicts = retention.decide((1, 2, 3, 4), Keep(last=3))
-    retention.prune(store, verdicts, lambda name, _, error: told.append((name, error)))
+    pairs: list[tuple[str, object]] = []
+    verdicts = retention.decide_retention((1, 2, 3, 4), Keep(last=3))
+    retention.remove_expired(store, verdicts, lambda name, _, error: pairs.append((name, error)))
     assert store.done[0].startswith("rename step-00000001 .deleting")
     assert store.done[1] == "sync "
     assert store.done[2] == "remove manifest.json"
     assert store.done[-1].startswith("remove .deleting")
-    assert told == [("step-00000001", None)]
+    assert pairs == [("step-00000001", None)]
     assert catalog.steps(store) == (2, 3, 4)
 
 
 def test_a_removal_that_fails_is_told_and_the_others_go_on(several: Path) -> None:
-    store = Recording(several, refuse=lambda what: what.startswith("rename step-00000001"))
+    store = Recording(several, refuse=lambda name: name.startswith("rename step-00000001"))
     store.lock("this job")
-    told: list[tuple[str, str, object]] = []
-    verdicts = retention.decide((1, 2, 3, 4), Keep(last=2))
-    retention.prune(store, verdicts, lambda *one: told.append(one))
-    assert [(name, reason) for name, reason, _ in told] == [
+    pairs: list[tuple[str, str, object]] = []
+    verdicts = retention.decide_retention((1, 2, 3, 4), Keep(last=2))
+    retention.remove_expired(store, verdicts, lambda *value: pairs.append(value))
+    assert [(name, reason) for name, reason, _ in pairs] == [
         ("step-00000001", "older than the newest 2"), ("step-00000002", "older than the newest 2")
     ]
-    assert isinstance(told[0][2], StorageError)
-    assert told[1][2] is None
+    assert isinstance(pairs[0][2], StorageError)
+    assert pairs[1][2] is None
     assert catalog.steps(store) == (1, 3, 4)
 
 
@@ -119,7 +119,7 @@ def test_what_is_foreign_or_newer_stays_and_does_not_count(
 ) -> None:
     own = [step for step in steps if step not in foreign]
     committed = data.draw(st.sampled_from(own)) if own else None
-    verdicts = retention.decide(
+    verdicts = retention.decide_retention(
         steps, Keep(last=last, every=every), committed=committed,
         foreign=lambda step: "is somebody's" if step in foreign else None,
     )
@@ -132,7 +132,7 @@ def test_what_is_foreign_or_newer_stays_and_does_not_count(
 
 def test_whether_a_step_is_foreign_is_asked_only_where_it_matters() -> None:
     asked = []
-    retention.decide(range(0, 2000, 10), Keep(last=2, every=100), committed=1990, foreign=asked.append)
+    retention.decide_retention(range(0, 2000, 10), Keep(last=2, every=100), committed=1990, foreign=asked.append)
     assert sorted(asked) == [step for step in range(0, 1990, 10) if step % 100 or step == 1980]
 
 
@@ -145,23 +145,23 @@ def state(value: float = 1.0) -> dict[str, object]:
 
 def saved(path: Path, *steps: int, **options: object) -> list[Event]:
     """Save these steps by a job of their own; what it said."""
-    told: list[Event] = []
-    with fs.Checkpointer(path, on_event=told.append, **options) as checkpointer:  # type: ignore[arg-type]
+    events: list[Event] = []
+    with fs.Checkpointer(path, on_event=events.append, **options) as checkpointer:  # type: ignore[arg-type]
         for step in steps:
             checkpointer.save(step, state(float(step))).committed.result()
-    return told
+    return events
 
 
 def steps_of(path: Path) -> list[int]:
-    return [int(one.name.removeprefix("step-")) for one in sorted(path.glob("step-*")) if one.suffix == ""]
+    return [int(path.name.removeprefix("step-")) for path in sorted(path.glob("step-*")) if path.suffix == ""]
 
 
 def files(path: Path) -> dict[str, bytes]:
-    return {str(one.relative_to(path)): one.read_bytes() for one in path.rglob("*") if one.is_file()}
+    return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
 
 
-def left(told: list[Event]) -> list[tuple[str, str]]:
-    return [(event.name, event.reason) for event in told if isinstance(event, LeftAlone)]
+def left(events: list[Event]) -> list[tuple[str, str]]:
+    return [(event.name, event.reason) for event in events if isinstance(event, LeftAlone)]
 
 
 @pytest.mark.parametrize("how", [fs.Keep(last=2), 2])
@@ -176,10 +176,10 @@ def test_a_step_that_is_a_link_is_read_and_never_removed_nor_what_it_leads_to(st
     shutil.move(store / "step-00000001", archive)
     (store / "step-00000001").symlink_to(archive)
     before = files(archive)
-    told = saved(store, 4, 5, keep=fs.Keep(last=1))
+    events = saved(store, 4, 5, keep=fs.Keep(last=1))
     assert files(archive) == before
     assert steps_of(store) == [1, 5]
-    assert left(told) == [("step-00000001", "is a link")], "told once"
+    assert left(events) == [("step-00000001", "is a link")], "told once"
     assert fs.open(store, 1).verify().sound
     blank = state(0.0)
     with fs.Checkpointer(store) as checkpointer:
@@ -205,7 +205,9 @@ def test_a_link_that_takes_a_steps_place_at_the_last_moment_does_not_empty_what_
 
     with mock.patch.object(opened, "rename", rename):
         errors: list[object] = []
-        retention.prune(opened, retention.decide((1, 2), Keep(last=1)), lambda *one: errors.append(one[2]))
+        retention.remove_expired(
+            opened, retention.decide_retention((1, 2), Keep(last=1)), lambda *value: errors.append(value[2])
+        )
     assert files(archive) == before
     assert isinstance(errors[0], StorageError)
     opened.close()
@@ -232,10 +234,10 @@ def test_a_leftover_that_is_a_link_is_not_swept(store: Path, tmp_path: Path, nam
     shutil.copytree(store / "step-00000001", archive)
     (store / name).symlink_to(archive)
     before = files(archive)
-    told = saved(store, 2, keep=1)
+    events = saved(store, 2, keep=1)
     assert files(archive) == before
     assert (store / name).is_symlink()
-    assert left(told) == [(name, "is a link, which Flowstone did not make")]
+    assert left(events) == [(name, "is a link, which Flowstone did not make")]
 
 
 # Steps that are not this job's
@@ -245,17 +247,17 @@ def test_what_was_just_committed_stays_when_a_higher_step_of_another_store_is_co
     store: Path, tmp_path: Path
 ) -> None:
     saved(tmp_path / "other", 9000)
-    told: list[Event] = []
-    with fs.Checkpointer(store, keep=1, on_event=told.append) as checkpointer:
+    events: list[Event] = []
+    with fs.Checkpointer(store, keep=1, on_event=events.append) as checkpointer:
         for step in (1, 2):
             checkpointer.save(step, state()).committed.result()
         shutil.copytree(tmp_path / "other" / "step-00009000", store / "step-00009000")
         for step in (3, 4):
             checkpointer.save(step, state()).committed.result()
     assert steps_of(store) == [4, 9000]
-    ((name, reason),) = left(told)
+    ((name, reason),) = left(events)
     assert name == "step-00009000"
-    assert re.fullmatch(r"was saved into another store; it is newer than step \d, so load\(\) takes it", reason)
+    assert re.fullmatch(r"was saved into another store; it is newer than step \d, so load\(\) loads it", reason)
 
 
 def test_what_was_just_committed_stays_when_a_higher_step_of_this_store_is_put_back(
@@ -283,9 +285,9 @@ def test_steps_of_another_store_are_neither_counted_nor_removed(store: Path, tmp
 def test_a_step_whose_manifest_cannot_be_read_is_neither_counted_nor_removed(store: Path) -> None:
     saved(store, 1, 2, 3)
     flip(store / "step-00000002" / "manifest.json", 100)
-    told = saved(store, 4, 5, keep=2)
+    events = saved(store, 4, 5, keep=2)
     assert steps_of(store) == [2, 4, 5]
-    assert [name for name, _ in left(told)] == ["step-00000002"]
+    assert [name for name, _ in left(events)] == ["step-00000002"]
 
 
 def test_directories_without_a_manifest_are_not_looked_at(store: Path) -> None:
@@ -334,33 +336,33 @@ def test_a_directory_in_a_steps_place_is_told_before_anything_is_written(store: 
 # What users put into a step
 
 
-@pytest.mark.parametrize("what", ["a file", "a directory", "a link"])
+@pytest.mark.parametrize("kind", ["a file", "a directory", "a link"])
 def test_what_a_user_has_put_into_a_step_stays_and_the_steps_space_is_freed(
-    store: Path, tmp_path: Path, what: str
+    store: Path, tmp_path: Path, kind: str
 ) -> None:
     saved(store, 1, 2, 3)
     for step in (1, 2):
         mine = store / f"step-{step:08d}" / "eval"
-        if what == "a file":
+        if kind == "a file":
             mine.write_text("mine")
-        elif what == "a directory":
+        elif kind == "a directory":
             mine.mkdir()
             (mine / "rank-00000.safetensors").write_text("mine")
         else:
             mine.symlink_to(tmp_path)
-    told = saved(store, 4, 5, keep=1)
+    events = saved(store, 4, 5, keep=1)
     assert steps_of(store) == [5]
     assert not list(store.glob(".deleting-*"))
     for step in (1, 2):
-        assert [one.name for one in (store / f"step-{step:08d}.left").iterdir()] == ["eval"]
+        assert [path.name for path in (store / f"step-{step:08d}.left").iterdir()] == ["eval"]
         kept = [p.read_text() for p in (store / f"step-{step:08d}.left").rglob("*") if p.is_file()]
-        assert kept == ["mine"] * (what != "a link")
-    assert left(told) == [
-        (f"step-{step:08d}", (f"the checkpoint is removed; step-{step:08d}.left keeps eval, "
+        assert kept == ["mine"] * (kind != "a link")
+    assert left(events) == [
+        (f"step-{step:08d}", (f"the checkpoint is removed, but step-{step:08d}.left remains: it has eval, "
                               "which Flowstone did not write"))
         for step in (1, 2)
     ]
-    assert [event.name for event in told if isinstance(event, Removed)] == [f"step-{at:08d}" for at in (1, 2, 3, 4)]
+    assert [event.name for event in events if isinstance(event, Removed)] == [f"step-{n:08d}" for n in (1, 2, 3, 4)]
 
 
 def test_a_deletion_that_died_beside_a_users_file_is_finished_by_the_next_writer(store: Path) -> None:
@@ -378,11 +380,11 @@ def test_a_file_that_a_network_file_system_keeps_for_a_reader_goes_later(store: 
     saved(store, 1, 2)
     held = store / "step-00000001" / ".nfs000000000000001"
     held.write_text("what a reader has open")
-    told = saved(store, 3, keep=1)
+    events = saved(store, 3, keep=1)
     (deleting,) = store.glob(".deleting-00000001-*")
-    assert [one.name for one in deleting.iterdir()] == [held.name]
-    assert [event.name for event in told if isinstance(event, RemovalFailed)] == ["step-00000001"]
-    assert left(told) == []
+    assert [path.name for path in deleting.iterdir()] == [held.name]
+    assert [event.name for event in events if isinstance(event, RemovalFailed)] == ["step-00000001"]
+    assert left(events) == []
     (deleting / held.name).unlink()
     saved(store, 4, keep=1)
     assert not list(store.glob(".deleting-*"))
@@ -396,7 +398,7 @@ def test_a_file_that_cannot_be_removed_keeps_no_other_ones_space(store: Path) ->
     (blocked / "inner").write_text("mine")
     saved(store, 3, keep=1)
     (deleting,) = store.glob(".deleting-00000001-*")
-    assert [one.name for one in deleting.iterdir()] == ["index.safetensors"]
+    assert [path.name for path in deleting.iterdir()] == ["index.safetensors"]
 
 
 # A job that has lost its lock
@@ -415,7 +417,7 @@ def _replace(store: Path) -> None:
 def test_a_job_that_loses_its_lock_during_a_save_publishes_and_removes_nothing(
     store: Path, happens: Callable[[Path], None]
 ) -> None:
-    told: list[Event] = []
+    events: list[Event] = []
     real = publish.chunk_digests
 
     def lose(data: bytes) -> tuple[str, ...]:
@@ -423,7 +425,7 @@ def test_a_job_that_loses_its_lock_during_a_save_publishes_and_removes_nothing(
             happens(store)
         return real(data)
 
-    with fs.Checkpointer(store, keep=1, on_error="continue", on_event=told.append) as checkpointer:
+    with fs.Checkpointer(store, keep=1, on_error="continue", on_event=events.append) as checkpointer:
         for step in (1, 2):
             checkpointer.save(step, state()).committed.result()
         with mock.patch.object(publish, "chunk_digests", lose):
@@ -433,7 +435,7 @@ def test_a_job_that_loses_its_lock_during_a_save_publishes_and_removes_nothing(
         assert steps_of(store) == [2]
         assert checkpointer.save(4, state()).committed.result().step == 4, "the next one asks for the lock again"
     assert steps_of(store) == [4]
-    assert not [one for one in store.iterdir() if one.name.startswith(".")]
+    assert not [path for path in store.iterdir() if path.name.startswith(".")]
 
 
 def test_a_job_whose_lock_another_one_has_taken_is_told_at_its_next_save(store: Path) -> None:
@@ -452,9 +454,9 @@ def test_a_job_whose_lock_another_one_has_taken_is_told_at_its_next_save(store: 
 
 def test_retention_stops_once_the_lock_is_lost(store: Path) -> None:
     saved(store, 1, 2, 3)
-    opened = Recording(store, refuse=lambda what: what.startswith("sync") and (_remove(store) or False))
+    opened = Recording(store, refuse=lambda name: name.startswith("sync") and (_remove(store) or False))
     opened.lock("this job")
     with pytest.raises(fs.LockedError):
-        retention.prune(opened, retention.decide((1, 2, 3), Keep(last=1)), lambda *_: None)
+        retention.remove_expired(opened, retention.decide_retention((1, 2, 3), Keep(last=1)), lambda *_: None)
     assert steps_of(store) == [2, 3]
     opened.close()

@@ -1,4 +1,4 @@
-"""Verification: every byte of every file is accounted for, and every finding says where."""
+"""Verification: every byte of every file belongs to something, and every finding names its place."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from forge import flip, place_of
 from safetensors import safe_open
-from specimen import STEP
 
 import flowstone as fs
 from flowstone.commit.verify import Finding
+from forge import flip, place_of
+from small_state import STEP
 
 
 def findings(checkpoint: Path) -> list[tuple[str, str]]:
-    return [(found.file, found.what) for found in fs.open(checkpoint.parent).inspect().findings]
+    return [(finding.file, finding.what) for finding in fs.open(checkpoint.parent).inspect().findings]
 
 
 def test_a_sound_checkpoint_is_counted_to_the_byte(checkpoint: Path) -> None:
-    told: list[tuple[int, int]] = []
-    verified = fs.open(checkpoint.parent).verify(lambda done, total: told.append((done, total)))
+    pairs: list[tuple[int, int]] = []
+    verified = fs.open(checkpoint.parent).verify(lambda done, total: pairs.append((done, total)))
     assert verified.sound
     assert verified.step == STEP
     assert verified.checked_bytes == sum(path.stat().st_size for path in checkpoint.iterdir())
@@ -31,7 +31,7 @@ def test_a_flipped_bit_names_its_tensor_and_chunk(checkpoint: Path) -> None:
     path, begin = place_of(checkpoint, "big")
     flip(path, begin + (1 << 20) + 5, bit=3)
     assert findings(checkpoint) == [
-        (path.name, f"tensor 'big', chunk 1, bytes {begin + (1 << 20)}..{begin + (2 << 20)}: not what was written")
+        (path.name, f"tensor 'big', chunk 1, bytes {begin + (1 << 20)}..{begin + (2 << 20)}: does not match its digest")
     ]
     with pytest.raises(fs.DamagedError, match="is damaged in 1 place") as caught:
         fs.open(checkpoint.parent).verify()
@@ -44,8 +44,8 @@ def test_every_damaged_chunk_is_listed(checkpoint: Path) -> None:
     for chunk in range(3):
         flip(path, begin + (chunk << 20))
     flip(*place_of(checkpoint, "table[2:6,0:4]"))
-    whats = [what for _, what in findings(checkpoint)]
-    assert [what.split(", bytes")[0] for what in whats[:3]] == [f"tensor 'big', chunk {n}" for n in range(3)]
+    whats = [kind for _, kind in findings(checkpoint)]
+    assert [name.split(", bytes")[0] for name in whats[:3]] == [f"tensor 'big', chunk {n}" for n in range(3)]
     assert whats[3].startswith("tensor 'table', chunk 0")
     assert len(whats) == 4
 
@@ -58,11 +58,11 @@ def test_a_flipped_bit_in_padding_is_found(checkpoint: Path) -> None:
     pads = {name: entry["data_offsets"] for name, entry in header.items() if name.startswith("__pad__.")}
     assert pads
     for begin, end in pads.values():
-        for at in (8 + length + begin, 8 + length + end - 1):
-            flip(path, at, bit=7)
-            ((file, what),) = findings(checkpoint)
-            assert (file, what.split(",")[0]) == (path.name, "padding")
-            flip(path, at, bit=7)
+        for offset in (8 + length + begin, 8 + length + end - 1):
+            flip(path, offset, bit=7)
+            ((file, name),) = findings(checkpoint)
+            assert (file, name.split(",")[0]) == (path.name, "padding")
+            flip(path, offset, bit=7)
     assert fs.open(checkpoint.parent).verify().sound
 
 

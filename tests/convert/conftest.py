@@ -1,4 +1,4 @@
-"""What tests of conversion share."""
+"""Common fixtures of the tests of conversion."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Writes the files that DeepSpeed writes, with torch.save and without DeepSpeed.
 
-Its classes are made here, under the names that a pickle has for them: what reads the files knows names alone.
+Its classes are defined here under the names that DeepSpeed's pickles have, since the reader knows only names.
 """
 
 from __future__ import annotations
@@ -137,24 +137,24 @@ class Job:
         """One rank's partition of a slot, padded; and where each parameter lies in it."""
         of = self.master if slot == "fp32" else {name: self.slots[name][slot] for name in group}
         if self.stage == 3:
-            parts, at, where = [], 0, {}
+            parts, position, where = [], 0, {}
             for name in group:
                 values = of[name].reshape(-1)
                 side = math.ceil(len(values) / self.ranks)
                 padded = torch.nn.functional.pad(values, (0, side * self.ranks - len(values)), value=-77.0)
                 parts.append(padded[rank * side : (rank + 1) * side])
-                where[name] = fragment_address(side, at)
-                at += side
+                where[name] = fragment_address(side, position)
+                position += side
             return torch.cat(parts), where
         whole = torch.cat([of[name].reshape(-1) for name in self.in_flat_order(group)])
         side = math.ceil(len(whole) / (2 * self.ranks)) * 2
         padded = torch.nn.functional.pad(whole, (0, side * self.ranks - len(whole)), value=-77.0)
-        where, at = collections.OrderedDict(), 0
+        where, position = collections.OrderedDict(), 0
         for name in group:
-            low, high = max(at, rank * side), min(at + of[name].numel(), (rank + 1) * side)
+            low, high = max(position, rank * side), min(position + of[name].numel(), (rank + 1) * side)
             if low < high:
                 where[name] = fragment_address(high - low, low - rank * side)
-            at += of[name].numel()
+            position += of[name].numel()
         return padded[rank * side : (rank + 1) * side], where
 
     def optimizer_state(self, rank: int) -> dict[str, Any]:
@@ -163,40 +163,40 @@ class Job:
             for number, group in enumerate(self.groups)
         }
         options = {"lr": 0.5, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
-        base = {"state": state, "param_groups": [options | {"params": [at]} for at in range(len(self.groups))]}
+        base = {"state": state, "param_groups": [options | {"params": [index]} for index in range(len(self.groups))]}
         masters = [self.flat(group, "fp32", rank)[0] for group in self.groups]
         common = {"loss_scaler": LossScaler(), "overflow": False, "zero_stage": ZeroStageEnum(self.stage)}
         if self.stage == 3:
             return common | {
                 "partition_count": self.ranks, "optimizer_state_dict": base, "fp32_flat_groups": masters,
             }
-        left = [sum(self.master[name].numel() for name in group) - rank * len(masters[at])
-                for at, group in enumerate(self.groups)]
-        lean = [one[: max(0, left[at])] for at, one in enumerate(masters)]  # views of the padded ones
-        found = common | {
+        left = [sum(self.master[name].numel() for name in group) - rank * len(masters[index])
+                for index, group in enumerate(self.groups)]
+        lean = [master[: max(0, left[index])] for index, master in enumerate(masters)]  # views of the padded ones
+        result = common | {
             "base_optimizer_state": list(state.values()) if self.elastic else base,
             "single_partition_of_fp32_groups": lean, "partition_count": [self.ranks] * len(self.groups),
             "ds_version": VERSION,
         }
         if self.with_mappings:
-            found["param_slice_mappings"] = [self.flat(group, "fp32", rank)[1] for group in self.groups]
-        return found
+            result["param_slice_mappings"] = [self.flat(group, "fp32", rank)[1] for group in self.groups]
+        return result
 
     def model_state(self, rank: int) -> dict[str, Any]:
-        parameters = {name: one.to(self.dtype) for name, one in self.master.items()} | self.frozen
+        parameters = {name: tensor.to(self.dtype) for name, tensor in self.master.items()} | self.frozen
         parameters |= {name: parameters[owner] for name, owner in self.shared.items()}
         fragments = None
         if self.stage == 3:
             fragments = collections.OrderedDict()
-            for name, one in self.frozen.items():
-                side = math.ceil(one.numel() / self.ranks)
-                padded = torch.nn.functional.pad(one.reshape(-1), (0, side * self.ranks - one.numel()))
+            for name, tensor in self.frozen.items():
+                side = math.ceil(tensor.numel() / self.ranks)
+                padded = torch.nn.functional.pad(tensor.reshape(-1), (0, side * self.ranks - tensor.numel()))
                 fragments[name] = padded[rank * side : (rank + 1) * side].clone()
             parameters = {name: torch.empty(0, dtype=self.dtype) for name in parameters}
         return {
             "module": collections.OrderedDict(parameters | self.buffers), "buffer_names": list(self.buffers),
             "optimizer": None, "param_shapes": self.shapes,
-            "frozen_param_shapes": {name: one.shape for name, one in self.frozen.items()},
+            "frozen_param_shapes": {name: tensor.shape for name, tensor in self.frozen.items()},
             "shared_params": self.shared, "frozen_param_fragments": fragments, "lr_scheduler": {"last_batch": 2},
             "data_sampler": None, "skipped_steps": 0, "global_steps": 3, "dp_world_size": self.ranks,
             "mp_world_size": 1, "ds_version": VERSION,
@@ -221,14 +221,14 @@ class Job:
     def write_universal(self, root: Path) -> Path:
         """All files, as `ds_to_universal` writes them: of ZeRO 3 flat, and without the count of steps."""
         tag = "global_step3_universal"
-        for name, one in self.master.items():
-            for slot, value in {"fp32": one, **self.slots[name]}.items():
+        for name, tensor in self.master.items():
+            for slot, value in {"fp32": tensor, **self.slots[name]}.items():
                 whole = value.reshape(-1) if self.stage == 3 else {"cat_dim": 0, "param": value}
                 save(whole, root / tag / "zero" / name / f"{slot}.pt")
             if self.stage < 3:
                 save(torch.tensor(3.0), root / tag / "zero" / name / "step.pt")
-        for name, one in self.buffers.items() if self.stage < 3 else ():
-            save({"param": one.float()}, root / tag / "zero" / name / "fp32.pt")
+        for name, tensor in self.buffers.items() if self.stage < 3 else ():
+            save({"param": tensor.float()}, root / tag / "zero" / name / "fp32.pt")
         state = self.optimizer_state(0)
         base = state["optimizer_state_dict"] if self.stage == 3 else state.pop("base_optimizer_state")
         for gone in ("single_partition_of_fp32_groups", "param_slice_mappings"):
@@ -247,7 +247,7 @@ def job(**options: Any) -> Job:
     shapes = {"a.weight": (13, 7, 3), "a.bias": (13,), "b.weight": (501, 1003), "b.bias": (1,), "norm": (17,)}
     master = {name: torch.randn(shape, generator=noise) for name, shape in shapes.items()}
     slots = {
-        name: {slot: torch.randn(one.shape, generator=noise) for slot in SLOTS} for name, one in master.items()
+        name: {slot: torch.randn(tensor.shape, generator=noise) for slot in SLOTS} for name, tensor in master.items()
     }
     return Job(
         [["a.weight", "b.weight", "b.bias"], ["a.bias", "norm"]], master, slots,

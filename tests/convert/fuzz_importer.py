@@ -1,11 +1,11 @@
 """Fuzzes the importer of one format, in a process of its own: python fuzz_importer.py SOURCE WORK OPTIONS...
 
-SOURCE   a small checkpoint, of which one file after another is replaced; of a file of torch.save, its pickle
-WORK     a directory: its corpus/ is what earlier runs have found, from which this one goes on; finds/ what fails
-OPTIONS  libFuzzer's: -max_total_time=5 and such
+SOURCE   a small checkpoint, of which one file after another is replaced; for a file of torch.save, its pickle
+WORK     a directory: corpus/ has the inputs of earlier runs, from which this one continues; finds/ the failing inputs
+OPTIONS  libFuzzer's: -max_total_time=5 and others
 
-What an input may do: be read, or be refused by an error of ours. Anything else, a hang, or memory beyond the limit,
-ends the process with another status than 0.
+An input may be read, or refused by one of our errors. Anything else, a hang, or memory beyond the limit, ends the
+process with another status than 0.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A model with every kind of tensor, and how tests of conversion compare such."""
+"""A model with every kind of tensor, and its comparison in tests of conversion."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 import flowstone as fs
 from flowstone.convert import copy
-from flowstone.layout_rules import GivenRules
+from flowstone.layouts.layout_rules import GivenRules
 
 STEP = 5
 
@@ -21,7 +21,7 @@ STEP = 5
 def tensors() -> dict[str, torch.Tensor]:
     """Every kind of tensor that a model may hold: types, sizes, no elements, no dimensions, tied."""
     noise = torch.Generator().manual_seed(0)
-    found = {
+    tensors = {
         "embed": torch.randn(301, 1000, generator=noise),
         "half": torch.randn(7, 3, generator=noise).to(torch.bfloat16),
         "f16": torch.randn(33, generator=noise).to(torch.float16),
@@ -35,7 +35,7 @@ def tensors() -> dict[str, torch.Tensor]:
         "deep": torch.randn(2, 3, 5, 7, 11, generator=noise),
         **{f"small.{number}": torch.randn(number + 1, 9, generator=noise) for number in range(300)},
     }
-    return found | {"head": found["embed"]}
+    return tensors | {"head": tensors["embed"]}
 
 
 def raw(tensor: torch.Tensor) -> bytes:
@@ -43,20 +43,20 @@ def raw(tensor: torch.Tensor) -> bytes:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
+def assert_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
-        assert raw(found[name]) == raw(tensor), name
+        assert (actual[name].dtype, actual[name].shape) == (tensor.dtype, tensor.shape), name
+        assert raw(actual[name]) == raw(tensor), name
 
 
 def assert_refused(
-    golden: Path, harm: Callable[[Path], object], told: str, place: Path, rules: GivenRules = ()
+    golden: Path, harm: Callable[[Path], object], message: str, place: Path, rules: GivenRules = ()
 ) -> None:
     """A copy of a checkpoint is not imported once it is harmed, and nothing is left of the try."""
     shutil.copytree(golden, place / "harmed")
     harm(place / "harmed")
-    with pytest.raises(fs.FlowstoneError, match=told):
+    with pytest.raises(fs.FlowstoneError, match=message):
         fs.import_checkpoint(place / "harmed", place / "run", rules=rules)
     assert not (place / "run").exists()
 
@@ -70,7 +70,7 @@ def read_all(store: Path, prefix: str = "model.") -> dict[str, torch.Tensor]:
 
 def interrupted_export(source: Path, target: Path, windows: int, **options: Any) -> None:
     """Begin an export, and stop it once so many windows are written, each of them durable."""
-    real, left = copy.Writes.write, iter(range(windows))
+    real, left = copy.FileWriter.write, iter(range(windows))
 
     def write(*given: Any) -> None:
         if next(left, None) is None:
@@ -78,7 +78,7 @@ def interrupted_export(source: Path, target: Path, windows: int, **options: Any)
         real(*given)
 
     with (
-        mock.patch.object(copy.Writes, "write", write), mock.patch.object(copy, "_WINDOWS_BETWEEN_SYNCS", 1),
+        mock.patch.object(copy.FileWriter, "write", write), mock.patch.object(copy, "_WINDOWS_BETWEEN_SYNCS", 1),
         pytest.raises(KeyboardInterrupt),
     ):
         fs.export(source, target, **options)

@@ -1,4 +1,4 @@
-"""A small checkpoint of every format that is read, by the project's own writers; and what may lie in a file's place."""
+"""A small checkpoint of every readable format, by the project's own writers; and other objects in a file's place."""
 
 from __future__ import annotations
 

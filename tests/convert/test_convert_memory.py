@@ -1,4 +1,4 @@
-"""A conversion takes the memory that it says, whatever the size of the checkpoint."""
+"""A conversion stays within its declared memory, whatever the size of the checkpoint."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from apart import apart
-from memory_taken import return_freed_memory, tried
 from safetensors.torch import load_file, save_file
 
 import flowstone as fs
+from memory_taken import return_freed_memory, tried
+from own_process import run_in_own_process
 
 MIB = 1 << 20
 _MODULES = ("flowstone.convert.importing", "flowstone.convert.export", "flowstone.convert.diff")
@@ -26,7 +26,7 @@ def growth(verb: str, source: Path, target: Path, budget_bytes: int) -> int:
 
 def growth_of(call: str, *needed: str) -> int:
     """The same by any call, as Python has it, in a process that has imported the modules that are `needed`."""
-    outcome, taken = apart(_called, call, needed)
+    outcome, taken = run_in_own_process(_called, call, needed)
     assert outcome == "done"
     return int(taken)
 
@@ -62,9 +62,9 @@ def test_rules_take_no_more(tmp_path: Path) -> None:
              "fs.Stack('l.{n}.qkv', 'qkv')]")
     places = f"{str(tmp_path / 'model.safetensors')!r}, {str(tmp_path / 'hf')!r}"
     assert growth_of(f"fs.export({places}, budget_bytes={64 * MIB}, rules={rules})") < 64 * MIB + BESIDE_BYTES
-    found = load_file(tmp_path / "hf" / "model.safetensors")
-    assert found["qkv"].shape == (5, 6144, 1024)
-    assert torch.equal(found["big"], torch.arange(32 * MIB, dtype=torch.int32).reshape(8192, 4096).t())
+    tensors = load_file(tmp_path / "hf" / "model.safetensors")
+    assert tensors["qkv"].shape == (5, 6144, 1024)
+    assert torch.equal(tensors["big"], torch.arange(32 * MIB, dtype=torch.int32).reshape(8192, 4096).t())
 
 
 def test_a_training_state_goes_out_within_the_window(tmp_path: Path) -> None:

@@ -48,16 +48,16 @@ def test_what_four_ranks_saved_comes_in_as_whole_tensors(tmp_path: Path) -> None
     run(4, "dcp_acts", "save_sharded", str(tmp_path / "dcp"))
     assert len(list((tmp_path / "dcp").glob("*.distcp"))) == 4
     fs.import_checkpoint(tmp_path / "dcp", tmp_path / "run")
-    found = read_all(tmp_path / "run")
-    assert torch.equal(found["rows"], torch.arange(70 * 9.0).reshape(70, 9))
-    assert torch.equal(found["columns"], torch.arange(9 * 70.0).reshape(9, 70))
+    stored = read_all(tmp_path / "run")
+    assert torch.equal(stored["rows"], torch.arange(70 * 9.0).reshape(70, 9))
+    assert torch.equal(stored["columns"], torch.arange(9 * 70.0).reshape(9, 70))
     assert fs.open(tmp_path / "run").objects["step"] == 7
 
 
 @pytest.mark.parametrize("shard_bytes", [5e9, 3e6])
 def test_dcp_loads_what_was_exported_and_it_comes_back(saved: Path, tmp_path: Path, shard_bytes: float) -> None:
     fs.export(saved, tmp_path / "dcp", to="dcp", shard_bytes=shard_bytes, budget_bytes=BUDGET)
-    state = {name: torch.zeros_like(one) for name, one in tensors().items()}
+    state = {name: torch.zeros_like(tensor) for name, tensor in tensors().items()}
     dcp.load(state, checkpoint_id=tmp_path / "dcp")
     assert_same(state, tensors())
     fs.import_checkpoint(tmp_path / "dcp", tmp_path / "run", budget_bytes=BUDGET)
@@ -144,18 +144,18 @@ def _two_places(metadata: Metadata) -> None:
     metadata.storage_data[again] = metadata.storage_data[other]
 
 
-@pytest.mark.parametrize(("change", "told"), [
-    (_same_path, "two of its values have one path"), (_like_path, "two of its values have one path"),
-    (_two_places, "an item that lies in two places"),
-    (_no_parts, r"not every element of 'model\.w'[\s\S]*holds \[0:3\]"),
+@pytest.mark.parametrize(("change", "message"), [
+    (_same_path, "have the same path"), (_like_path, "have the same path"),
+    (_two_places, "a tensor or object is listed with two locations"),
+    (_no_parts, r"does not hold every element of 'model\.w'[\s\S]*holds \[0:3\]"),
 ])
 def test_metadata_that_contradicts_itself_is_refused(
-    tmp_path: Path, change: Callable[[Metadata], object], told: str
+    tmp_path: Path, change: Callable[[Metadata], object], message: str
 ) -> None:
     directory = tmp_path / "dcp"
     dcp.save({"model": {"w": torch.zeros(3), "v": torch.zeros(5)}}, checkpoint_id=directory)
     changed_metadata(directory, change)
-    with pytest.raises((fs.DamagedError, fs.CoverageError), match=told):
+    with pytest.raises((fs.DamagedError, fs.CoverageError), match=message):
         fs.import_checkpoint(directory, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

@@ -1,4 +1,4 @@
-"""Checkpoints of DeepSpeed, put together without it: to the last bit, and with nothing in them executed."""
+"""Checkpoints of DeepSpeed, merged without it: bit for bit, and no code in them is executed."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ BUDGET = 32 << 20
 def expected(made: Job) -> dict[str, torch.Tensor]:
     """All tensors that an import of the job has, by name."""
     # ZeRO 3 leaves no weights of its own to the model.
-    weights = {name: one if made.stage == 3 else one.to(made.dtype) for name, one in made.master.items()}
+    weights = {name: tensor if made.stage == 3 else tensor.to(made.dtype) for name, tensor in made.master.items()}
     weights |= made.frozen
     weights |= {name: weights[owner] for name, owner in made.shared.items()} | made.buffers
-    found = {f"model.{name}": one for name, one in weights.items()}
-    found |= {f"master.{name}": one for name, one in made.master.items()}
+    result = {f"model.{name}": weight for name, weight in weights.items()}
+    result |= {f"master.{name}": tensor for name, tensor in made.master.items()}
     for name, slots in made.slots.items():
-        found |= {f"optimizer.state.model.{name}.{slot}": one for slot, one in slots.items()}
-        found[f"optimizer.state.model.{name}.step"] = torch.tensor(3.0)
-    return found | {"client_state.seen": made.client["seen"]}
+        result |= {f"optimizer.state.model.{name}.{slot}": value for slot, value in slots.items()}
+        result[f"optimizer.state.model.{name}.step"] = torch.tensor(3.0)
+    return result | {"client_state.seen": made.client["seen"]}
 
 
 def check(made: Job, source: Path, store: Path) -> None:
@@ -43,9 +43,9 @@ def check(made: Job, source: Path, store: Path) -> None:
     assert objects["deepspeed"]["global_steps"] == 3
     assert objects["deepspeed"]["zero_stage"] == made.stage
     assert objects["deepspeed"]["optimizer"]["loss_scaler"] == {"cur_scale": 1.0, "dynamic": False}
-    found = fs.diff(source, store, budget_bytes=BUDGET)
-    assert found.equal, found
-    assert len(found.tensors) == len(expected(made))
+    diff = fs.diff(source, store, budget_bytes=BUDGET)
+    assert diff.equal, diff
+    assert len(diff.tensors) == len(expected(made))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7])
@@ -97,8 +97,8 @@ def test_training_goes_on_without_deepspeed(tmp_path: Path) -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.randn(4, 9)).sum().backward()
     optimizer.step()
-    master = {name: one.detach().clone() for name, one in model.named_parameters()}
-    slots = {name: {slot: optimizer.state[one][slot] for slot in SLOTS} for name, one in model.named_parameters()}
+    master = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    slots = {name: {slot: optimizer.state[param][slot] for slot in SLOTS} for name, param in model.named_parameters()}
     made = Job([list(master)], master, slots, dtype=torch.float32, ranks=3, prefix="")
     fs.import_checkpoint(made.write(tmp_path / "ds"), tmp_path / "run", step=3)
     other = torch.nn.Sequential(torch.nn.Linear(9, 11), torch.nn.Linear(11, 3))
@@ -107,8 +107,8 @@ def test_training_goes_on_without_deepspeed(tmp_path: Path) -> None:
         checkpointer.load({"model": other, "optimizer": resumed})
     assert_same(dict(other.state_dict()), dict(model.state_dict()))
     assert resumed.param_groups[0]["lr"] == 0.5
-    for one, two in zip(model.parameters(), other.parameters(), strict=True):
-        assert raw(optimizer.state[one]["exp_avg_sq"]) == raw(resumed.state[two]["exp_avg_sq"])
+    for parameter, two in zip(model.parameters(), other.parameters(), strict=True):
+        assert raw(optimizer.state[parameter]["exp_avg_sq"]) == raw(resumed.state[two]["exp_avg_sq"])
         assert resumed.state[two]["step"] == 3
 
 
@@ -119,19 +119,19 @@ def test_the_master_weights_go_out_as_a_model(tmp_path: Path) -> None:
     assert_same(torch.load(tmp_path / "model.pt", weights_only=True), made.master)
 
 
-@pytest.mark.parametrize(("harm", "told"), [
+@pytest.mark.parametrize(("harm", "message"), [
     ("missing rank", "lacks optimizer states"), ("missing last", "optimizer states of 2 ranks"),
-    ("torn", "torn"), ("mixed versions", r"different versions[\s\S]*0\.5\.0"), ("other stage", "ZeRO stages"),
-    ("other prefix", "mixes those of different jobs"), ("shape", r"elements of 'b\.weight' from 0 on; by"),
-    ("address", "elements of 'b.weight' from 9 on; by"), ("short slot", "reaches beyond"),
-    ("no slot", "lacks 'exp_avg'"),
-    ("groups", "not of these groups"), ("latest", "names"), ("latest outside", "names"), ("no module", "has no module"),
-    ("no shapes", "no param_shapes"), ("not a file", "ends early|torn|no file"), ("group member", "members"),
+    ("torn", "truncated"), ("mixed versions", r"different versions[\s\S]*0\.5\.0"), ("other stage", "ZeRO stages"),
+    ("other prefix", "mixes files of different jobs"), ("shape", r"elements of 'b\.weight' from 0 on, but"),
+    ("address", "elements of 'b.weight' from 9 on, but"), ("short slot", "ends after"),
+    ("no slot", "lacks the optimizer tensor 'exp_avg'"),
+    ("groups", "is not the number"), ("latest", "names"), ("latest outside", "names"), ("no module", "has no `module`"),
+    ("no shapes", "no param_shapes"), ("not a file", "ends early|truncated|no file"), ("group member", "refers to"),
     ("no optimizer", r"no optimizer states[\s\S]*a\.|no optimizer states[\s\S]*b\."),
     ("no model of rank 0", "model states of rank 0"), ("two names", "param_shapes cannot be read"),
-    ("two tensors", "no module with tensors by name"), ("two addresses", "not as DeepSpeed writes it"),
+    ("two tensors", "no `module`, a dict of tensors"), ("two addresses", "an unexpected form"),
 ])
-def test_what_contradicts_itself_is_refused(tmp_path: Path, harm: str, told: str) -> None:
+def test_what_contradicts_itself_is_refused(tmp_path: Path, harm: str, message: str) -> None:
     root = job(ranks=3, **({"stage": 3} if harm == "no optimizer" else {})).write(tmp_path / "ds")
     model, last = root / "global_step3" / "mp_rank_00_model_states.pt", optimizer_file(root, 2)
 
@@ -184,16 +184,16 @@ def test_what_contradicts_itself_is_refused(tmp_path: Path, harm: str, told: str
             last.write_bytes(b"PK\x03\x04" + bytes(3000))
         case "group member":
             state(lambda value: value["base_optimizer_state"]["param_groups"][0].update(params=[7]), rank=0)
-    with pytest.raises(fs.FormatError, match=told):
+    with pytest.raises(fs.FormatError, match=message):
         fs.import_checkpoint(root, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(("harm", "told"), [
+@pytest.mark.parametrize(("harm", "message"), [
     ("parameter", r"lacks 1 parameters[\s\S]*a\.bias"), ("master", r"no fp32\.pt"), ("shape", "another shape"),
-    ("optimizer", "optimizer_state"), ("group member", "members that are not there"),
+    ("optimizer", "optimizer_state"), ("group member", "refers to parameters that do not exist"),
 ])
-def test_a_universal_checkpoint_that_is_not_whole_is_refused(tmp_path: Path, harm: str, told: str) -> None:
+def test_a_universal_checkpoint_that_is_not_whole_is_refused(tmp_path: Path, harm: str, message: str) -> None:
     made = job(stage=1)
     root = made.write_universal(tmp_path / "ds")
     zero = root / "global_step3_universal" / "zero"
@@ -208,7 +208,7 @@ def test_a_universal_checkpoint_that_is_not_whole_is_refused(tmp_path: Path, har
             (zero / "optimizer_state.pt").unlink()
         case "group member":
             edit(zero / "optimizer_state.pt", lambda value: _groups_of(value)[0].update(params=[99]))
-    with pytest.raises(fs.FormatError, match=told):
+    with pytest.raises(fs.FormatError, match=message):
         fs.import_checkpoint(root, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
@@ -218,7 +218,7 @@ def _groups_of(value: Any) -> Any:
     if isinstance(value, dict):
         if "param_groups" in value:
             return value["param_groups"]
-        return next((found for one in value.values() if (found := _groups_of(one)) is not None), None)
+        return next((groups for item in value.values() if (groups := _groups_of(item)) is not None), None)
     return None
 
 
@@ -270,7 +270,7 @@ def test_what_files_alone_cannot_put_together_is_refused_with_what_to_do(tmp_pat
     with pytest.raises(fs.UnsupportedFormatError, match=r"layers or experts[\s\S]*ds_to_universal"):
         fs.import_checkpoint(root, tmp_path / "run")
     (tag / "layer_00-model_states.pt").rename(tag / "extra.pt")
-    with pytest.raises(fs.UnsupportedFormatError, match=r"extra\.pt \(a file of a kind that is not known\)"):
+    with pytest.raises(fs.UnsupportedFormatError, match=r"extra\.pt \(a file of an unknown kind\)"):
         fs.import_checkpoint(root, tmp_path / "run")
     assert fs.import_checkpoint(root, tmp_path / "run", rules=fs.Skip("extra.pt")).skipped == ("extra.pt",)
 

@@ -1,4 +1,4 @@
-"""A model's documents that a checkpoint keeps: export, import and diff have them; nothing else becomes a file."""
+"""A model's documents in a checkpoint: export, import and diff support them, and no other section becomes a file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 import flowstone as fs
 from flowstone.cli.rules import conversion_rules
-from flowstone.convert.documents import kept_documents
+from flowstone.convert.documents import stored_documents
 
 CONFIG = json.dumps({"model_type": "gpt2", "n_head": 2}).encode()
 TOKENIZER = np.random.default_rng(0).integers(32, 127, 200_000, dtype=np.uint8).tobytes()  # too long for objects.json
@@ -74,14 +74,14 @@ def test_a_diff_compares_them_by_name(tmp_path: Path) -> None:
     b = saved(tmp_path / "b", DOCUMENTS)
     assert fs.diff(a, b).equal, "whichever rank has kept them"
     c = saved(tmp_path / "c", fs.PerRank({**DOCUMENTS, "tokenizer.json": TOKENIZER[::-1]}))
-    assert [one.name for one in fs.diff(a, c).values] == ["huggingface.tokenizer.json"]
+    assert [value.name for value in fs.diff(a, c).values] == ["huggingface.tokenizer.json"]
 
 
 @pytest.mark.parametrize("kept", [DOCUMENTS, fs.PerRank(DOCUMENTS)], ids=["of all ranks", "of a rank"])
 def test_ready_rules_take_sizes_from_the_configuration_that_is_kept(kept: object, tmp_path: Path) -> None:
     run = saved(tmp_path / "run", kept)
-    found = conversion_rules("megatron-to-gpt2", None, inverse=False, configured=((run, None),))
-    assert found == conversion_rules("megatron-to-gpt2:heads=2", None, inverse=False)
+    actual = conversion_rules("megatron-to-gpt2", None, inverse=False, configured=((run, None),))
+    assert actual == conversion_rules("megatron-to-gpt2:heads=2", None, inverse=False)
     with pytest.raises(fs.ArgumentError):
         conversion_rules("megatron-to-gpt2", None, inverse=False, configured=((tmp_path, None),))
 
@@ -92,9 +92,9 @@ def test_two_ranks_keep_them_on_the_first(tmp_path: Path) -> None:
     run(2, "acts", "save_documents", str(tmp_path / "run"), 100_000)
     assert fs.open(tmp_path / "run").verify().sound
     fs.export(tmp_path / "run", tmp_path / "a")
-    found = files(tmp_path / "a")
-    assert found["config.json"] == b"{}"
-    assert found["tokenizer.json"] == b"t" * 100_000
+    result = files(tmp_path / "a")
+    assert result["config.json"] == b"{}"
+    assert result["tokenizer.json"] == b"t" * 100_000
 
 
 OTHERS = {
@@ -131,7 +131,7 @@ def test_a_section_that_holds_anything_else_is_one_like_others(which: str, apart
 
 def test_they_may_be_as_long_as_they_may_be(tmp_path: Path) -> None:
     run = saved(tmp_path / "run", {"config.json": CONFIG, "tokenizer.json": bytes((64 << 20) - len(CONFIG))})
-    assert set(kept_documents(fs.open(run))) == set(DOCUMENTS)
+    assert set(stored_documents(fs.open(run))) == set(DOCUMENTS)
 
 
 @pytest.mark.parametrize("names", [("a",), ("a", "b")])
@@ -147,9 +147,9 @@ def test_a_long_one_that_other_sections_share_stays_a_value_of_those(names: tupl
 def test_a_damaged_one_is_never_written(tmp_path: Path) -> None:
     run = saved(tmp_path / "run", fs.PerRank(DOCUMENTS))
     segment = run / "step-00000001" / "rank-00000.safetensors"
-    at = segment.read_bytes().index(TOKENIZER[:1000])
+    index = segment.read_bytes().index(TOKENIZER[:1000])
     with segment.open("r+b") as file:
-        file.seek(at + 500)
+        file.seek(index + 500)
         file.write(b"\x00")
     with pytest.raises(fs.DamagedError):
         fs.export(run, tmp_path / "a")

@@ -1,4 +1,4 @@
-"""What two runs of elements differ in, against numpy and torch."""
+"""Differences between two runs of elements, compared with numpy and torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def raw(tensor: torch.Tensor) -> np.ndarray:
 
 
 def compared(a: torch.Tensor, b: torch.Tensor, tolerance: Tolerance | None = None) -> Differences:
-    kinds = tuple(DTYPES[str(one.dtype).removeprefix("torch.")] for one in (a, b))
+    kinds = tuple(DTYPES[str(tensor.dtype).removeprefix("torch.")] for tensor in (a, b))
     return compare(raw(a), raw(b), kinds, tolerance or Tolerance())  # type: ignore[arg-type]
 
 
@@ -53,13 +53,13 @@ def test_what_is_unequal_is_what_numpy_says(name: str, draw: st.DataObject) -> N
     places = noise.integers(0, 300, draw.draw(st.integers(0, 20)))
     b[places] = torch.from_numpy(noise.integers(0, 9, len(places))).to(getattr(torch, name))
     tolerance = Tolerance(draw.draw(st.sampled_from([0.0, 0.3])), draw.draw(st.sampled_from([0.0, 1.0])))
-    x, y = (one.to(torch.complex128).numpy() for one in (a, b))
-    found = compared(a, b, tolerance)
-    assert found.unequal == np.count_nonzero(~np.isclose(x, y, rtol=tolerance.relative, atol=tolerance.absolute))
-    assert found.unequal_bits == np.count_nonzero(x != y)
-    assert found.absolute == np.abs(x - y).max()
-    if found.where is not None:
-        assert np.abs(x - y)[found.where] == found.absolute > 0
+    x, y = (tensor.to(torch.complex128).numpy() for tensor in (a, b))
+    comparison = compared(a, b, tolerance)
+    assert comparison.unequal == np.count_nonzero(~np.isclose(x, y, rtol=tolerance.relative, atol=tolerance.absolute))
+    assert comparison.unequal_bits == np.count_nonzero(x != y)
+    assert comparison.absolute == np.abs(x - y).max()
+    if comparison.largest_index is not None:
+        assert np.abs(x - y)[comparison.largest_index] == comparison.absolute > 0
 
 
 def test_zeros_of_two_signs_and_nans_of_two_payloads_are_equal_in_value_but_not_in_bits() -> None:
@@ -71,24 +71,24 @@ def test_zeros_of_two_signs_and_nans_of_two_payloads_are_equal_in_value_but_not_
 def test_a_nan_or_an_infinity_on_one_side_is_unequal_whatever_the_tolerance() -> None:
     a = torch.tensor([1.0, float("inf"), float("inf"), 2.0])
     b = torch.tensor([float("nan"), 3.0, float("inf"), 2.5])
-    found = compared(a, b, Tolerance(10.0, 10.0))
-    assert (found.unequal, found.absolute, found.where, found.nans) == (2, float("inf"), 1, (0, 1))
-    assert found.relative == pytest.approx(0.2)
+    actual = compared(a, b, Tolerance(10.0, 10.0))
+    assert (actual.unequal, actual.absolute, actual.largest_index, actual.nans) == (2, float("inf"), 1, (0, 1))
+    assert actual.relative == pytest.approx(0.2)
 
 
 def test_large_integers_are_compared_exactly() -> None:
     a = torch.tensor([2**62 + 1, -(2**63)], dtype=torch.int64)
     b = torch.tensor([2**62, 2**63 - 1], dtype=torch.int64)
-    found = compared(a, b)
-    assert (found.unequal, found.where, found.absolute) == (2, 1, float(2**64 - 1))
+    comparison = compared(a, b)
+    assert (comparison.unequal, comparison.largest_index, comparison.absolute) == (2, 1, float(2**64 - 1))
     assert compared(a[:1], b[:1]).absolute == 1
 
 
 def test_values_of_two_types_are_compared() -> None:
     a = torch.randn(1000, generator=torch.Generator().manual_seed(0))
-    found = compared(a, a.to(torch.bfloat16), Tolerance(2**-8))
-    assert found.unequal == 0
-    assert 0 < (found.relative or 0) <= 2**-8
+    comparison = compared(a, a.to(torch.bfloat16), Tolerance(2**-8))
+    assert comparison.unequal == 0
+    assert 0 < (comparison.relative or 0) <= 2**-8
     assert compared(torch.arange(9), torch.arange(9, dtype=torch.int32)) == Differences()
 
 
@@ -98,13 +98,13 @@ def test_of_types_without_numbers_bits_are_compared() -> None:
     assert not has_numbers(kind)
     other = content.clone()
     other[7] = 0
-    found = compare(content.numpy(), other.numpy(), (kind, kind), Tolerance())
-    assert found == Differences(1, 1, None, None, None)
+    matched = compare(content.numpy(), other.numpy(), (kind, kind), Tolerance())
+    assert matched == Differences(1, 1, None, None, None)
 
 
 def test_blocks_are_added_up() -> None:
     a = torch.zeros(1 << 19)
     b = a.clone()
     b[3], b[200_000], b[500_000] = 1.0, 5.0, 4.0
-    found = compared(a, b)
-    assert (found.unequal, found.where, found.absolute) == (3, 200_000, 5.0)
+    comparison = compared(a, b)
+    assert (comparison.unequal, comparison.largest_index, comparison.absolute) == (3, 200_000, 5.0)

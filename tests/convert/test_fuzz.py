@@ -1,6 +1,6 @@
-"""Importers under a fuzzer that looks at coverage (atheris): a few seconds here, as long as wanted in `make soak`.
+"""Importers with a coverage-guided fuzzer (atheris): a few seconds here, longer in `make soak`.
 
-What it has found so far is kept in build/fuzz, and the next run goes on from there. Every find has become a test.
+Its corpus is kept in build/fuzz, and the next run continues from there. Every find has become a test.
 """
 
 from __future__ import annotations

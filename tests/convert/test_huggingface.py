@@ -1,4 +1,4 @@
-"""Safetensors, as Hugging Face writes and reads them: out, in, and out again, to the last bit."""
+"""Safetensors, as Hugging Face writes and reads them: exported, imported, and exported again, bit for bit."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def load_shards(directory: Path) -> dict[str, torch.Tensor]:
     if not index.exists():
         return load_file(directory / "model.safetensors")
     weight_map = json.loads(index.read_text())["weight_map"]
-    found = {}
+    shards = {}
     for file in sorted(set(weight_map.values())):
         with safe_open(directory / file, "pt") as opened:
             assert opened.metadata() == {"format": "pt"}
-            found |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+            shards |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
             assert {name for name, where in weight_map.items() if where == file} == set(opened.keys())
-    return found
+    return shards
 
 
 @pytest.mark.parametrize("shard_bytes", [5e9, 3e6, 1])
@@ -74,8 +74,8 @@ def test_an_import_in_one_window_and_in_many_is_the_same_file(tmp_path: Path) ->
     fs.import_checkpoint(tmp_path / "m.safetensors", tmp_path / "one")
     fs.import_checkpoint(tmp_path / "m.safetensors", tmp_path / "many", budget_bytes=BUDGET)
     for name in ("rank-00000.safetensors", "index.safetensors", "objects.json"):
-        one, many = ((tmp_path / store / "step-00000000" / name).read_bytes() for store in ("one", "many"))
-        assert one == many, name
+        entry, many = ((tmp_path / store / "step-00000000" / name).read_bytes() for store in ("one", "many"))
+        assert entry == many, name
 
 
 def test_an_imported_model_loads_into_a_module(tmp_path: Path) -> None:
@@ -94,10 +94,10 @@ def test_a_checkpoint_of_four_ranks_is_exported_as_one_model(tmp_path: Path, how
     checkpoint = fs.open(tmp_path / "run")
     assert checkpoint.manifest.ranks == 4
     report = fs.export(checkpoint, tmp_path / "hf")
-    found = load_shards(tmp_path / "hf")
-    assert set(found) == {name.removeprefix("model.") for name in checkpoint.tensors if name.startswith("model.")}
+    shards = load_shards(tmp_path / "hf")
+    assert set(shards) == {name.removeprefix("model.") for name in checkpoint.tensors if name.startswith("model.")}
     assert report.tensors
-    for name, tensor in found.items():
+    for name, tensor in shards.items():
         assert raw(tensor) == raw(checkpoint.read(f"model.{name}")), name
 
 
@@ -111,12 +111,12 @@ def test_a_cast_rounds_as_torch_does(tmp_path: Path, dtype: str) -> None:
     with fs.Checkpointer(tmp_path / "run") as checkpointer:
         checkpointer.save(1, state)
     report = fs.export(tmp_path / "run", tmp_path / "hf", dtype=dtype)
-    wanted = {"bf16": torch.bfloat16}.get(dtype) or getattr(torch, dtype)
-    found = load_shards(tmp_path / "hf")
-    assert found.pop("ints").dtype == torch.int64
-    for name, tensor in found.items():
-        expected = state["model"][name].to(wanted)
-        assert tensor.dtype == wanted
+    whole = {"bf16": torch.bfloat16}.get(dtype) or getattr(torch, dtype)
+    shards = load_shards(tmp_path / "hf")
+    assert shards.pop("ints").dtype == torch.int64
+    for name, tensor in shards.items():
+        expected = state["model"][name].to(whole)
+        assert tensor.dtype == whole
         assert np.array_equal(tensor.isnan(), expected.isnan())
         assert torch.equal(tensor.nan_to_num(1.0), expected.nan_to_num(1.0)), name
     assert "ints" not in report.cast
@@ -127,10 +127,10 @@ def test_rules_rename_and_leave_out(saved: Path, tmp_path: Path) -> None:
     report = fs.export(
         saved, tmp_path / "hf", rules=[fs.Skip("model.small.*"), fs.Rename("model.long", "model.body.weight")]
     )
-    found = load_shards(tmp_path / "hf")
-    assert "body.weight" in found
-    assert "long" not in found
-    assert not any(name.startswith("small") for name in found)
+    shards = load_shards(tmp_path / "hf")
+    assert "body.weight" in shards
+    assert "long" not in shards
+    assert not any(name.startswith("small") for name in shards)
     assert len(report.skipped) == 300
 
 

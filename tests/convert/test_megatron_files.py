@@ -1,4 +1,4 @@
-"""Distributed checkpoints of Megatron-core, read without it: to the last bit, and with nothing in them executed."""
+"""Distributed checkpoints of Megatron-core, read without it: bit for bit, and no code in them is executed."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from golden.make_megatron import COMMON, HEADS, HIDDEN, LAYERS, MODEL, OPTIMIZER, PARAM_GROUPS, PLACE, RANKS, numbers
 from models import assert_refused, assert_same, read_all
 from test_torch_files import Malicious
 
 import flowstone as fs
+from golden.make_megatron import COMMON, HEADS, HIDDEN, LAYERS, MODEL, OPTIMIZER, PARAM_GROUPS, PLACE, RANKS, numbers
 
 
 def test_what_two_tensor_parallel_ranks_saved_comes_in_as_whole_tensors(tmp_path: Path) -> None:
@@ -44,19 +44,19 @@ def test_what_is_no_tensor_becomes_objects(tmp_path: Path) -> None:
     for rank in range(RANKS):
         (kept,) = objects["rng_state"][f"0.{rank}"]
         assert kept["random_rng_state"] == (3, (1, 2), None)
-        found = checkpoint.read(f"rng_state.0.{rank}.0.torch_rng_state")
-        assert torch.equal(found, torch.arange(4, dtype=torch.uint8) + rank)
+        tensor = checkpoint.read(f"rng_state.0.{rank}.0.torch_rng_state")
+        assert torch.equal(tensor, torch.arange(4, dtype=torch.uint8) + rank)
 
 
 def test_the_ready_rules_read_its_stacked_layers(tmp_path: Path) -> None:
     rules = fs.ready_rules("megatron-to-gpt2", heads=HEADS, layers="stacked")
     others = [fs.Skip(f"{name}*") for name in ("optimizer", "rng_state", "args", "model.*_extra_state")]
     fs.import_checkpoint(PLACE, tmp_path / "run", rules=[*others, rules])
-    found = read_all(tmp_path / "run")
+    stored = read_all(tmp_path / "run")
     key = "decoder.layers.mlp.linear_fc2.weight"
     for layer in range(LAYERS):
-        name = next(one for one in found if one.endswith(f"h.{layer}.mlp.c_proj.weight"))
-        assert torch.equal(found[name], numbers(key, MODEL[key])[layer].T)
+        name = next(name for name in stored if name.endswith(f"h.{layer}.mlp.c_proj.weight"))
+        assert torch.equal(stored[name], numbers(key, MODEL[key])[layer].T)
 
 
 def test_a_directory_of_checkpoints_is_its_latest(tmp_path: Path) -> None:
@@ -65,19 +65,19 @@ def test_a_directory_of_checkpoints_is_its_latest(tmp_path: Path) -> None:
     fs.import_checkpoint(tmp_path / "all", tmp_path / "run")
     assert fs.diff(tmp_path / "all", tmp_path / "run").equal
     (tmp_path / "all" / "latest_checkpointed_iteration.txt").write_text("8")
-    with pytest.raises(fs.DamagedError, match="has no iter_0000008"):
+    with pytest.raises(fs.DamagedError, match="lacks the latest iteration, iter_0000008"):
         fs.import_checkpoint(tmp_path / "all", tmp_path / "run2")
     (tmp_path / "all" / "iter_").mkdir()
     for outside in ("../7", "iter_/../iter_0000007", "iter_/../../other"):
         (tmp_path / "all" / "latest_checkpointed_iteration.txt").write_text(outside)
-        with pytest.raises(fs.DamagedError, match="names no iteration"):
+        with pytest.raises(fs.DamagedError, match="does not name an iteration"):
             fs.import_checkpoint(tmp_path / "all", tmp_path / "run2")
 
 
 def test_what_is_no_distributed_checkpoint_is_refused(tmp_path: Path) -> None:
     (tmp_path / "all" / "iter_0000007" / "mp_rank_00").mkdir(parents=True)
     (tmp_path / "all" / "latest_checkpointed_iteration.txt").write_text("7")
-    with pytest.raises(fs.UnsupportedFormatError, match=r"no distributed checkpoint[\s\S]*--ckpt-format torch_dist"):
+    with pytest.raises(fs.UnsupportedFormatError, match=r"not a distributed checkpoint[\s\S]*--ckpt-format torch_dist"):
         fs.import_checkpoint(tmp_path / "all", tmp_path / "run")
 
 
@@ -137,33 +137,33 @@ def _cut(path: Path) -> None:
 
 
 def _config(root: Path, **changed: Any) -> None:
-    found = json.loads((root / "metadata.json").read_text())
-    (root / "metadata.json").write_text(json.dumps(found | changed))
+    record = json.loads((root / "metadata.json").read_text())
+    (root / "metadata.json").write_text(json.dumps(record | changed))
 
 
 def _common(root: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    found: dict[str, Any] = {"iteration": 7}
-    change(found)
-    torch.save(found, root / "common.pt")
+    record: dict[str, Any] = {"iteration": 7}
+    change(record)
+    torch.save(record, root / "common.pt")
 
 
 HARMS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no config": (lambda it: (it / "metadata.json").unlink(), "was not finished"),
-    "torn config": (lambda it: _cut(it / "metadata.json"), "is torn"),
-    "backend": (lambda it: _config(it, sharded_backend="zarr"), r"unknown backend[\s\S]*zarr"),
+    "torn config": (lambda it: _cut(it / "metadata.json"), "is not valid JSON"),
+    "backend": (lambda it: _config(it, sharded_backend="zarr"), r"unknown Megatron-core backend[\s\S]*zarr"),
     "version": (lambda it: _config(it, sharded_backend_version=2), "or version"),
     "no metadata": (lambda it: (it / ".metadata").unlink(), r"lacks \.metadata"),
     "torn metadata": (lambda it: _cut(it / ".metadata"), "cannot be read"),
     "no common": (lambda it: (it / "common.pt").unlink(), r"lacks common\.pt"),
-    "torn common": (lambda it: os.truncate(it / "common.pt", 700), "is torn"),
-    "common is no dict": (lambda it: torch.save([1], it / "common.pt"), "holds no dict"),
-    "common and sharded": (lambda it: _common(it, lambda found: found.update(model=3)), "inside of a value"),
+    "torn common": (lambda it: os.truncate(it / "common.pt", 700), "is truncated"),
+    "common is no dict": (lambda it: torch.save([1], it / "common.pt"), "does not hold a dict"),
+    "common and sharded": (lambda it: _common(it, lambda metadata: metadata.update(model=3)), "is below a value"),
     "twice": (
-        lambda it: _common(it, lambda found: found.update(model={"decoder.final_layernorm.bias": 3})), "is there twice"
+        lambda it: _common(it, lambda metadata: metadata.update(model={"decoder.final_layernorm.bias": 3})), "' twice"
     ),
     "no shard": (lambda it: (it / "__1_0.distcp").unlink(), r"lacks __1_0\.distcp"),
-    "torn shard": (lambda it: _cut(it / "__1_0.distcp"), "is torn"),
-    "shards of another rank": (lambda it: shutil.copy(it / "__0_0.distcp", it / "__1_0.distcp"), "no file that torch"),
+    "torn shard": (lambda it: _cut(it / "__1_0.distcp"), "is truncated"),
+    "shards of another rank": (lambda it: shutil.copy(it / "__0_0.distcp", it / "__1_0.distcp"), "not written by"),
 }
 
 
@@ -172,18 +172,18 @@ def test_a_checkpoint_that_is_not_whole_is_refused(tmp_path: Path, harm: str) ->
     assert_refused(PLACE, *HARMS[harm], tmp_path)
 
 
-@pytest.mark.parametrize(("where", "told"), [
-    ("common", r"args \(posix\.system\)"), ("metadata", "is no metadata of torch"),
+@pytest.mark.parametrize(("where", "message"), [
+    ("common", r"args \(posix\.system\)"), ("metadata", "is not metadata of torch"),
     ("deep", r"args\.x\.0 \(posix\.system\)"),
 ])
-def test_a_payload_never_runs_and_is_named(tmp_path: Path, where: str, told: str) -> None:
+def test_a_payload_never_runs_and_is_named(tmp_path: Path, where: str, message: str) -> None:
     root, payload = tmp_path / "megatron", Malicious(tmp_path / "touched")
     shutil.copytree(PLACE, root)
     if where == "metadata":
         (root / ".metadata").write_bytes(pickle.dumps(payload))
     else:
-        _common(root, lambda found: found.update(args={"x": [payload]} if where == "deep" else payload))
-    with pytest.raises(fs.FormatError, match=told):
+        _common(root, lambda metadata: metadata.update(args={"x": [payload]} if where == "deep" else payload))
+    with pytest.raises(fs.FormatError, match=message):
         fs.import_checkpoint(root, tmp_path / "run")
     assert not (tmp_path / "run").exists()
     if where != "metadata":

@@ -1,4 +1,4 @@
-"""Checkpoints of Orbax, written by tensorstore as Orbax has it write them, and read without Orbax and JAX."""
+"""Checkpoints of Orbax, written by tensorstore with Orbax' settings, and read without Orbax and JAX."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_arrays_come_in_by_their_paths_whatever_their_chunks(tmp_path: Path, is_
     item = write(tmp_path / "item", arrays(), values, chunks=CHUNKS, is_database=is_database, driver=driver)
     report = fs.import_checkpoint(item, tmp_path / "run", budget_bytes=BUDGET)
     assert (report.kind, report.skipped) == ("orbax", ())
-    assert_same(read_all(tmp_path / "run", ""), {name: torch_of(one) for name, one in arrays().items()})
+    assert_same(read_all(tmp_path / "run", ""), {name: torch_of(array) for name, array in arrays().items()})
     objects = fs.open(tmp_path / "run").objects
     assert (objects["step"], objects["notes"]) == (7, ["warm", None, {}])
     assert objects["opt_state"]["rate"] == 0.5
@@ -110,10 +110,10 @@ def test_rules_are_followed_on_the_way(tmp_path: Path) -> None:
     rules = [fs.Skip("opt_state.*"), fs.Transpose("params.embed"),
              fs.Stack("params.layers.{n}.kernel", "params.kernels")]
     fs.import_checkpoint(item, tmp_path / "run", rules=rules, budget_bytes=BUDGET)
-    found = read_all(tmp_path / "run", "params.")
-    assert torch.equal(found["embed"], torch_of(arrays()["params.embed"]).t())
+    stored = read_all(tmp_path / "run", "params.")
+    assert torch.equal(stored["embed"], torch_of(arrays()["params.embed"]).t())
     layers = [torch_of(arrays()[f"params.layers.{n}.kernel"]) for n in range(2)]
-    assert torch.equal(found["kernels"], torch.stack(layers))
+    assert torch.equal(stored["kernels"], torch.stack(layers))
 
 
 def test_arrays_at_the_top_go_below_the_section(tmp_path: Path) -> None:
@@ -162,17 +162,17 @@ def test_what_has_no_place_is_named_and_may_be_left_out(tmp_path: Path) -> None:
 
 
 def edit_metadata(item: Path, change: Any) -> None:
-    found = json.loads((item / "_METADATA").read_text())
-    change(found)
-    (item / "_METADATA").write_text(json.dumps(found))
+    record = json.loads((item / "_METADATA").read_text())
+    change(record)
+    (item / "_METADATA").write_text(json.dumps(record))
 
 
-@pytest.mark.parametrize(("harm", "told"), [
+@pytest.mark.parametrize(("harm", "message"), [
     ("chunk", "cannot be read"), ("array", "lacks the array"), ("torn", "cannot be read|lacks the array"),
-    ("metadata", "not as Orbax writes it"), ("strings", r"_strings\.json"), ("nested", "values below it"),
+    ("metadata", "is not valid metadata"), ("strings", r"_strings\.json"), ("nested", "values below it"),
     ("outside", "leads out of the directory"), ("format", "lacks the array"),
 ])
-def test_a_directory_that_is_not_whole_is_refused(tmp_path: Path, harm: str, told: str) -> None:
+def test_a_directory_that_is_not_whole_is_refused(tmp_path: Path, harm: str, message: str) -> None:
     item = write(tmp_path / "item", arrays(), {"name": ("string", "x")}, chunks=CHUNKS, is_database=False)
     match harm:
         case "chunk":  # another reader takes it for zeros
@@ -182,20 +182,20 @@ def test_a_directory_that_is_not_whole_is_refused(tmp_path: Path, harm: str, tol
         case "torn":
             os.truncate(item / "params.embed" / "0.0", 100)
         case "metadata":
-            edit_metadata(item, lambda found: found["tree_metadata"]["('name',)"].pop("key_metadata"))
+            edit_metadata(item, lambda metadata: metadata["tree_metadata"]["('name',)"].pop("key_metadata"))
         case "strings":
             (item / "_strings.json").write_text("{}")
         case "nested":
             entry = {"key_metadata": [{"key": "params", "key_type": 2}], "value_metadata": {"value_type": "None"}}
-            edit_metadata(item, lambda found: found.update(
-                tree_metadata={"('params',)": entry, **found["tree_metadata"]}))
+            edit_metadata(item, lambda metadata: metadata.update(
+                tree_metadata={"('params',)": entry, **metadata["tree_metadata"]}))
         case "outside":
             (item / "params.embed").rename(tmp_path / "embed")
-            edit_metadata(item, lambda found: found["tree_metadata"]["('params', 'embed')"].update(
+            edit_metadata(item, lambda metadata: metadata["tree_metadata"]["('params', 'embed')"].update(
                 key_metadata=[{"key": "/../../embed", "key_type": 2}]))
         case "format":
-            edit_metadata(item, lambda found: found.update(use_zarr3=True))
-    with pytest.raises(fs.FlowstoneError, match=told):
+            edit_metadata(item, lambda metadata: metadata.update(use_zarr3=True))
+    with pytest.raises(fs.FlowstoneError, match=message):
         fs.import_checkpoint(item, tmp_path / "run")
     assert not (tmp_path / "run").exists() or not list((tmp_path / "run").glob("step-*"))
 
@@ -220,7 +220,7 @@ def test_without_tensorstore_the_error_says_what_to_install(tmp_path: Path, monk
 
 def test_an_import_takes_the_window_and_one_row_of_chunks(tmp_path: Path) -> None:
     """Of four arrays of 64 MiB, in chunks of 4 MiB and rows of these of 16."""
-    made = {f"p.{name}": np.full((4096, 4096), float(at), np.float32) for at, name in enumerate("abcd")}
+    made = {f"p.{name}": np.full((4096, 4096), float(index), np.float32) for index, name in enumerate("abcd")}
     item = write(tmp_path / "item", made, chunks=dict.fromkeys(made, (1024, 1024)))
     places = f"{str(item)!r}, {str(tmp_path / 'run')!r}"
     cached = (64 + 16) * MIB

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from forge import content, flip
-from lora_job import Job
 from safetensors.torch import load_file
 from test_resume import killed_until_done
 from typer.testing import CliRunner
@@ -19,6 +17,8 @@ import flowstone as fs
 from flowstone.cli import app
 from flowstone.config import MIB
 from flowstone.errors import ArgumentError, DamagedError, StorageError
+from forge import content, flip
+from lora_job import Job
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +99,7 @@ def test_a_place_that_is_taken_is_refused(run: Path, tmp_path: Path) -> None:
     with pytest.raises(StorageError) as caught:
         fs.pack(run, tmp_path / "packed")
     assert caught.value.errno == errno.EEXIST
-    with pytest.raises(ArgumentError, match="cannot be the name of step 5"):
+    with pytest.raises(ArgumentError, match="the checkpoint of step 5 cannot have the name"):
         fs.pack(run, tmp_path / "step-00000004")
 
 
@@ -122,10 +122,10 @@ def test_killed_again_and_again_it_comes_to_the_same_end(tmp_path: Path) -> None
 
 def test_the_verb_says_what_it_did(run: Path, tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["pack", str(run), str(tmp_path / "a"), "--step", "3", "--json"])
-    told = json.loads(done.stdout)
-    assert (done.exit_code, told["step"], told["resumed_bytes"]) == (0, 3, 0)
-    assert told["bytes"] > 12 * MIB
-    assert sorted(told["files"]) == sorted(path.name for path in (tmp_path / "a").iterdir())
+    record = json.loads(done.stdout)
+    assert (done.exit_code, record["step"], record["resumed_bytes"]) == (0, 3, 0)
+    assert record["bytes"] > 12 * MIB
+    assert sorted(record["files"]) == sorted(path.name for path in (tmp_path / "a").iterdir())
     done = CliRunner().invoke(app, ["pack", str(run), str(tmp_path / "a")])
     assert done.exit_code == 2
     assert done.stderr.startswith("StorageError: cannot ")

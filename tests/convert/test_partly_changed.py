@@ -1,4 +1,4 @@
-"""Conversions of checkpoints of which chunks lie in files of earlier saves."""
+"""Conversions of checkpoints with chunks in files of earlier saves."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from forge import flip
 from msgspec.structs import replace
 from safetensors.torch import load_file
 from typer.testing import CliRunner
@@ -18,11 +17,12 @@ import flowstone as fs
 from flowstone.cli import app
 from flowstone.config import MIB
 from flowstone.convert.digests import unequal_runs
-from flowstone.convert.source import Source
+from flowstone.convert.source import SourceCheckpoint
 from flowstone.errors import DamagedError
 from flowstone.table.box import Box
 from flowstone.table.dtype import DTYPES
 from flowstone.table.stored import DigestedPiece, SourceTensor
+from forge import flip
 
 
 def changed(step: int) -> dict[str, torch.Tensor]:
@@ -55,27 +55,27 @@ def test_they_are_stored_in_parts(run: Path) -> None:
 @pytest.mark.parametrize("step", [3, 4, 5])
 def test_an_export_has_every_tensor_as_a_whole(run: Path, tmp_path: Path, step: int) -> None:
     fs.export(fs.open(run, step), tmp_path / "hf", section="m")
-    found = load_file(tmp_path / "hf/model.safetensors")
-    wanted = changed(step)
-    assert found.keys() == wanted.keys()
-    for name, tensor in wanted.items():
-        assert torch.equal(found[name], tensor), name
+    actual = load_file(tmp_path / "hf/model.safetensors")
+    expected = changed(step)
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(actual[name], tensor), name
 
 
 @pytest.mark.parametrize("step", [3, 5])
 def test_reads_and_streams_have_every_element(run: Path, step: int) -> None:
-    checkpoint, wanted = fs.open(run, step), changed(step)
-    assert torch.equal(checkpoint.read("m.odd", fs.Box((1, 3), (2, 700_000 - 3))), wanted["odd"][1:, 3:700_000])
+    checkpoint, expected = fs.open(run, step), changed(step)
+    assert torch.equal(checkpoint.read("m.odd", fs.Box((1, 3), (2, 700_000 - 3))), expected["odd"][1:, 3:700_000])
     streamed = {name.removeprefix("m."): tensor.clone() for name, tensor in checkpoint.stream("m.*")}
-    assert all(torch.equal(streamed[name], tensor) for name, tensor in wanted.items())
+    assert all(torch.equal(streamed[name], tensor) for name, tensor in expected.items())
 
 
 def test_rules_cut_what_lies_in_parts(run: Path, tmp_path: Path) -> None:
     rules = [fs.Split("m.odd", ("m.first", "m.rest"), parts=(1, 2))]
     fs.export(fs.open(run, 5), tmp_path / "hf", section="m", rules=rules)
-    found = load_file(tmp_path / "hf/model.safetensors")
-    assert torch.equal(found["rest"], changed(5)["odd"][1:])
-    assert torch.equal(found["first"], changed(5)["odd"][:1])
+    tensors = load_file(tmp_path / "hf/model.safetensors")
+    assert torch.equal(tensors["rest"], changed(5)["odd"][1:])
+    assert torch.equal(tensors["first"], changed(5)["odd"][:1])
 
 
 def test_a_flipped_bit_in_any_file_is_found_by_an_export(run: Path, tmp_path: Path) -> None:
@@ -93,23 +93,23 @@ def test_a_flipped_bit_in_any_file_is_found_by_an_export(run: Path, tmp_path: Pa
 
 def test_a_diff_that_trusts_digests_reads_unequal_chunks_alone(run: Path) -> None:
     whole = fs.diff(run, run, step_a=4, step_b=5, names="m.*")
-    found = fs.diff(run, run, step_a=4, step_b=5, names="m.*", trust_digests=True)
+    diff = fs.diff(run, run, step_a=4, step_b=5, names="m.*", trust_digests=True)
     counts = ("name", "unequal", "unequal_bits", "largest_absolute", "largest_relative", "largest_at", "equal")
-    for one, other in zip(whole.tensors, found.tensors, strict=True):
-        assert [getattr(one, name) for name in counts] == [getattr(other, name) for name in counts]
-    by_name = {one.name: one for one in found.tensors}
+    for tensor, other in zip(whole.tensors, diff.tensors, strict=True):
+        assert [getattr(tensor, name) for name in counts] == [getattr(other, name) for name in counts]
+    by_name = {tensor.name: tensor for tensor in diff.tensors}
     assert (by_name["m.same"].by_digest, by_name["m.same"].unread) == (True, 300_000)
     assert by_name["m.long"].unread == 11 * MIB // 4 - 3 - 3 * MIB // 4
     assert not by_name["m.long"].by_digest
-    assert found.bytes <= 2 * (5 * MIB + 36_000)
+    assert diff.bytes <= 2 * (5 * MIB + 36_000)
     assert whole.bytes > 2 * 19 * MIB
 
 
 def test_a_diff_by_digests_of_a_step_with_itself_reads_nothing(run: Path) -> None:
-    found = fs.diff(run, run, step_a=5, step_b=5, trust_digests=True, names="m.*")
-    assert found.equal
-    assert found.bytes == 0
-    assert all(one.by_digest for one in found.tensors)
+    diff = fs.diff(run, run, step_a=5, step_b=5, trust_digests=True, names="m.*")
+    assert diff.equal
+    assert diff.bytes == 0
+    assert all(tensor.by_digest for tensor in diff.tensors)
 
 
 def test_a_diff_by_digests_alone_counts_chunks_and_reads_no_data(run: Path, tmp_path: Path) -> None:
@@ -120,17 +120,17 @@ def test_a_diff_by_digests_alone_counts_chunks_and_reads_no_data(run: Path, tmp_
             path = tmp_path / str(step) / row.name
             path.write_bytes(path.read_bytes()[: row.header_bytes])
             os.truncate(path, row.bytes)
-    found = fs.diff(tmp_path / "4", tmp_path / "5", digests_only=True)
-    assert (found.equal, found.bytes) == (False, 0)
-    assert found.values == whole.values
-    assert [one.equal for one in found.tensors] == [one.equal for one in whole.tensors]
-    assert {one.name: (one.chunks, one.unequal, one.by_digest) for one in found.tensors} == {
+    diff = fs.diff(tmp_path / "4", tmp_path / "5", digests_only=True)
+    assert (diff.equal, diff.bytes) == (False, 0)
+    assert diff.values == whole.values
+    assert [tensor.equal for tensor in diff.tensors] == [tensor.equal for tensor in whole.tensors]
+    assert {tensor.name: (tensor.chunks, tensor.unequal, tensor.by_digest) for tensor in diff.tensors} == {
         "m.long": ((3, 11), None, False), "m.odd": ((2, 9), None, False), "m.same": ((0, 2), None, True),
         "m.adapter": ((1, 1), None, False),
     }
-    told = CliRunner().invoke(app, ["diff", str(tmp_path / "4"), str(tmp_path / "5"), "--digests-only"])
-    assert told.exit_code == 1
-    assert "3 of 11 chunks" in told.stdout
+    result = CliRunner().invoke(app, ["diff", str(tmp_path / "4"), str(tmp_path / "5"), "--digests-only"])
+    assert result.exit_code == 1
+    assert "3 of 11 chunks" in result.stdout
     same = CliRunner().invoke(app, ["diff", str(tmp_path / "4"), str(tmp_path / "4"), "--digests-only"])
     assert same.exit_code == 0
     assert "(4 by their digests)" in same.stdout
@@ -142,22 +142,22 @@ def test_a_diff_by_digests_alone_does_not_call_equal_what_it_cannot_tell(run: Pa
         checkpointer.save(5, {"m": {**state, "none": torch.zeros(0, 3)}, "step": 5})
     fs.export(fs.open(run, 5), tmp_path / "hf", section="m")
     for other in (tmp_path / "coded", tmp_path / "hf"):
-        found = fs.diff(run, other, step_a=5, section="m", names="m.*", digests_only=True)
-        assert found.bytes == 0
-        assert not found.equal
-    assert all(one.chunks is None for one in found.tensors), "another format has no digests"
+        diff = fs.diff(run, other, step_a=5, section="m", names="m.*", digests_only=True)
+        assert diff.bytes == 0
+        assert not diff.equal
+    assert all(tensor.chunks is None for tensor in diff.tensors), "another format has no digests"
     itself = fs.diff(tmp_path / "coded", tmp_path / "coded", digests_only=True)
     assert itself.equal, "what has no elements, too"
 
 
 def test_pieces_that_are_columns_are_compared_by_the_rows_that_their_chunks_reach() -> None:
     """Two halves of the columns of 1000 x 2000 floats: four chunks each, of which one differs in the right half."""
-    halves = tuple(DigestedPiece(Box((0, at), (1000, 1000)), first) for at, first in ((0, 0), (1000, 4)))
+    halves = tuple(DigestedPiece(Box((0, position), (1000, 1000)), first) for position, first in ((0, 0), (1000, 4)))
     tensor = SourceTensor("w", DTYPES["float32"], (1000, 2000), (), halves)
     digests = np.arange(8, dtype=np.uint64)
     other = digests.copy()
     other[6] = 99
-    sources = tuple(Source("flowstone", "", (), (tensor,), digests=one) for one in (digests, other))
+    sources = tuple(SourceCheckpoint("flowstone", "", (), (tensor,), digests=item) for item in (digests, other))
     (run,) = unequal_runs(sources, tensor, tensor) or []  # type: ignore[arg-type]
     first, last = 2 * MIB // 4, 3 * MIB // 4 - 1  # elements of the piece, whose rows have 1000
     assert run == (first // 1000 * 2000 + 1000 + first % 1000, last // 1000 * 2000 + 1000 + last % 1000 + 1)
@@ -169,5 +169,5 @@ def test_pieces_that_are_columns_are_compared_by_the_rows_that_their_chunks_reac
 
 @pytest.mark.parametrize("option", ["rtol", "atol", "ignore_dtype", "trust_digests"])
 def test_a_diff_by_digests_alone_refuses_what_digests_cannot_tell(run: Path, option: str) -> None:
-    with pytest.raises(fs.ArgumentError, match="digests_only tells only which bytes differ"):
+    with pytest.raises(fs.ArgumentError, match="digests_only cannot be combined"):
         fs.diff(run, run, step_a=4, step_b=5, digests_only=True, **{option: 1e-3 if "tol" in option else True})

@@ -1,4 +1,4 @@
-"""The ready rules against numpy: what a Megatron model computes of its matrices is what one of Hugging Face does."""
+"""The ready rules compared with numpy: a Megatron model and one of Hugging Face compute the same."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def huggingface(model: str) -> Arrays:
     """The tensors of a small model, by the names and shapes that `save_pretrained` gives them."""
     rng = np.random.default_rng(0)
     if model == "gpt2":
-        found = made(rng, **{"transformer.wte.weight": (WORDS, HEADS * HEAD),
+        result = made(rng, **{"transformer.wte.weight": (WORDS, HEADS * HEAD),
                              "transformer.wpe.weight": (9, HEADS * HEAD),
                              "transformer.ln_f.weight": (HEADS * HEAD,), "transformer.ln_f.bias": (HEADS * HEAD,)})
         width = HEADS * HEAD
@@ -35,10 +35,10 @@ def huggingface(model: str) -> Arrays:
             sides = {"ln_1": (width,), "ln_2": (width,), "attn.c_attn": (width, 3 * width),
                      "attn.c_proj": (width, width), "mlp.c_fc": (width, INNER), "mlp.c_proj": (INNER, width)}
             for name, shape in sides.items():
-                found |= made(rng, **{f"transformer.h.{n}.{name}.weight": shape,
+                result |= made(rng, **{f"transformer.h.{n}.{name}.weight": shape,
                                       f"transformer.h.{n}.{name}.bias": shape[-1:]})
-        return found
-    found = made(rng, **{"model.embed_tokens.weight": (WORDS, HIDDEN), "model.norm.weight": (HIDDEN,),
+        return result
+    result = made(rng, **{"model.embed_tokens.weight": (WORDS, HIDDEN), "model.norm.weight": (HIDDEN,),
                          "lm_head.weight": (WORDS, HIDDEN)})
     for n in range(LAYERS):
         sides = {"input_layernorm": (HIDDEN,), "post_attention_layernorm": (HIDDEN,),
@@ -52,25 +52,25 @@ def huggingface(model: str) -> Arrays:
             for e in range(EXPERTS):
                 sides |= {f"block_sparse_moe.experts.{e}.w{k}": (HIDDEN, INNER) if k == 2 else (INNER, HIDDEN)
                           for k in (1, 2, 3)}
-        found |= made(rng, **{f"model.layers.{n}.{name}.weight": shape for name, shape in sides.items()})
-    return found
+        result |= made(rng, **{f"model.layers.{n}.{name}.weight": shape for name, shape in sides.items()})
+    return result
 
 
 def in_memory(files: Arrays) -> Arrays:
     """A Mixtral as transformers 5 has it in memory: the experts of a layer in two tensors."""
-    found = {name.replace("block_sparse_moe", "mlp"): one for name, one in files.items() if ".experts." not in name}
+    result = {name.replace("block_sparse_moe", "mlp"): file for name, file in files.items() if ".experts." not in name}
     for n in range(LAYERS):
         parts = [[files[f"model.layers.{n}.block_sparse_moe.experts.{e}.w{k}.weight"] for e in range(EXPERTS)]
                  for k in (1, 2, 3)]
         gate, down, up = map(np.stack, parts)
-        found[f"model.layers.{n}.mlp.experts.gate_up_proj"] = np.concatenate([gate, up], 1)
-        found[f"model.layers.{n}.mlp.experts.down_proj"] = down
-    return found
+        result[f"model.layers.{n}.mlp.experts.gate_up_proj"] = np.concatenate([gate, up], 1)
+        result[f"model.layers.{n}.mlp.experts.down_proj"] = down
+    return result
 
 
 def as_sized(model: str, sizes: dict[str, Any]) -> Arrays:
-    found = huggingface(model)
-    return in_memory(found) if sizes.get("huggingface") == "memory" else found
+    result = huggingface(model)
+    return in_memory(result) if sizes.get("huggingface") == "memory" else result
 
 
 def heads_of(fused: np.ndarray, x: np.ndarray, heads: int, groups: int) -> list[np.ndarray]:
@@ -96,10 +96,10 @@ LLAMA = {"heads": HEADS, "groups": GROUPS}
 
 @pytest.mark.parametrize("converted", [("llama", LLAMA), ("mixtral", LLAMA)], indirect=True)
 def test_heads_are_grouped_as_megatron_takes_them_apart(converted: tuple[Arrays, Arrays]) -> None:
-    source, found = converted
+    source, actual = converted
     x = np.random.default_rng(1).standard_normal(HIDDEN).astype(np.float32)
     for n in range(LAYERS):
-        parts = heads_of(found[f"decoder.layers.{n}.self_attention.linear_qkv.weight"], x, HEADS, GROUPS)
+        parts = heads_of(actual[f"decoder.layers.{n}.self_attention.linear_qkv.weight"], x, HEADS, GROUPS)
         for part, name in zip(parts, "qkv", strict=True):
             own = source[f"model.layers.{n}.self_attn.{name}_proj.weight"]
             assert np.allclose(part.ravel(), own @ x, atol=1e-5)
@@ -107,26 +107,26 @@ def test_heads_are_grouped_as_megatron_takes_them_apart(converted: tuple[Arrays,
 
 @pytest.mark.parametrize("converted", [("gpt2", {"heads": HEADS})], indirect=True)
 def test_gpt2_is_transposed_and_its_heads_interleaved(converted: tuple[Arrays, Arrays]) -> None:
-    source, found = converted
+    source, result = converted
     x = np.random.default_rng(1).standard_normal(HEADS * HEAD).astype(np.float32)
     layer, own = "decoder.layers.1.", "transformer.h.1."
-    parts = heads_of(found[f"{layer}self_attention.linear_qkv.weight"], x, HEADS, HEADS)
+    parts = heads_of(result[f"{layer}self_attention.linear_qkv.weight"], x, HEADS, HEADS)
     assert np.allclose(np.concatenate([p.ravel() for p in parts]), x @ source[f"{own}attn.c_attn.weight"], atol=1e-5)
-    bias = found[f"{layer}self_attention.linear_qkv.bias"].reshape(HEADS, 3, HEAD)
+    bias = result[f"{layer}self_attention.linear_qkv.bias"].reshape(HEADS, 3, HEAD)
     assert np.array_equal(bias.transpose(1, 0, 2).ravel(), source[f"{own}attn.c_attn.bias"])
-    assert np.array_equal(found[f"{layer}mlp.linear_fc1.weight"], source[f"{own}mlp.c_fc.weight"].T)
-    assert np.array_equal(found[f"{layer}mlp.linear_fc2.bias"], source[f"{own}mlp.c_proj.bias"])
-    assert np.array_equal(found[f"{layer}self_attention.linear_qkv.layer_norm_bias"], source[f"{own}ln_1.bias"])
-    assert np.array_equal(found["embedding.position_embeddings.weight"], source["transformer.wpe.weight"])
+    assert np.array_equal(result[f"{layer}mlp.linear_fc1.weight"], source[f"{own}mlp.c_fc.weight"].T)
+    assert np.array_equal(result[f"{layer}mlp.linear_fc2.bias"], source[f"{own}mlp.c_proj.bias"])
+    assert np.array_equal(result[f"{layer}self_attention.linear_qkv.layer_norm_bias"], source[f"{own}ln_1.bias"])
+    assert np.array_equal(result["embedding.position_embeddings.weight"], source["transformer.wpe.weight"])
 
 
 @pytest.mark.parametrize("converted", [("llama", LLAMA)], indirect=True)
 def test_the_gate_comes_before_the_other_half(converted: tuple[Arrays, Arrays]) -> None:
-    source, found = converted
-    gate, up = np.split(found["decoder.layers.0.mlp.linear_fc1.weight"], 2)
+    source, result = converted
+    gate, up = np.split(result["decoder.layers.0.mlp.linear_fc1.weight"], 2)
     assert np.array_equal(gate, source["model.layers.0.mlp.gate_proj.weight"])
     assert np.array_equal(up, source["model.layers.0.mlp.up_proj.weight"])
-    norm = found["decoder.layers.0.mlp.linear_fc1.layer_norm_weight"]
+    norm = result["decoder.layers.0.mlp.linear_fc1.layer_norm_weight"]
     assert np.array_equal(norm, source["model.layers.0.post_attention_layernorm.weight"])
 
 
@@ -134,15 +134,15 @@ def test_the_gate_comes_before_the_other_half(converted: tuple[Arrays, Arrays]) 
     ("mixtral", LLAMA), ("mixtral", {**LLAMA, "experts": "grouped", "norms": "separate"})
 ], indirect=True)
 def test_experts_are_where_megatron_has_them(converted: tuple[Arrays, Arrays]) -> None:
-    source, found = converted
-    is_grouped = "decoder.layers.1.input_layernorm.weight" in found
+    source, result = converted
+    is_grouped = "decoder.layers.1.input_layernorm.weight" in result
     experts = "decoder.layers.1.mlp.experts."
-    fc1 = found[f"{experts}linear_fc1.weight2" if is_grouped else f"{experts}local_experts.2.linear_fc1.weight"]
+    fc1 = result[f"{experts}linear_fc1.weight2" if is_grouped else f"{experts}local_experts.2.linear_fc1.weight"]
     own = "model.layers.1.block_sparse_moe."
     assert np.array_equal(fc1, np.concatenate([source[f"{own}experts.2.w{k}.weight"] for k in (1, 3)]))
-    assert np.array_equal(found["decoder.layers.1.mlp.router.weight"], source[f"{own}gate.weight"])
+    assert np.array_equal(result["decoder.layers.1.mlp.router.weight"], source[f"{own}gate.weight"])
     norm = source["model.layers.1.post_attention_layernorm.weight"]
-    assert np.array_equal(found["decoder.layers.1.pre_mlp_layernorm.weight"], norm)
+    assert np.array_equal(result["decoder.layers.1.pre_mlp_layernorm.weight"], norm)
 
 
 SETS: list[tuple[str, dict[str, Any]]] = [
@@ -182,17 +182,17 @@ def tensors_of(run: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(("model", "sizes"), SETS)
 def test_a_load_gives_what_an_import_gives_and_back(tmp_path: Path, model: str, sizes: dict[str, Any]) -> None:
-    source = {name: torch.from_numpy(one) for name, one in as_sized(model, sizes).items()}
+    source = {name: torch.from_numpy(item) for name, item in as_sized(model, sizes).items()}
     to, back = fs.ready_rules(f"{model}-to-megatron", **sizes), fs.ready_rules(f"megatron-to-{model}", **sizes)
     save_file(as_sized(model, sizes), tmp_path / "model.safetensors")
     fs.import_checkpoint(tmp_path / "model.safetensors", tmp_path / "imported", rules=to)
     imported = tensors_of(tmp_path / "imported")
-    loaded = {name: torch.full_like(one, -1) for name, one in imported.items()}
+    loaded = {name: torch.full_like(tensor, -1) for name, tensor in imported.items()}
     with fs.Checkpointer(tmp_path / "run") as checkpointer:
         checkpointer.save(1, {"model": source})
         checkpointer.load({"model": loaded}, rules=to)
         assert all(torch.equal(loaded[name], imported[name]) for name in imported)
-    again = {name: torch.full_like(one, -1) for name, one in source.items()}
+    again = {name: torch.full_like(tensor, -1) for name, tensor in source.items()}
     with fs.Checkpointer(tmp_path / "imported") as checkpointer:
         checkpointer.load({"model": again}, rules=back)
     assert all(torch.equal(again[name], source[name]) for name in source)
@@ -205,16 +205,16 @@ def test_stacked_experts_are_those_of_modules_in_order(tmp_path: Path, stacked: 
         save_file(arrays, tmp_path / f"{name}.safetensors")
         rules = fs.ready_rules("mixtral-to-megatron", **LLAMA, **stacked, huggingface=name)
         fs.import_checkpoint(tmp_path / f"{name}.safetensors", tmp_path / name, rules=rules)
-    found = tensors_of(tmp_path / "files")
+    result = tensors_of(tmp_path / "files")
     fc1 = np.stack([
         [np.concatenate([source[f"model.layers.{n}.block_sparse_moe.experts.{e}.w{k}.weight"] for k in (1, 3)])
          for e in range(EXPERTS)] for n in range(LAYERS)
     ])
     if stacked == {"layers": "stacked"}:
-        assert np.array_equal(found["decoder.layers.mlp.experts.experts.linear_fc1.weight"].numpy(), fc1)
+        assert np.array_equal(result["decoder.layers.mlp.experts.experts.linear_fc1.weight"].numpy(), fc1)
     else:
         for n in range(LAYERS):
-            mine = found[f"decoder.layers.{n}.mlp.experts.experts.linear_fc1.weight"].numpy()
+            mine = result[f"decoder.layers.{n}.mlp.experts.experts.linear_fc1.weight"].numpy()
             assert np.array_equal(mine, fc1[n])
     assert fs.diff(tmp_path / "files", tmp_path / "memory").equal
 
@@ -249,19 +249,19 @@ def test_what_the_set_does_not_know_is_named(tmp_path: Path) -> None:
         fs.import_checkpoint(tmp_path / "model.safetensors", tmp_path / "other", rules=rules)
 
 
-@pytest.mark.parametrize(("name", "sizes", "said"), [
+@pytest.mark.parametrize(("name", "sizes", "message"), [
     ("megatron-to-bert", {"heads": 4}, "no ready rules"), ("llama", {"heads": 4}, "no ready rules"),
     ("megatron-to-llama", {}, "heads"), ("megatron-to-llama", {"heads": "many"}, "heads"),
-    ("megatron-to-llama", {"heads": 6, "groups": 4}, "6 heads are not 4 groups"),
+    ("megatron-to-llama", {"heads": 6, "groups": 4}, "6 heads cannot be divided into 4 groups"),
     ("megatron-to-llama", {"heads": 4, "size": 4}, "size"), ("megatron-to-llama", {"heads": 4, "norms": "x"}, "fused"),
     ("megatron-to-llama", {"heads": 4, "padded_vocabulary": 64}, "without vocabulary"),
     ("mixtral-to-megatron", {"heads": 4, "groups": 4, "huggingface": "disk"}, "files or memory"),
-    ("megatron-to-llama", {"heads": 32}, "how many groups"), ("mixtral-to-megatron", {"heads": 32}, "how many groups"),
+    ("megatron-to-llama", {"heads": 32}, "groups of heads"), ("mixtral-to-megatron", {"heads": 32}, "groups of heads"),
     ("megatron-to-llama", {"heads": 4, "config": "x"}, "config"),
     ("megatron-to-llama", {"heads": 4, "name": "x"}, "name"),
 ])
-def test_sizes_that_make_no_rules_are_refused(name: str, sizes: dict[str, Any], said: str) -> None:
-    with pytest.raises(fs.ArgumentError, match=said):
+def test_sizes_that_make_no_rules_are_refused(name: str, sizes: dict[str, Any], message: str) -> None:
+    with pytest.raises(fs.ArgumentError, match=message):
         fs.ready_rules(name, **sizes)
 
 
@@ -306,20 +306,20 @@ def test_rules_come_from_files(tmp_path: Path) -> None:
     assert fs.read_rules(tmp_path / "rules.json").rules == fs.read_rules(tmp_path / "rules.toml").rules
 
 
-@pytest.mark.parametrize(("text", "said"), [
-    ("[[rules", "cannot be read"), ("rules = 3", "no list of rules"), ("rulez = []", "no list of rules"),
-    ('[[rules]]\nkind = "spin"', "rule 1 is of no known kind"), ("[[rules]]\nkind = 3", "rule 1"),
+@pytest.mark.parametrize(("text", "message"), [
+    ("[[rules", "not a file of rules"), ("rules = 3", "no list of rules"), ("rulez = []", "no list of rules"),
+    ('[[rules]]\nkind = "spin"', "rule 1 has no `kind`, or an unknown one"), ("[[rules]]\nkind = 3", "rule 1"),
     ('[[rules]]\nkind = "transpose"\nname = "a"\n[[rules]]\nkind = "rename"\nsource = "a"', "rule 2 lacks a field"),
-    ('[[rules]]\nkind = "rename"\nsource = "a"\nto = "b"', "rule 1 has no field 'to'"),
+    ('[[rules]]\nkind = "rename"\nsource = "a"\nto = "b"', "rule 1 has the unknown field 'to'"),
     ('[[rules]]\nkind = "split"\nsource = "a"\ntargets = ["b", "c"]\nparts = [1]', "rule 1: Split: parts"),
     ('[[rules]]\nkind = "split"\nsource = "a"\ntargets = ["b"]\nrequired = "no"', "rule 1: Split: required"),
     ('[[rules]]\nkind = "rename"\nsource = 3\ntarget = "b"', "rule 1"),
-    ('[[rules]]\nkind = "rename"\nsource = "a"\ntarget = "b"\nrequired = "no"', "rule 1: required 'no'"),
-    ('complete = "yes"\n[[rules]]\nkind = "transpose"\nname = "a"', "complete 'yes'"),
+    ('[[rules]]\nkind = "rename"\nsource = "a"\ntarget = "b"\nrequired = "no"', "rule 1: required must be"),
+    ('complete = "yes"\n[[rules]]\nkind = "transpose"\nname = "a"', "complete must be true or false, not 'yes'"),
 ])
-def test_files_that_say_nothing_sensible_are_refused(tmp_path: Path, text: str, said: str) -> None:
+def test_files_that_say_nothing_sensible_are_refused(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "rules.toml").write_text(text)
-    with pytest.raises(fs.ArgumentError, match=said):
+    with pytest.raises(fs.ArgumentError, match=message):
         fs.read_rules(tmp_path / "rules.toml")
 
 
@@ -329,4 +329,4 @@ def test_a_file_that_is_not_there_is_an_error_of_the_verb(tmp_path: Path) -> Non
         app, ["import", str(tmp_path / "a.safetensors"), str(tmp_path / "run"), "--rules", "nowhere.toml"]
     )
     assert done.exit_code == 2
-    assert "no ready rules 'nowhere.toml'" in done.output
+    assert "no ready rules are named 'nowhere.toml'" in done.output

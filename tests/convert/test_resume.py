@@ -1,4 +1,4 @@
-"""A conversion that is killed anywhere goes on when it is started again, and its result is the same."""
+"""A conversion that is killed at any point resumes when it is started again, with the same result."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 
 import flowstone as fs
 from flowstone.convert import copy, draft
-from flowstone.convert.journal import Journal
+from flowstone.convert.journal import ConversionJournal
 from flowstone.store.system import System
 
 BUDGET = 32 << 20
@@ -39,7 +39,7 @@ def dying(call):
     return counted
 for name in ("create", "write", "sync", "sync_directory", "rename", "make_directory", "unlink"):
     setattr(System, name, dying(getattr(System, name)))
-copy.Writes.write = dying(copy.Writes.write)
+copy.FileWriter.write = dying(copy.FileWriter.write)
 copy._WINDOWS_BETWEEN_SYNCS = 1
 from flowstone.cli import main
 sys.argv[1:2] = []
@@ -111,7 +111,7 @@ def test_killed_once_at_any_call_the_same_command_goes_on(model: Path, tmp_path:
         return mock.patch.object(owner, name, lambda *given, **named: (stop(), real(*given, **named))[1])
 
     patches = [counted(name, System) for name in ("create", "sync", "rename", "sync_directory")]
-    patches += [counted("write", copy.Writes), mock.patch.object(copy, "_WINDOWS_BETWEEN_SYNCS", 2)]
+    patches += [counted("write", copy.FileWriter), mock.patch.object(copy, "_WINDOWS_BETWEEN_SYNCS", 2)]
     for patch in patches:
         patch.start()
     try:
@@ -189,9 +189,9 @@ def test_a_torn_last_line_of_the_journal_costs_its_windows_alone(model: Path, tm
 
 
 def test_two_conversions_to_one_place_are_refused(model: Path, tmp_path: Path) -> None:
-    other = Journal(tmp_path / f".hf.{draft._JOURNAL}")
+    other = ConversionJournal(tmp_path / f".hf.{draft._JOURNAL}")
     other.open()
-    with pytest.raises(fs.LockedError, match="another conversion is under way"):
+    with pytest.raises(fs.LockedError, match="another conversion to the same target is running"):
         fs.export(model / "run", tmp_path / "hf")
     other.close()
     fs.export(model / "run", tmp_path / "hf")

@@ -1,4 +1,4 @@
-"""Whatever lies where a checkpoint's file should be: it is refused, at once, and nothing is left of the try."""
+"""Any other object in the place of a checkpoint's file is refused at once, and the attempt leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from mutants import trouble_with
 from strangers import FORMATS, STRANGE, limited
 
 import flowstone as fs
+from mutants import trouble_with
 
 
 def files_of(source: Path) -> list[Path]:
-    found = [source] if source.is_file() else [path for path in sorted(source.rglob("*")) if path.is_file()]
-    return [path for path in found if path.name != "lock"]
+    paths = [source] if source.is_file() else [path for path in sorted(source.rglob("*")) if path.is_file()]
+    return [path for path in paths if path.name != "lock"]
 
 
 @pytest.mark.parametrize("kind", [name for name in FORMATS if name != "flowstone"])
@@ -26,7 +26,7 @@ def test_a_file_of_no_kind_is_refused_at_once(tmp_path: Path, kind: str) -> None
     rules = fs.Skip("odd.*")  # what that one has to be refused for
     fs.import_checkpoint(source, tmp_path / "sound", rules=rules)
     for file in files_of(source):
-        for what, put in STRANGE.items():
+        for key, put in STRANGE.items():
             shutil.rmtree(tmp_path / "harmed", ignore_errors=True)
             copied = tmp_path / "harmed" / source.name
             if source.is_dir():
@@ -41,25 +41,25 @@ def test_a_file_of_no_kind_is_refused_at_once(tmp_path: Path, kind: str) -> None
                     fs.import_checkpoint(copied, tmp_path / "run", rules=rules)
             except fs.FlowstoneError:
                 left = set(os.listdir(tmp_path / "run")) if (tmp_path / "run").exists() else set()
-                assert left <= {"flowstone.json", "flowstone.lock"}, (file, what)
+                assert left <= {"flowstone.json", "flowstone.lock"}, (file, key)
             except Exception as error:
-                raise AssertionError(f"{what} as {file.name}") from error
+                raise AssertionError(f"{key} as {file.name}") from error
             else:  # what is no part of it: a configuration, a file that only says which of several is the latest
                 shutil.rmtree(tmp_path / "run")
 
 
-@pytest.mark.parametrize("what", STRANGE)
-def test_a_checkpoint_of_ours_with_a_file_of_no_kind_is_refused_at_once(tmp_path: Path, what: str) -> None:
+@pytest.mark.parametrize("kind", STRANGE)
+def test_a_checkpoint_of_ours_with_a_file_of_no_kind_is_refused_at_once(tmp_path: Path, kind: str) -> None:
     source = FORMATS["flowstone"](tmp_path)
     for file in files_of(source):
         shutil.rmtree(tmp_path / "harmed", ignore_errors=True)
         shutil.copytree(source, tmp_path / "harmed")
         place = tmp_path / "harmed" / file.relative_to(source)
         place.unlink()
-        STRANGE[what](place)
+        STRANGE[kind](place)
         with limited():
-            found = trouble_with(next((tmp_path / "harmed").glob("step-*")))
-        assert not [one for one in found if not one.startswith("load: MismatchError")], file
+            actual = trouble_with(next((tmp_path / "harmed").glob("step-*")))
+        assert not [name for name in actual if not name.startswith("load: MismatchError")], file
 
 
 @pytest.mark.parametrize("put", STRANGE.values(), ids=STRANGE)

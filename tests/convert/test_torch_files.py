@@ -1,4 +1,4 @@
-"""Files of torch.save, read and written without torch: to the last bit, and with nothing in them executed."""
+"""Files of torch.save, read and written without torch: bit for bit, and no code in them is executed."""
 
 from __future__ import annotations
 
@@ -49,15 +49,15 @@ def test_a_pickle_that_is_not_what_was_written_is_refused(tmp_path: Path) -> Non
     data = bytearray((tmp_path / "model.pt").read_bytes())
     data[data.index(b"embed")] ^= 1
     (tmp_path / "model.pt").write_bytes(data)
-    with pytest.raises(fs.DamagedError, match=r"data\.pkl' is not what was written"):
+    with pytest.raises(fs.DamagedError, match=r"data\.pkl' does not match its CRC"):
         fs.import_checkpoint(tmp_path / "model.pt", tmp_path / "run")
 
 
 def test_out_in_and_out_again_is_equal_to_the_last_bit(saved: Path, tmp_path: Path) -> None:
     report = fs.export(saved, tmp_path / "model.pt", to="torch", budget_bytes=BUDGET)
-    found = torch.load(tmp_path / "model.pt", weights_only=True)
-    assert_same(found, tensors())
-    assert found["head"].data_ptr() == found["embed"].data_ptr(), "tied tensors share their memory"
+    state = torch.load(tmp_path / "model.pt", weights_only=True)
+    assert_same(state, tensors())
+    assert state["head"].data_ptr() == state["embed"].data_ptr(), "tied tensors share their memory"
     assert report.files == ("model.pt",)
     fs.import_checkpoint(tmp_path / "model.pt", tmp_path / "run", budget_bytes=BUDGET)
     assert_same(read_all(tmp_path / "run"), tensors())
@@ -94,9 +94,9 @@ def test_every_type_of_torch_goes_out_and_in(tmp_path: Path) -> None:
     torch.save(state, tmp_path / "a.pt")
     fs.import_checkpoint(tmp_path / "a.pt", tmp_path / "run")
     fs.export(tmp_path / "run", tmp_path / "b.pt", to="torch")
-    found = torch.load(tmp_path / "b.pt", weights_only=True)
-    assert {name: (one.dtype, one.untyped_storage().tolist()) for name, one in found.items()} == {
-        name: (one.dtype, one.untyped_storage().tolist()) for name, one in state.items()
+    loaded = torch.load(tmp_path / "b.pt", weights_only=True)
+    assert {name: (tensor.dtype, tensor.untyped_storage().tolist()) for name, tensor in loaded.items()} == {
+        name: (tensor.dtype, tensor.untyped_storage().tolist()) for name, tensor in state.items()
     }
 
 
@@ -109,7 +109,7 @@ def test_views_that_are_no_runs_of_bytes_come_in_as_their_values(tmp_path: Path)
     }
     torch.save(state, tmp_path / "model.pt")
     report = fs.import_checkpoint(tmp_path / "model.pt", tmp_path / "run", budget_bytes=BUDGET)
-    assert_same(read_all(tmp_path / "run"), {name: one.contiguous() for name, one in state.items()})
+    assert_same(read_all(tmp_path / "run"), {name: value.contiguous() for name, value in state.items()})
     assert report.aliases == (("model.same", "model.transposed"),)
 
 
@@ -134,8 +134,8 @@ def test_a_training_state_comes_in_and_goes_on(tmp_path: Path) -> None:
     assert state["epoch"] == 3
     assert_same(dict(other.state_dict()), dict(model.state_dict()))
     assert resumed.param_groups[0]["lr"] == 0.001
-    for one, two in zip(model.parameters(), other.parameters(), strict=True):
-        assert raw(optimizer.state[one]["exp_avg"]) == raw(resumed.state[two]["exp_avg"])
+    for parameter, two in zip(model.parameters(), other.parameters(), strict=True):
+        assert raw(optimizer.state[parameter]["exp_avg"]) == raw(resumed.state[two]["exp_avg"])
 
 
 class Malicious:
@@ -187,7 +187,7 @@ def test_what_is_not_known_may_be_left_out_by_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", [5, torch.ones(3)], ids=["number", "tensor"])
 def test_two_keys_that_are_called_the_same_are_an_error(tmp_path: Path, keys: tuple[Any, Any], value: object) -> None:
     torch.save({"w": torch.ones(3), "a": {"deep": {keys[0]: value, keys[1]: 6}}}, tmp_path / "model.pt")
-    with pytest.raises(fs.CollisionError, match=rf"two keys of 'a\.deep' are called '{keys[1]}'"):
+    with pytest.raises(fs.CollisionError, match=rf"two keys of 'a\.deep' have the name '{keys[1]}'"):
         fs.import_checkpoint(tmp_path / "model.pt", tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
@@ -198,7 +198,7 @@ def test_an_archive_with_two_entries_of_one_name_is_refused(tmp_path: Path) -> N
     with zipfile.ZipFile(tmp_path / "model.pt", "a") as opened, warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         opened.writestr("model/data/0", bytes(12))
-    with pytest.raises(fs.DamagedError, match="two entries of one name"):
+    with pytest.raises(fs.DamagedError, match="two entries with the same name"):
         fs.import_checkpoint(tmp_path / "model.pt", tmp_path / "run")
 
 
@@ -207,7 +207,7 @@ def test_files_of_older_kinds_are_refused_with_what_to_do(tmp_path: Path) -> Non
     with pytest.raises(fs.UnsupportedFormatError, match=r"before 1\.6[\s\S]*torch\.save\(torch\.load"):
         fs.import_checkpoint(tmp_path / "old.pt", tmp_path / "run")
     (tmp_path / "older.tar").write_bytes(b"storages" + bytes(2000))
-    with pytest.raises(fs.UnsupportedFormatError, match=r"no file that torch\.save writes"):
+    with pytest.raises(fs.UnsupportedFormatError, match=r"not written by torch\.save"):
         fs.import_checkpoint(tmp_path / "older.tar", tmp_path / "run")
     torch.jit.script(torch.nn.Linear(3, 3)).save(tmp_path / "script.pt")
     with pytest.raises(fs.UnsupportedFormatError, match="TorchScript"):
@@ -217,7 +217,7 @@ def test_files_of_older_kinds_are_refused_with_what_to_do(tmp_path: Path) -> Non
 @pytest.mark.parametrize("left", [b"", bytes(3000)], ids=["nothing", "zeros"])
 def test_what_a_crash_leaves_of_a_file_is_damaged_not_of_another_kind(tmp_path: Path, left: bytes) -> None:
     (tmp_path / "model.pt").write_bytes(left)
-    with pytest.raises(fs.DamagedError, match=r"as a crash leaves a file[\s\S]*copy the file again"):
+    with pytest.raises(fs.DamagedError, match=r"as after a crash[\s\S]*copy the file again"):
         fs.import_checkpoint(tmp_path / "model.pt", tmp_path / "run")
 
 
@@ -260,7 +260,7 @@ def test_an_archive_that_is_not_sound_is_refused(tmp_path: Path, harm: str) -> N
 
 def test_lists_of_lists_that_hold_each_other_many_times_take_no_time(tmp_path: Path) -> None:
     torch.save({"w": torch.zeros(3)}, tmp_path / "model.pt")
-    bomb = b"\x80\x02]q\x00" + b"".join(b"](" + bytes([0x68, at]) * 9 + b"eq" + bytes([at + 1]) for at in range(60))
+    bomb = b"\x80\x02]q\x00" + b"".join(b"](" + bytes([0x68, i]) * 9 + b"eq" + bytes([i + 1]) for i in range(60))
     rewritten(tmp_path / "model.pt", {"model/data.pkl": bomb[:2] + b"}X\x01\x00\x00\x00w" + bomb[2:] + b"s."})
     with pytest.raises(fs.FormatError):
         fs.import_checkpoint(tmp_path / "model.pt", tmp_path / "run")

@@ -1,4 +1,4 @@
-"""Snapshots of TorchSnapshot, read without it: to the last bit, and with nothing in them executed."""
+"""Snapshots of TorchSnapshot, read without it: bit for bit, and no code in them is executed."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from golden.make_torchsnapshot import ALONE, TOGETHER, model, numbers, optimizer, values
 from models import assert_refused, assert_same, read_all
 from test_torch_files import Malicious
 
 import flowstone as fs
 from flowstone.convert.sources import tree
+from golden.make_torchsnapshot import ALONE, TOGETHER, model, numbers, optimizer, values
 
 METADATA = ".snapshot_metadata"
 ODD = fs.Skip("odd.quantised")
@@ -25,17 +25,17 @@ ODD = fs.Skip("odd.quantised")
 
 def edit(snapshot: Path, change: Callable[[dict[str, Any]], object]) -> None:
     """Change what the metadata of a snapshot says."""
-    found = json.loads((snapshot / METADATA).read_text())
-    change(found)
-    (snapshot / METADATA).write_text(json.dumps(found))
+    record = json.loads((snapshot / METADATA).read_text())
+    change(record)
+    (snapshot / METADATA).write_text(json.dumps(record))
 
 
 def test_what_one_rank_has_taken_comes_in(tmp_path: Path) -> None:
     report = fs.import_checkpoint(ALONE, tmp_path / "run", rules=ODD)
     assert (report.kind, report.skipped) == ("torchsnapshot", ("odd.quantised",))
-    found = read_all(tmp_path / "run", "extra/1.")
+    stored = read_all(tmp_path / "run", "extra/1.")
     given = values()
-    assert_same(found, {
+    assert_same(stored, {
         **{name: value for name, value in given.items() if isinstance(value, torch.Tensor)},
         "pair.1": given["pair"][1], "ordered.x": given["ordered"]["x"], "ordered.y.0": given["ordered"]["y"][0],
     })
@@ -57,10 +57,10 @@ def test_live_objects_load_it(tmp_path: Path) -> None:
         checkpointer.load({"model": net, "optim": adam}, rules=[fs.Skip("*")])
     assert_same(dict(net.state_dict()), dict(model().state_dict()))
     expected = optimizer(net).state_dict()
-    found = adam.state_dict()
-    assert found["param_groups"] == expected["param_groups"]
+    state_dict = adam.state_dict()
+    assert state_dict["param_groups"] == expected["param_groups"]
     for number, state in expected["state"].items():
-        assert_same(found["state"][number], state)
+        assert_same(state_dict["state"][number], state)
 
 
 def test_what_three_ranks_have_taken_comes_in_as_whole_tensors(tmp_path: Path) -> None:
@@ -84,9 +84,9 @@ def test_what_ranks_have_of_their_own_is_an_error_by_name(tmp_path: Path) -> Non
 
 def test_it_is_compared_without_being_imported(tmp_path: Path) -> None:
     fs.import_checkpoint(TOGETHER, tmp_path / "run", rules=fs.Skip("rank*"))
-    found = fs.diff(TOGETHER, tmp_path / "run", rules=fs.Skip("rank*"))
-    assert found.equal
-    assert len(found.tensors) == 5
+    diff = fs.diff(TOGETHER, tmp_path / "run", rules=fs.Skip("rank*"))
+    assert diff.equal
+    assert len(diff.tensors) == 5
 
 
 def test_parts_that_several_ranks_have_are_taken_once(tmp_path: Path) -> None:
@@ -94,14 +94,14 @@ def test_parts_that_several_ranks_have_are_taken_once(tmp_path: Path) -> None:
     snapshot = tmp_path / "snapshot"
     shutil.copytree(TOGETHER, snapshot)
 
-    def change(found: dict[str, Any]) -> None:
-        for path, entry in list(found["manifest"].items()):
+    def change(record: dict[str, Any]) -> None:
+        for path, entry in list(record["manifest"].items()):
             if entry["type"] == "ShardedTensor":
                 entry |= {"type": "DTensor", "mesh": [[0, 1], [2, 3]], "dim_map": [[0], [-1]]}
                 if path == "2/model/rows":
-                    found["manifest"]["3/model/rows"] = entry
-                    found["manifest"]["3/model"] = {"type": "dict", "keys": ["rows"]}
-        found["world_size"] = 4
+                    record["manifest"]["3/model/rows"] = entry
+                    record["manifest"]["3/model"] = {"type": "dict", "keys": ["rows"]}
+        record["world_size"] = 4
 
     edit(snapshot, change)
     fs.import_checkpoint(snapshot, tmp_path / "run", rules=fs.Skip("rank*"))
@@ -117,21 +117,21 @@ def _cut(path: Path) -> None:
 
 
 def _manifest(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
-    return lambda snapshot: edit(snapshot, lambda found: change(found["manifest"]))
+    return lambda snapshot: edit(snapshot, lambda metadata: change(metadata["manifest"]))
 
 
 HARMS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no metadata": (lambda it: (it / METADATA).unlink(), "was not finished"),
-    "torn metadata": (lambda it: _cut(it / METADATA), "is torn"),
-    "zeros": (lambda it: (it / METADATA).write_bytes(bytes(3000)), "is torn"),
+    "torn metadata": (lambda it: _cut(it / METADATA), "is truncated"),
+    "zeros": (lambda it: (it / METADATA).write_bytes(bytes(3000)), "is truncated"),
     "no file": (lambda it: _slab(it).unlink(), "lacks batched/"),
     "torn file": (lambda it: _cut(_slab(it)), "is too short"),
     "yaml": (lambda it: (it / METADATA).write_text("version: 0.0.3\nworld_size: 1\n"), r"before 0\.1\.0 wrote YAML"),
-    "version": (lambda it: edit(it, lambda found: found.update(version="0.2.0")), "unknown version of torchsnapshot"),
-    "kind": (_manifest(lambda them: them["0/progress/step"].update(type="set")), "not as torchsnapshot writes it"),
+    "version": (lambda it: edit(it, lambda value: value.update(version="0.2.0")), "unknown version of torchsnapshot"),
+    "kind": (_manifest(lambda them: them["0/progress/step"].update(type="set")), "not written by torchsnapshot"),
     "field": (_manifest(lambda them: them["0/model/bias"].update(codec="zstd")), "unknown field `codec`"),
-    "rank": (_manifest(lambda them: them.update({"7/x": them["0/progress/step"]})), "of no rank"),
-    "digits": (_manifest(lambda them: them.update({"7" * 5000 + "/x": them["0/progress/step"]})), "of no rank"),
+    "rank": (_manifest(lambda them: them.update({"7/x": them["0/progress/step"]})), "with a rank"),
+    "digits": (_manifest(lambda them: them.update({"7" * 5000 + "/x": them["0/progress/step"]})), "with a rank"),
     "long name": (_manifest(lambda them: them["0/model/bias"].update(location="x" * 300)), "x{150,}"),
     "range": (_manifest(lambda them: them["0/model/bias"].update(byte_range=[0, 24])), "has 24 bytes for 'model.bias'"),
     "shape": (_manifest(lambda them: them["0/model/bias"].update(shape=[8])), "has 28 bytes for 'model.bias'"),
@@ -145,12 +145,12 @@ HARMS: dict[str, tuple[Callable[[Path], object], str]] = {
     "rank's part": (_manifest(lambda them: them.pop("2/model/rows")), "rank 2 lacks its part of 'model/rows'"),
     "replica": (
         _manifest(lambda them: them.update({"1/progress/step": them["0/progress/step"] | {"serialized_value": "4"}})),
-        "not the same on ranks 0 and 1",
+        "differs on ranks 0 and 1",
     ),
     "two keys of one path": (
         _manifest(lambda them: [them[f"{rank}/progress"]["keys"].extend([1, "1"]) for rank in range(3)]
                   and them.update({"0/progress/1": them["0/progress/step"]})),
-        "two keys of 'progress' have one path",
+        "two keys of 'progress' have the same path",
     ),
     "equal keys": (
         _manifest(lambda them: them["0/progress"]["keys"].extend([1, True])
@@ -160,16 +160,16 @@ HARMS: dict[str, tuple[Callable[[Path], object], str]] = {
     "a key of two types": (
         _manifest(lambda them: [them[f"{rank}/progress"]["keys"].append(key) for rank, key in enumerate((1, "1"))]
                   and them.update({f"{rank}/progress/1": them["0/progress/rank"] for rank in range(2)})),
-        "of 'progress/1' is of another type on each rank",
+        "of 'progress/1' has different types on different ranks",
     ),
     "two roots of one name": (
-        _manifest(lambda them: them.update({"0/l%61st": them["0/progress/rank"]})), "a second path of 'last'"
+        _manifest(lambda them: them.update({"0/l%61st": them["0/progress/rank"]})), "stand for the name 'last'"
     ),
-    "a rank twice": (_manifest(lambda them: them.update({"00/progress/step": them["0/progress/rank"]})), "of no rank"),
+    "a rank twice": (_manifest(lambda them: them.update({"00/progress/step": them["0/progress/rank"]})), "with a rank"),
     "number": (_manifest(lambda them: them["0/progress/step"].update(serialized_value="x")), "cannot be read"),
-    "stray": (_manifest(lambda them: them.update({"0/a/b": them["0/progress/step"]})), "below no dict and no list"),
+    "stray": (_manifest(lambda them: them.update({"0/a/b": them["0/progress/step"]})), "not below a dict"),
     "dict's key": (_manifest(lambda them: them["2/last"]["keys"].append("b")), "lacks its part of 'last/b'"),
-    "outside": (_manifest(lambda them: them["0/model/bias"].update(location="../batched/x")), "is no place in it"),
+    "outside": (_manifest(lambda them: them["0/model/bias"].update(location="../batched/x")), "not a path inside"),
 }
 
 
@@ -269,8 +269,8 @@ def test_what_another_rank_has_beyond_the_end_of_a_list_is_named(tmp_path: Path)
         for rank in range(2):
             manifest[f"{rank}/progress/list"] = {"type": "list"}
             manifest[f"{rank}/progress"]["keys"].append("list")
-            for at in range(rank + 1):
-                manifest[f"{rank}/progress/list/{at}"] = manifest["0/progress/rank"]
+            for index in range(rank + 1):
+                manifest[f"{rank}/progress/list/{index}"] = manifest["0/progress/rank"]
 
     _manifest(change)(snapshot)
     report = fs.import_checkpoint(snapshot, tmp_path / "run", rules=fs.Skip("rank*"))

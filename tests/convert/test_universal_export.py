@@ -1,4 +1,4 @@
-"""Universal Checkpoints of DeepSpeed, written without it: read by torch, and by the importer, to the last bit."""
+"""Universal Checkpoints of DeepSpeed, written without it: read by torch, and by the importer, bit for bit."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ def files_of(directory: Path) -> dict[str, Any]:
     return {str(path.relative_to(directory)): loaded(path) for path in sorted(directory.rglob("*.pt"))}
 
 
-def assert_equal(found: Any, expected: Any, where: str = "") -> None:
+def assert_equal(actual: Any, expected: Any, where: str = "") -> None:
     if isinstance(expected, torch.Tensor):
-        assert_same({where: found}, {where: expected})
+        assert_same({where: actual}, {where: expected})
     elif isinstance(expected, dict):
-        assert found.keys() == expected.keys(), where
+        assert actual.keys() == expected.keys(), where
         for key, value in expected.items():
-            assert_equal(found[key], value, f"{where}.{key}")
+            assert_equal(actual[key], value, f"{where}.{key}")
     elif hasattr(expected, "cur_scale"):
-        assert (type(found), vars(found)) == (type(expected), vars(expected)), where
+        assert (type(actual), vars(actual)) == (type(expected), vars(expected)), where
     else:
-        assert found == expected, where
+        assert actual == expected, where
 
 
 @pytest.mark.parametrize("options", [
@@ -59,8 +59,8 @@ def test_what_deepspeed_saved_goes_out_and_comes_back_as_it_was(tmp_path: Path, 
     fs.export(tmp_path / "ds", tmp_path / "straight", to="universal", budget_bytes=BUDGET)
     assert_equal(files_of(tmp_path / "straight"), files_of(tmp_path / "universal"))
     fs.import_checkpoint(tmp_path / "universal", tmp_path / "back", budget_bytes=BUDGET)
-    found = fs.diff(tmp_path / "run", tmp_path / "back")
-    assert found.equal, found
+    diff = fs.diff(tmp_path / "run", tmp_path / "back")
+    assert diff.equal, diff
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -79,7 +79,7 @@ def test_parameters_are_as_ds_to_universal_writes_them(tmp_path: Path, stage: in
             assert_equal(ours[name], expected, name)
     assert {name for name in ours if not name.endswith("step.pt")} == {n for n in theirs if not n.endswith("step.pt")}
     state, expected = ours["optimizer_state.pt"], theirs["optimizer_state.pt"]
-    assert [one["lr"] for one in state["param_groups"]] == [one["lr"] for one in expected["param_groups"]]
+    assert [group["lr"] for group in state["param_groups"]] == [group["lr"] for group in expected["param_groups"]]
     assert (state["zero_stage"], state["overflow"], state["ds_version"]) == (stage, False, "0.19.8")
     assert type(state["loss_scaler"]).__name__ == "LossScaler"
     assert vars(state["loss_scaler"]) == {"cur_scale": 1.0, "dynamic": False}
@@ -122,7 +122,7 @@ class Network(torch.nn.Module):
 
 def optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:
     """Of two groups with settings of their own."""
-    ours = [one for one in model.parameters() if one.requires_grad]
+    ours = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return torch.optim.AdamW([
         {"params": ours[:1], "lr": 0.125, "betas": (0.5, 0.75)}, {"params": ours[1:], "weight_decay": 0.0},
     ])
@@ -225,39 +225,39 @@ def with_model_parallelism(place: Path) -> Path:
     return made.write(place / "ds")
 
 
-@pytest.mark.parametrize(("write", "told", "skips"), [
+@pytest.mark.parametrize(("write", "message", "skips"), [
     (without_state, "has no state yet", ()),
     (without_optimizer, r"no optimizers[\s\S]*--to hf", ()),
     (with_two_optimizers, r"2 optimizers[\s\S]*critic_optimizer|2 optimizers[\s\S]*skip", ("critic*",)),
-    (with_two_modules, r"no place for[\s\S]*ema\.", ("ema.*",)),
-    (lambda place: saved(place, rng=fs.rng()), r"no place for[\s\S]*rng", ("rng*",)),
-    (lambda place: saved(place, odd={"a": {1, 2}}), r"no place for 1 values[\s\S]*odd\.a", ("odd.a",)),
-    (lambda place: saved(place, module={"a": 1}), r"no place for 1 values[\s\S]*module\.a", ("module.a",)),
-    (named("a/b"), r"no place for[\s\S]*model\.a/b", ()),
-    (named("x" * 260), r"no place for[\s\S]*model\.xxx", ()),
-    (with_a_slot_of_another_shape, r"no place for[\s\S]*optimizer\.state\.model\.weight\.row_var", ("*_var",)),
+    (with_two_modules, r"cannot hold[\s\S]*ema\.", ("ema.*",)),
+    (lambda place: saved(place, rng=fs.rng()), r"cannot hold[\s\S]*rng", ("rng*",)),
+    (lambda place: saved(place, odd={"a": {1, 2}}), r"cannot hold 1 values[\s\S]*odd\.a", ("odd.a",)),
+    (lambda place: saved(place, module={"a": 1}), r"cannot hold 1 values[\s\S]*module\.a", ("module.a",)),
+    (named("a/b"), r"cannot hold[\s\S]*model\.a/b", ()),
+    (named("x" * 260), r"cannot hold[\s\S]*model\.xxx", ()),
+    (with_a_slot_of_another_shape, r"cannot hold[\s\S]*optimizer\.state\.model\.weight\.row_var", ("*_var",)),
     (with_model_parallelism, r"model parallelism[\s\S]*ds_to_universal", ()),
 ])
 def test_what_has_no_place_is_named_and_may_be_left_out(
-    tmp_path: Path, write: Callable[[Path], Path], told: str, skips: tuple[str, ...]
+    tmp_path: Path, write: Callable[[Path], Path], message: str, skips: tuple[str, ...]
 ) -> None:
     source = write(tmp_path)
     with pytest.raises(fs.FlowstoneError) as caught:
         fs.export(source, tmp_path / "universal", to="universal")
-    assert caught.match(told)
+    assert caught.match(message)
     assert not (tmp_path / "universal").exists()
     if skips:
-        report = fs.export(source, tmp_path / "universal", to="universal", rules=[fs.Skip(one) for one in skips])
+        report = fs.export(source, tmp_path / "universal", to="universal", rules=[fs.Skip(skip) for skip in skips])
         assert report.skipped
         names = {path.parent.name for path in (tmp_path / "universal" / TAG / "zero").glob("*/fp32.pt")}
         assert names >= {"first.weight"} or names == {"weight", "bias"}
 
 
-@pytest.mark.parametrize(("options", "told"), [
+@pytest.mark.parametrize(("options", "message"), [
     ({"dtype": "bf16"}, "leave out --dtype"), ({"section": None}, "name the module's section"),
 ])
-def test_what_would_be_another_training_state_is_refused(tmp_path: Path, options: dict[str, Any], told: str) -> None:
-    with pytest.raises(fs.ArgumentError, match=told):
+def test_what_would_be_another_training_state_is_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(fs.ArgumentError, match=message):
         fs.export(saved(tmp_path), tmp_path / "universal", to="universal", **options)
 
 

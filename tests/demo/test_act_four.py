@@ -1,4 +1,4 @@
-"""Act four's judgements can each fail, and its ranks are real. The act itself runs with the others in test_demo.py."""
+"""Each check of act four can fail, and its ranks are real. The act itself runs with the others in test_demo.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from warm_start import warm_start
 
 from flowstone_demo import acts, claims_of_ranks
 from flowstone_demo.across import kills, told
@@ -19,6 +18,7 @@ from flowstone_demo.messages import Began, Finished, Held, Lost, RankOrder, Save
 from flowstone_demo.rank_processes import RankKill, RankRun, run_ranks
 from flowstone_demo.sizes import FULL_RANKS, SMALL_RANKS
 from flowstone_demo.train import is_saved
+from warm_start import warm_start
 
 SOURCE = Path(acts.__file__).parents[2]
 FORM = SMALL_RANKS
@@ -106,9 +106,9 @@ def made_up() -> list[RankRun]:
 def failing(spoil: Callable[[list[RankRun]], object]) -> list[int]:
     runs = made_up()
     spoil(runs)
-    found = claims_of_ranks.of_ranks(FORM, runs)
-    assert len(found) == 5
-    return [at for at, claim in enumerate(found) if not claim.held]
+    result = claims_of_ranks.of_ranks(FORM, runs)
+    assert len(result) == 5
+    return [index for index, claim in enumerate(result) if not claim.held]
 
 
 SAME, NAMED, STARTS, BITS, CURVE = range(5)
@@ -132,7 +132,7 @@ def test_an_error_that_names_nobody_another_or_too_many_is_no_name() -> None:
 
 
 def test_a_start_from_elsewhere_or_below_a_promise_is_wrong() -> None:
-    assert failing(lambda runs: runs[1].found.update({1: 4})) == [STARTS]
+    assert failing(lambda runs: runs[1].resumed.update({1: 4})) == [STARTS]
     assert STARTS in failing(lambda runs: runs[0].committed.add(4))
     assert STARTS in failing(lambda runs: setattr(runs[2], "newest", None))
 
@@ -197,4 +197,4 @@ def test_legs_are_told_in_one_line() -> None:
     lines = [told(run, FORM) for run in runs]
     assert lines[0].startswith("4 ranks, fresh: rank 2 killed as it began to save step 4")
     assert lines[0].endswith("the others: nothing heard from rank 2 for 5 s")
-    assert lines[1:] == ["2 ranks, from step 2: all killed after step 7", "1 rank, from step 6: to the end, step 12"]
+    assert lines[1:] == ["2 ranks, from step 2: all killed after step 7", "1 rank, from step 6: finished at step 12"]

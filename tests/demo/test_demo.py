@@ -1,4 +1,4 @@
-"""The small demo for real, kills and all; and that each of its judgements can fail."""
+"""The small demo for real, with all its kills; and each of its checks can fail."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import pytest
 import torch
 from msgspec import structs
 from rich.console import Console
-from warm_start import warm_start
 
 import flowstone as fs
 from flowstone_demo import acts, claims, corpus, every_step
@@ -36,6 +35,7 @@ from flowstone_demo.messages import (
 from flowstone_demo.run_log import RunLog
 from flowstone_demo.screen import every_step_table
 from flowstone_demo.sizes import FULL, SMALL
+from warm_start import warm_start
 
 SOURCE = Path(acts.__file__).parents[2]
 
@@ -80,10 +80,10 @@ def test_one_flipped_bit_of_one_weight_fails_the_demo(tmp_path: Path, monkeypatc
     failed = [line for line in text.splitlines() if line.startswith(("✗", "FAILED"))]
     assert len(failed) == 5, text
     assert "model.wte.weight: 1 of 262144 bytes differ, the first at byte 0" in failed[0]
-    assert "live memory" in failed[1]
-    assert failed[2].endswith("unlike: wte.weight on 2, wte.weight on 1")
-    assert "live memory" in failed[3]
-    assert "loaded once more" in failed[4]
+    assert "equal in memory" in failed[1]
+    assert failed[2].endswith("different: wte.weight on 2, wte.weight on 1")
+    assert "final state equals" in failed[3]
+    assert "replay of the journal" in failed[4]
     assert fs.open(tmp_path / "work" / "killed").step == short.steps
 
 
@@ -100,7 +100,7 @@ def test_a_child_that_dies_by_itself_is_told_with_its_log(tmp_path: Path) -> Non
     order = Order(form=SMALL, seed=1, store=str(tmp_path / "store"), scratch=str(tmp_path), save_every=None)
     with warm_start("flowstone_demo.child"), ChildProcess(order, tmp_path / "log") as process:
         while not process.over:
-            process.hear(1.0)
+            process.receive(1.0)
         with pytest.raises(DiedError, match="Error"):
             process.end()
 
@@ -151,7 +151,7 @@ def test_loader_goes_on_from_its_state() -> None:
 
 def test_loader_refuses_the_state_of_another_text() -> None:
     first = corpus.Loader(b"a" * 99, batch=1, length=8, seed=1)
-    with pytest.raises(ValueError, match="the text is not"):
+    with pytest.raises(ValueError, match="the text differs"):
         first.load_state_dict(corpus.Loader(b"b" * 99, batch=1, length=8, seed=1).state_dict())
 
 
@@ -168,17 +168,17 @@ def test_comparison_finds_one_flipped_bit(tmp_path: Path) -> None:
     weight = torch.randn(100, 100)
     first = stored(tmp_path / "1", weight)
     weight.view(torch.int32)[3, 5] ^= 1
-    found = compare(first, stored(tmp_path / "2", weight))
-    assert found["model"].differences == ("model.w: 1 of 40000 bytes differ, the first at byte 1220",)
-    assert found["losses"].differences == ()
+    matched = compare(first, stored(tmp_path / "2", weight))
+    assert matched["model"].differences == ("model.w: 1 of 40000 bytes differ, the first at byte 1220",)
+    assert matched["losses"].differences == ()
 
 
 def test_comparison_of_equals_finds_nothing(tmp_path: Path) -> None:
     weight = torch.randn(100, 100)
-    found = compare(stored(tmp_path / "1", weight), stored(tmp_path / "2", weight))
-    assert all(not part.differences for part in found.values())
-    assert found["model"].bytes == 40_000
-    assert found["losses"].values == 1
+    matched = compare(stored(tmp_path / "1", weight), stored(tmp_path / "2", weight))
+    assert all(not part.differences for part in matched.values())
+    assert matched["model"].bytes == 40_000
+    assert matched["losses"].values == 1
 
 
 def test_comparison_finds_another_loss_shape_and_name(tmp_path: Path) -> None:
@@ -224,11 +224,11 @@ def test_kills_are_the_seed_s_and_spread_over_the_run() -> None:
 def test_aimed_trigger_waits_for_a_save_then_for_its_share() -> None:
     begun: list[bool] = []
     trigger = Trigger(PlannedKill(5, True, 0.5), lambda: bool(begun), save_s=2.0)
-    trigger.hear(Stepped(4, 0.0), 0.0)
+    trigger.observe(Stepped(4, 0.0), 0.0)
     begun.append(True)
     assert not trigger.due(0.0)
     begun.clear()
-    trigger.hear(Stepped(5, 0.0), 1.0)
+    trigger.observe(Stepped(5, 0.0), 1.0)
     assert not trigger.due(10.0)
     begun.append(True)
     assert not trigger.due(20.0)
@@ -238,8 +238,8 @@ def test_aimed_trigger_waits_for_a_save_then_for_its_share() -> None:
 
 def test_unaimed_trigger_waits_for_a_share_of_a_step() -> None:
     trigger = Trigger(PlannedKill(2, False, 0.25), lambda: False, save_s=9.0)
-    trigger.hear(Stepped(1, 0.0), 10.0)
-    trigger.hear(Stepped(2, 0.0), 14.0)
+    trigger.observe(Stepped(1, 0.0), 10.0)
+    trigger.observe(Stepped(2, 0.0), 14.0)
     assert not trigger.due(14.0)
     assert trigger.due(15.0)
 
@@ -256,14 +256,14 @@ def test_torn_saves_are_listed_with_files_and_bytes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("newest", "promised", "found", "right"),
+    ("newest", "promised", "actual", "right"),
     [(None, 0, None, True), (10, 10, 10, True), (15, 10, 15, True), (15, 10, 10, False), (5, 10, 5, False),
      (None, 5, None, False), (5, 5, None, False)],
 )
 def test_a_start_is_right_only_from_the_newest_and_never_below_a_promise(
-    newest: int | None, promised: int, found: int | None, right: bool
+    newest: int | None, promised: int, actual: int | None, right: bool
 ) -> None:
-    assert Resume(newest, promised, found).right is right
+    assert Resume(newest, promised, actual).right is right
 
 
 def run_of(losses: list[float]) -> RunLog:

@@ -1,10 +1,10 @@
-"""Forged checkpoints of each codec, drawn from a seed, and what every way to read does with them.
+"""Forged checkpoints of each codec, drawn from a seed, with every way to read them.
 
     python -m hostile_codecs DIRECTORY FIRST LAST     cases FIRST to LAST - 1, up to one that breaks a promise
 
-A case changes an index, a manifest, or what is stored for a chunk, and seals it again: what looks at it afterwards is
-the code that relies on sizes and places, and the decoders. It may fail by an error of Flowstone's, or give anything; it
-may not end the process, raise something else, or take more memory than what is declared.
+A case changes an index, a manifest, or the stored bytes of a chunk, and seals it again, so that the code that relies on
+sizes and places reads it, and the decoders do. A read may fail with an error of Flowstone's, or return any values. It
+may not end the process, raise another error, or take more memory than declared.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from forge import edit_index, edit_manifest
-from journal_forgery import forge
-from memory_taken import return_freed_memory, tried
 
 import flowstone as fs
 from flowstone.config import MIB
 from flowstone.format.digest import digest
 from flowstone.store.local import LocalStore
+from forge import edit_index, edit_manifest
+from journal_forgery import forge
+from memory_taken import return_freed_memory, tried
 
 STEP = 3
 JOURNAL = "journal"
@@ -62,14 +62,14 @@ class Training:
     def state(self) -> dict[str, object]:
         return {"model": self.model, "optimizer": self.optimizer, "progress": self.progress}
 
-    def learn(self, step: int) -> None:
+    def train_step(self, step: int) -> None:
         self.optimizer.zero_grad()
         self.model(torch.randn(2, 160)).square().mean().backward()
         self.optimizer.step()
         self.progress["step"] = step
 
     def bits(self) -> bytes:
-        return b"".join(bytes(one.detach().reshape(-1).view(torch.uint8).numpy()) for one in self.model.parameters())
+        return b"".join(bytes(p.detach().reshape(-1).view(torch.uint8).numpy()) for p in self.model.parameters())
 
 
 def make(directory: Path) -> None:
@@ -77,7 +77,7 @@ def make(directory: Path) -> None:
     training = Training()
     with fs.Checkpointer(directory / JOURNAL, every_step=True) as checkpointer:
         for step in range(1, 6):
-            training.learn(step)
+            training.train_step(step)
             checkpointer.save(step, training.state())
     for kind, (engine, rules) in ENGINES.items():
         with fs.Checkpointer(directory / kind, engine=engine, rules=rules) as checkpointer:
@@ -87,15 +87,15 @@ def make(directory: Path) -> None:
 
 def leaves_of(document: object) -> list[tuple[Any, Any]]:
     """Everything in a document that is no dict and no list: what holds it, and under which key."""
-    found: list[tuple[Any, Any]] = []
+    leaves: list[tuple[Any, Any]] = []
     waiting = [document]
     while waiting:
         inner = waiting.pop()
         for key, value in inner.items() if isinstance(inner, dict) else enumerate(inner):  # type: ignore[arg-type]
             if isinstance(value, dict | list):
                 waiting.append(value)
-            found.append((inner, key))
-    return found
+            leaves.append((inner, key))
+    return leaves
 
 
 class JournalForger:
@@ -106,23 +106,23 @@ class JournalForger:
         self.random, self._kept = random.Random(seed), self.path.read_bytes()
 
     def change(self) -> str:
-        told = ""
+        message = ""
 
         def change(row: dict[str, Any]) -> None:
-            nonlocal told
+            nonlocal message
             place, key = self.random.choice(leaves_of(row))
             value = place[key]
             numbers = [0, -1, 1, 3, MIB, 1 << 31, 1 << 40, 1 << 62, (1 << 64) - 1, 0.5, 1e300]
             numbers += [value + 1, value * 2] if type(value) is int else []
             place[key] = self.random.choice([*numbers, None, "", "x", [], {}, [0], True])
-            told = f"{key} = {place[key]!r}"
+            message = f"{key} = {place[key]!r}"
 
         number = self.random.randrange(5)
         try:
             forge(self.path, number, change)
         except AssertionError:  # it does not fit into the frame
             return "nothing"
-        return f"frame {number}, {told}"
+        return f"frame {number}, {message}"
 
     def undo(self) -> None:
         self.path.write_bytes(self._kept)
@@ -162,68 +162,68 @@ class Forger:
         return drawn % (largest + 1)
 
     def _cell(self) -> str:
-        told = ""
+        message = ""
 
         def change(columns: dict[str, np.ndarray]) -> None:
-            nonlocal told
-            names = [name for name, one in columns.items() if isinstance(one, np.ndarray) and one.size
-                     and np.issubdtype(one.dtype, np.integer)]
+            nonlocal message
+            names = [name for name, column in columns.items() if isinstance(column, np.ndarray) and column.size
+                     and np.issubdtype(column.dtype, np.integer)]
             name = self.random.choice(names)
             column = columns[name].reshape(-1)
-            at = self.random.randrange(column.size)
+            offset = self.random.randrange(column.size)
             value = self._number(np.dtype(f"u{column.dtype.itemsize}"), column.view(f"u{column.dtype.itemsize}"))
-            column.view(f"u{column.dtype.itemsize}")[at] = value
-            told = f"{name}[{at}] = {value}"
+            column.view(f"u{column.dtype.itemsize}")[offset] = value
+            message = f"{name}[{offset}] = {value}"
 
         edit_index(self.checkpoint, change)
-        return told
+        return message
 
     def _column(self) -> str:
-        told = ""
+        message = ""
 
         def change(columns: dict[str, np.ndarray]) -> None:
-            nonlocal told
-            name = self.random.choice([name for name, one in columns.items() if isinstance(one, np.ndarray)])
+            nonlocal message
+            name = self.random.choice([name for name, column in columns.items() if isinstance(column, np.ndarray)])
             column, how = columns[name], self.random.choice(["none", "half", "twice", "turned", "zero"])
             flat = column.reshape(-1)
             made = {"none": flat[:0], "half": flat[: flat.size // 2], "twice": np.concatenate([flat, flat]),
                     "turned": flat[::-1].copy(), "zero": np.zeros_like(flat)}[how]
             columns[name] = made
-            told = f"{name}: {how}"
+            message = f"{name}: {how}"
 
         edit_index(self.checkpoint, change)
-        return told
+        return message
 
     def _field(self) -> str:
-        told = ""
+        message = ""
 
         def change(manifest: dict[str, Any]) -> None:
-            nonlocal told
+            nonlocal message
             place, key = self.random.choice([(of, key) for of, key in leaves_of(manifest) if type(of[key]) is int])
             numbers = [0, -1, 1, MIB, 1 << 31, 1 << 62, 1 << 63, 1 << 64, place[key] + 1, place[key] * 2]
             value = place[key] = self.random.choice(numbers)
-            told = f"manifest {key} = {value}"
+            message = f"manifest {key} = {value}"
 
         edit_manifest(self.checkpoint, change)
-        return told
+        return message
 
     def _chunk(self) -> str:
         """What is stored for a chunk, or for its base, is changed, and vouched for."""
-        told = ""
+        message = ""
 
         def change(columns: dict[str, np.ndarray]) -> None:
-            nonlocal told
-            prefix = self.random.choice([one for one in ("chunk.", "chunk.base_") if f"{one}offset" in columns] or [""])
+            nonlocal message
+            prefix = self.random.choice([key for key in ("chunk.", "chunk.base_") if f"{key}offset" in columns] or [""])
             if not prefix or f"{prefix}bytes" not in columns:
                 return
             names = [f"{prefix}{name}" for name in ("offset", "bytes", "segment", "digest")]
             count = min(columns[name].size for name in names)  # a change before this one may have made one longer
-            at = self.random.randrange(columns[f"{prefix}offset"].size or 1)
-            if at >= count or not int(columns[f"{prefix}bytes"][at]):
+            position = self.random.randrange(columns[f"{prefix}offset"].size or 1)
+            if position >= count or not int(columns[f"{prefix}bytes"][position]):
                 return
             rows = json.loads((self.checkpoint / "manifest.json").read_bytes())["segments"]
-            path = self.checkpoint / rows[int(columns[f"{prefix}segment"][at]) % len(rows)]["name"]
-            offset, length = int(columns[f"{prefix}offset"][at]), int(columns[f"{prefix}bytes"][at])
+            path = self.checkpoint / rows[int(columns[f"{prefix}segment"][position]) % len(rows)]["name"]
+            offset, length = int(columns[f"{prefix}offset"][position]), int(columns[f"{prefix}bytes"][position])
             data = path.read_bytes()[offset : offset + length]
             if not data:
                 return
@@ -235,16 +235,16 @@ class Forger:
             shorter = self.random.random() < 0.2
             if shorter:
                 del bad[self.random.randrange(1, len(bad) + 1) :]
-                columns[f"{prefix}bytes"][at] = len(bad)
+                columns[f"{prefix}bytes"][position] = len(bad)
             self._undo.append((path, offset, data))
             with path.open("r+b") as file:
                 file.seek(offset)
                 file.write(bad)
-            columns[f"{prefix}digest"][at] = int(digest(bytes(bad)), 16)
-            told = f"{prefix}{at}: {'shorter ' if shorter else ''}bytes"
+            columns[f"{prefix}digest"][position] = int(digest(bytes(bad)), 16)
+            message = f"{prefix}{position}: {'shorter ' if shorter else ''}bytes"
 
         edit_index(self.checkpoint, change)
-        return told or "nothing"
+        return message or "nothing"
 
 
 def ways(store: Path) -> dict[str, Callable[[], object]]:
@@ -284,13 +284,13 @@ def campaign(directory: Path, first: int, last: int) -> dict[str, int]:
         kind = kinds[number % len(kinds)]
         forger = (JournalForger if kind == JOURNAL else Forger)(directory / kind, number)
         try:
-            told = forger.change()
+            reported = forger.change()
             for name, way in ways(directory / kind).items():
-                print(f"case {number}: {kind}, {told}, {name}", file=sys.stderr, flush=True)
+                print(f"case {number}: {kind}, {reported}, {name}", file=sys.stderr, flush=True)
                 outcome, taken = tried(way)
                 counts[f"{kind} {outcome}"] = counts.get(f"{kind} {outcome}", 0) + 1
                 peak = max(peak, taken)
-                assert taken < MEMORY_BYTES_MAX, f"case {number} ({kind}, {told}): {name} took {taken >> 20} MiB"
+                assert taken < MEMORY_BYTES_MAX, f"case {number} ({kind}, {reported}): {name} took {taken >> 20} MiB"
         finally:
             forger.undo()
     counts["peak MiB"] = peak >> 20

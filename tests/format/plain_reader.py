@@ -26,23 +26,23 @@ def read_tensors(checkpoint, manifest, table):
     dtypes = header.pop("__metadata__")["dtypes"].split()
     column, chunk, files = {}, 0, [checkpoint / segment["name"] for segment in manifest["segments"]]
     for name, entry in header.items():
-        at, count = start + entry["data_offsets"][0], entry["shape"][0]
-        column[name] = np.frombuffer(data, f"<u{int(entry['dtype'][1:]) // 8}", count, at).tolist()
+        begin, count = start + entry["data_offsets"][0], entry["shape"][0]
+        column[name] = np.frombuffer(data, f"<u{int(entry['dtype'][1:]) // 8}", count, begin).tolist()
     lengths, boxes, arrays = iter(column["tensor.shape"]), iter(column["piece.box"]), []
     for dtype, ndim in zip(column["tensor.dtype"], column["tensor.ndim"], strict=True):
         kind, raw = dtypes[dtype], [*(next(lengths) for _ in range(ndim)), ODD_BYTES.get(dtypes[dtype], 1)]
         arrays.append(np.empty(raw[:-1], kind) if kind in np.sctypeDict else np.empty(raw, "u1"))
     sizes, places = column["piece.bytes"], [column[f"{table}.{name}"] for name in ("segment", "offset", "bytes")]
     if table == "chunk":
-        sizes = [min(2**20, size - at) for size in sizes for at in range(0, size, 2**20)]
+        sizes = [min(2**20, size - offset) for size in sizes for offset in range(0, size, 2**20)]
 
     def chunk_data(number, kind):
-        file, at, count = (place[number] for place in places)
+        file, position, count = (place[number] for place in places)
         codec = column["chunk.codec"][number] if table == "chunk" else 0
         if codec == 4:
-            singles = [chunk_data(at + half, "float32") for half in range(1 + (sizes[number] > 2**19))]
+            singles = [chunk_data(position + half, "float32") for half in range(1 + (sizes[number] > 2**19))]
             return rounded(b"".join(singles), kind)
-        stored = bytes(np.fromfile(files[file], "u1", count, offset=at))
+        stored = bytes(np.fromfile(files[file], "u1", count, offset=position))
         return planes(stored, sizes[number]) if codec else stored
 
     for piece, row in enumerate(column["piece.tensor"]):
@@ -68,13 +68,13 @@ def rounded(singles, kind):
 def planes(stored, data_bytes):
     """The data of a chunk with codec 1."""
     width = stored[0]
-    modes, at, count = stored[1 : 1 + width], 1 + width, data_bytes // width
+    modes, position, count = stored[1 : 1 + width], 1 + width, data_bytes // width
     data = np.empty((count, width), "u1")
     for mode, plane in sorted((mode > 0, plane) for plane, mode in enumerate(modes)):
-        size = count if not mode else 1 if modes[plane] == 1 else 4 + struct.unpack_from("<I", stored, at)[0]
-        body = stored[at : at + size]
+        size = count if not mode else 1 if modes[plane] == 1 else 4 + struct.unpack_from("<I", stored, position)[0]
+        body = stored[position : position + size]
         data[:, plane] = coded_plane(body[4:], count) if modes[plane] == 2 else np.frombuffer(body, "u1")
-        at += size
+        position += size
     return data.tobytes()
 
 
@@ -83,17 +83,17 @@ def coded_plane(coded, count):
     state = np.frombuffer(coded, "<u4", 32).astype("i8")
     bytes_ = np.flatnonzero(np.unpackbits(np.frombuffer(coded, "u1", 32, 128), bitorder="little"))
     f = np.frombuffer(coded, "<u2", len(bytes_), 160).astype("i8")
-    words, at = np.frombuffer(coded, "<u2", offset=160 + 2 * len(bytes_)), 0
-    slot_of, c, found = np.repeat(np.arange(len(f)), f), np.cumsum(f) - f, np.empty(count, "u1")
+    words, offset = np.frombuffer(coded, "<u2", offset=160 + 2 * len(bytes_)), 0
+    slot_of, c, result = np.repeat(np.arange(len(f)), f), np.cumsum(f) - f, np.empty(count, "u1")
     for i in range(0, count, 32):
         x = state[: min(32, count - i)]  # a view
         k = slot_of[x % 4096]
-        found[i : i + 32] = bytes_[k]
+        result[i : i + 32] = bytes_[k]
         x[:] = f[k] * (x // 4096) + x % 4096 - c[k]
         low = np.flatnonzero(x < 2**15)
-        x[low] = x[low] * 2**16 + words[at : at + len(low)]
-        at += len(low)
-    return found
+        x[low] = x[low] * 2**16 + words[offset : offset + len(low)]
+        offset += len(low)
+    return result
 
 
 def texts(column, table: str):

@@ -1,4 +1,4 @@
-"""Sealed JSON: the end of the text vouches for all that is before it."""
+"""Sealed JSON: the checksum at the end covers all text before it."""
 
 from __future__ import annotations
 

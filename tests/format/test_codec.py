@@ -1,8 +1,19 @@
-"""Codecs by their ids: what a reader knows. tests/stage/test_stored_chunks.py has what it refuses, by the tensor."""
+"""Codecs by their ids: those that a reader knows. tests/stage/test_stored_chunks.py has those that it refuses."""
 
 import numpy as np
 
-from flowstone.format.codec import CAST, CODECS, FEATURES, PLANES, QUANTIZED, RAW, XOR, Codec, announced, features_of
+from flowstone.format.codec import (
+    CAST,
+    CODECS,
+    FEATURES,
+    PLANES,
+    QUANTIZED,
+    RAW,
+    XOR,
+    Codec,
+    allowed_codecs,
+    features_of,
+)
 from flowstone.table.chunks import CODEC_RAW
 
 
@@ -11,8 +22,8 @@ def test_raw_needs_no_announcement_and_the_others_do() -> None:
     assert RAW.id == CODEC_RAW
     assert RAW.feature is None
     assert {"codec.planes", "codec.xor", "codec.quantized", "codec.cast"} == FEATURES
-    assert announced(["delta"]) == {RAW.id}
-    assert announced(["delta", "codec.planes"]) == {RAW.id, PLANES.id}
+    assert allowed_codecs(["delta"]) == {RAW.id}
+    assert allowed_codecs(["delta", "codec.planes"]) == {RAW.id, PLANES.id}
     assert features_of(np.array([0, 0], np.uint8)) == ()
     assert features_of(np.array([0, 1, 0], np.uint8)) == ("codec.planes",)
     assert features_of(np.array([3, 1, 0], np.uint8)) == ("codec.planes", "codec.quantized")

@@ -1,4 +1,4 @@
-"""Reading deltas: chunks in an earlier checkpoint's file, which lies in the directory under a further name."""
+"""Reading deltas: chunks in an earlier checkpoint's file, which has another name in this directory."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import numpy as np
 import plain_reader
 import pytest
 import torch
-from deltas import OWN, make_delta
-from forge import content, edit_index, edit_manifest, flip
 from safetensors.numpy import load_file
 
 import flowstone as fs
+from deltas import OWN, make_delta
 from flowstone.config import MIB
 from flowstone.errors import DamagedError, StorageError
+from forge import content, edit_index, edit_manifest, flip
 
 LONG = 5 * MIB // 2 + 3  # elements of four bytes: eleven chunks
 
@@ -43,24 +43,24 @@ def run(tmp_path: Path) -> Path:
 
 
 def loaded(path: Path, step: int, **options: object) -> dict[str, object]:
-    found = state(step)
-    for tensor in found["m"].values():  # type: ignore[attr-defined]
+    result = state(step)
+    for tensor in result["m"].values():  # type: ignore[attr-defined]
         tensor.fill_(-1)
     with fs.Checkpointer(path) as checkpointer:
-        checkpointer.load(found, step=step, **options)  # type: ignore[arg-type]
-    return found
+        checkpointer.load(result, step=step, **options)  # type: ignore[arg-type]
+    return result
 
 
 @pytest.mark.parametrize("step", [2, 3])
 def test_a_delta_is_read_like_any_other_checkpoint(run: Path, step: int) -> None:
-    wanted = state(step)
-    assert content(loaded(run, step)) == content(wanted)
+    expected = state(step)
+    assert content(loaded(run, step)) == content(expected)
     checkpoint = fs.open(run, step)
     assert checkpoint.verify().sound
-    assert torch.equal(checkpoint["m.long"][MIB : 2 * MIB], wanted["m"]["long"][MIB : 2 * MIB])  # type: ignore[index]
+    assert torch.equal(checkpoint["m.long"][MIB : 2 * MIB], expected["m"]["long"][MIB : 2 * MIB])  # type: ignore[index]
     streamed = dict(checkpoint.stream())
     assert {name: tensor.sum().item() for name, tensor in streamed.items()} == {
-        f"m.{name}": tensor.sum().item() for name, tensor in wanted["m"].items()  # type: ignore[attr-defined]
+        f"m.{name}": tensor.sum().item() for name, tensor in expected["m"].items()  # type: ignore[attr-defined]
     }
 
 
@@ -97,22 +97,22 @@ def test_a_flipped_bit_is_found_where_a_delta_refers_to_it_and_nowhere_else(run:
     manifest = fs.open(run, 3).manifest
     chunks = fs.open(run, 3).index.chunks
     assert chunks.stored is not None
-    used = [(int(at), int(n)) for at, n, s in zip(chunks.stored.offset, chunks.stored.length, chunks.stored.segment,
+    used = [(int(o), int(n)) for o, n, s in zip(chunks.stored.offset, chunks.stored.length, chunks.stored.segment,
                                                    strict=True) if s == 1]
     spared = 7 * MIB  # of the chunk that step 3 has itself
     begin = int(fs.open(run, 1).index.chunks.offset[list(fs.open(run, 1).index.rows()).index("m.long")])
-    assert not any(at <= begin + spared < at + n for at, n in used)
+    assert not any(offset <= begin + spared < offset + n for offset, n in used)
     flip(base, begin + spared)
     assert not fs.open(run, 1).inspect().sound
     assert fs.open(run, 3).verify().sound, "step 3 does not use that chunk"
     flip(base, begin + spared)
-    for at, length in used:
-        flip(base, at + length // 2)
+    for position, length in used:
+        flip(base, position + length // 2)
         (finding,) = fs.open(run, 3).inspect().findings
         assert finding.file == manifest.segments[1].name
         with pytest.raises(DamagedError):
             loaded(run, 3)
-        flip(base, at + length // 2)
+        flip(base, position + length // 2)
     assert fs.open(run, 3).verify().sound
 
 
@@ -125,29 +125,29 @@ def test_a_base_that_is_missing_is_named(run: Path) -> None:
         loaded(run, 3)
 
 
-@pytest.mark.parametrize(("column", "chunk", "value", "what"), [
-    ("chunk.segment", 3, 2, "a piece lies in a segment that the manifest does not list"),
-    ("chunk.offset", 3, 0, "an extent lies outside its segment"),
-    ("chunk.offset", 3, 1 << 63, "an extent lies outside its segment"),
-    ("chunk.offset", 3, (1 << 64) - 1, "an extent lies outside its segment"),
+@pytest.mark.parametrize(("column", "chunk", "value", "kind"), [
+    ("chunk.segment", 3, 2, "a piece or chunk lies in a segment that the manifest does not list"),
+    ("chunk.offset", 3, 0, "a piece or chunk lies outside of its segment"),
+    ("chunk.offset", 3, 1 << 63, "a piece or chunk lies outside of its segment"),
+    ("chunk.offset", 3, (1 << 64) - 1, "a piece or chunk lies outside of its segment"),
     ("chunk.codec", 3, 1, "unknown codec 1"),
-    ("chunk.bytes", 3, 5, "a chunk's stored length does not fit its extent"),
-    ("piece.segment", 1, 9, "a piece has a place, and its chunks have others"),
-    ("piece.offset", 1, 1 << 63, "a piece has a place, and its chunks have others"),
+    ("chunk.bytes", 3, 5, "the stored length of a chunk is not possible for its codec and its data"),
+    ("piece.segment", 1, 9, "piece.segment or piece.offset is not 0, although each chunk has a location"),
+    ("piece.offset", 1, 1 << 63, "piece.segment or piece.offset is not 0, although each chunk has a location"),
 ])
-def test_a_forged_place_is_damage(run: Path, column: str, chunk: int, value: int, what: str) -> None:
+def test_a_forged_place_is_damage(run: Path, column: str, chunk: int, value: int, kind: str) -> None:
     def forge(columns: dict[str, np.ndarray]) -> None:
         columns[column][chunk] = value
 
     edit_index(run / "step-00000003", forge)
-    with pytest.raises(DamagedError, match=what):
+    with pytest.raises(DamagedError, match=kind):
         fs.open(run, 3).check()
 
 
 @pytest.mark.parametrize("column", ["chunk.segment", "chunk.offset"])
 def test_places_that_are_missing_or_too_few_are_damage(run: Path, column: str) -> None:
     edit_index(run / "step-00000003", lambda columns: columns.update({column: columns[column][:-1]}))
-    with pytest.raises(DamagedError, match="the chunk columns differ in length"):
+    with pytest.raises(DamagedError, match=r"the columns chunk\.\* are not of the same length"):
         fs.open(run, 3).check()
     edit_index(run / "step-00000003", lambda columns: columns.pop(column))
     with pytest.raises(DamagedError, match=column):
@@ -160,7 +160,7 @@ def test_two_new_chunks_at_one_place_are_damage(run: Path) -> None:
         columns["chunk.offset"][own] = columns["chunk.offset"][own[0]]
 
     edit_index(run / "step-00000003", forge)
-    with pytest.raises(DamagedError, match="two extents overlap"):
+    with pytest.raises(DamagedError, match="two pieces or chunks overlap in a file"):
         fs.open(run, 3).check()
 
 
@@ -178,7 +178,7 @@ def test_two_different_chunks_at_one_place_of_a_base_are_both_checked(run: Path)
     findings = fs.open(run, 3).inspect().findings
     piece, number = chunks.locate(np.array([other]))
     name = fs.open(run, 3).index.tensors.names[int(fs.open(run, 3).index.pieces.tensor[int(piece[0])])]
-    assert [one.what.partition(", bytes")[0] for one in findings] == [f"tensor {name!r}, chunk {int(number[0])}"]
+    assert [fault.what.partition(", bytes")[0] for fault in findings] == [f"tensor {name!r}, chunk {int(number[0])}"]
     with pytest.raises(DamagedError):
         loaded(run, 3)
 
@@ -192,7 +192,7 @@ def test_a_segment_of_chunks_is_accounted_for(run: Path) -> None:
 
 def test_places_without_the_feature_are_not_looked_at(run: Path) -> None:
     edit_manifest(run / "step-00000003", lambda m: m.update(critical=[]))
-    with pytest.raises(DamagedError, match="without the critical feature 'delta'"):
+    with pytest.raises(DamagedError, match="the critical feature 'delta' is missing"):
         fs.open(run, 3)
 
 

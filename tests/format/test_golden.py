@@ -1,4 +1,4 @@
-"""One checkpoint of every format version is read for ever, and holds what its formula says."""
+"""A checkpoint of every format version stays readable, with the values of its formula."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import numpy as np
 import plain_reader
 import pytest
 import torch
-from golden import make, make_delta, make_planes, make_provided
-from strategies import assert_same, raw_bytes
 
 import flowstone as fs
-from flowstone.format.objects import Named
+from flowstone.format.objects import NamedConstant
+from golden import make, make_delta, make_planes, make_provided
+from strategies import assert_same, raw_bytes
 
 GOLDEN = Path(make.__file__).parent
 VERSIONS = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir() and path.name.startswith("v"))
@@ -64,9 +64,9 @@ def test_golden_checkpoint_loads_bit_for_bit(version: str) -> None:
     with fs.Checkpointer(GOLDEN / version) as checkpointer:
         report = checkpointer.load(state)
     assert report.step == make.STEP
-    found = flat(state)
+    actual = flat(state)
     for name, value in flat(expected).items():
-        assert_same(found[name], value, name)
+        assert_same(actual[name], value, name)
     for name, value in expected["objects"].items():
         assert_same(state["objects"][name], value, name)
     assert list(state["objects"]) == list(expected["objects"])
@@ -83,10 +83,10 @@ def test_golden_checkpoint_reads_tensor_by_tensor(version: str) -> None:
     assert checkpoint.tensors["model.head.weight"].alias_of == "model.embed.weight"
     assert checkpoint.tensors["table"].pieces == 2
     for name, value in expected.items():
-        found = checkpoint.read(name)
+        actual = checkpoint.read(name)
         assert checkpoint.tensors[name].shape == tuple(value.shape), name
-        assert np.array_equal(raw_bytes(found), raw_bytes(value)), name
-    assert checkpoint.objects["objects"]["dtype"] == Named("torch.dtype", "bfloat16")
+        assert np.array_equal(raw_bytes(actual), raw_bytes(value)), name
+    assert checkpoint.objects["objects"]["dtype"] == NamedConstant("torch.dtype", "bfloat16")
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -99,11 +99,11 @@ def test_plain_reader_reads_the_golden_checkpoint(version: str) -> None:
     assert objects["step"] == make.STEP
     assert per_rank["own"][0]["seed"] == 7
     assert per_rank["own"][0]["noise"].tobytes() == tensors["own@0.noise"].tobytes()
-    kept, wanted = objects["objects"], make.objects()
-    for name in set(wanted) - {"nan", "dtype", "device", "size", "numpy", "deque"}:
-        assert kept[name] == wanted[name], name
+    kept, whole = objects["objects"], make.objects()
+    for name in set(whole) - {"nan", "dtype", "device", "size", "numpy", "deque"}:
+        assert kept[name] == whole[name], name
     assert (kept["dtype"], kept["device"], kept["size"], kept["numpy"]) == ("bfloat16", "cuda:1", "2,3", "int16")
-    assert np.float64(kept["nan"]).tobytes() == np.float64(wanted["nan"]).tobytes()
+    assert np.float64(kept["nan"]).tobytes() == np.float64(whole["nan"]).tobytes()
     assert kept["deque"] == [1, 2]
 
 
@@ -149,10 +149,10 @@ def test_what_providers_said_loads_bit_for_bit() -> None:
     mine, theirs = state["w"]["q"], expected["w"]["q"]
     assert_same(mine.codes, theirs.codes)
     assert_same(mine.scale, theirs.scale)
-    reel, wanted = state["reel"][0], expected["reel"][0]
-    assert_same(np.concatenate(reel.blocks), np.concatenate(wanted.blocks))
-    assert_same(reel.lasts, wanted.lasts)
-    assert (reel.at, state["step"]) == (wanted.at, make.STEP)
+    reel, whole = state["reel"][0], expected["reel"][0]
+    assert_same(np.concatenate(reel.blocks), np.concatenate(whole.blocks))
+    assert_same(reel.lasts, whole.lasts)
+    assert (reel.at, state["step"]) == (whole.at, make.STEP)
     assert tree_digest(PROVIDED) == before, "a load wrote into the store"
 
 
@@ -170,15 +170,15 @@ PLANES = GOLDEN / "planes-1"
 
 
 def test_the_golden_checkpoint_with_planes_is_read_and_written_again_alike(tmp_path: Path) -> None:
-    wanted, checkpoint = make_planes.state(), fs.open(PLANES)
+    expected, checkpoint = make_planes.state(), fs.open(PLANES)
     assert checkpoint.manifest.critical == ("delta", "codec.planes")
     assert checkpoint.verify().sound
-    assert all(torch.equal(checkpoint.read(name), tensor) for name, tensor in wanted.items())
+    assert all(torch.equal(checkpoint.read(name), tensor) for name, tensor in expected.items())
     tensors, _, _ = plain_reader.read(PLANES / CHECKPOINT)
-    assert all(np.array_equal(tensors[name], tensor.numpy()) for name, tensor in wanted.items())
-    into = {name: torch.ones_like(tensor) for name, tensor in wanted.items()}
+    assert all(np.array_equal(tensors[name], tensor.numpy()) for name, tensor in expected.items())
+    into = {name: torch.ones_like(tensor) for name, tensor in expected.items()}
     with fs.Checkpointer(tmp_path, engine=fs.EngineOptions(compress="max")) as checkpointer:
-        again = checkpointer.save(make.STEP, wanted).committed.result()
+        again = checkpointer.save(make.STEP, expected).committed.result()
         checkpointer.load(into)
     assert again.index.chunks.digest.tolist() == checkpoint.index.chunks.digest.tolist(), "the same stored bytes"
 
@@ -191,13 +191,13 @@ def test_a_delta_loads_bit_for_bit() -> None:
     assert fs.open(DELTA).verify().extra == ()
     assert fs.open(DELTA).manifest.critical == ("delta",)
     expected = make_delta.state(make_delta.STEP)
-    found = make_delta.state(99)
-    found["m"]["rests"].fill_(0)
+    actual = make_delta.state(99)
+    actual["m"]["rests"].fill_(0)
     with fs.Checkpointer(DELTA) as checkpointer:
-        checkpointer.load(found)
-    assert found["step"] == make_delta.STEP
+        checkpointer.load(actual)
+    assert actual["step"] == make_delta.STEP
     for name, value in expected["m"].items():
-        assert_same(found["m"][name], value, name)
+        assert_same(actual["m"][name], value, name)
     assert tree_digest(DELTA) == before, "a load wrote into the store"
 
 

@@ -1,4 +1,4 @@
-"""The golden checkpoint with codec `xor` is read for ever."""
+"""The golden checkpoint with codec `xor` stays readable."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import hashlib
 from pathlib import Path
 
 import torch
-from golden import make_xor
 
 import flowstone as fs
 from flowstone.format.codec import XOR
+from golden import make_xor
 
 
 def digests(folder: Path) -> dict[str, str]:
@@ -19,11 +19,11 @@ def digests(folder: Path) -> dict[str, str]:
 
 def test_the_golden_checkpoint_with_bases_is_read_bit_for_bit() -> None:
     before = digests(make_xor.STORE)
-    wanted, checkpoint = make_xor.state(make_xor.STEP), fs.open(make_xor.STORE)
+    expected, checkpoint = make_xor.state(make_xor.STEP), fs.open(make_xor.STORE)
     assert checkpoint.manifest.critical == ("delta", "codec.xor")
     assert set(checkpoint.index.chunks.codecs().tolist()) == {XOR.id}
     assert checkpoint.verify().sound
-    assert all(torch.equal(checkpoint.read(name), tensor) for name, tensor in wanted.items())
+    assert all(torch.equal(checkpoint.read(name), tensor) for name, tensor in expected.items())
     assert digests(make_xor.STORE) == before
 
 

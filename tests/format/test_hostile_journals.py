@@ -1,4 +1,4 @@
-"""Journals that hold anything: a load ends with an error of ours, or with a state that some step had."""
+"""Journals with any content: a load ends with one of our errors, or with the state of some step."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 from hostile_codecs import Training
-from journal_forgery import Forge, forge
 
 import flowstone as fs
 from flowstone.store.local import LocalStore
+from journal_forgery import Forge, forge
 
 LAST = 5
 
@@ -22,13 +22,13 @@ LAST = 5
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, bytes]]:
     """A store with a journal, and what each step was."""
-    root, training, at = tmp_path_factory.mktemp("run"), Training(), {}
+    root, training, by_step = tmp_path_factory.mktemp("run"), Training(), {}
     with fs.Checkpointer(root, every_step=True) as checkpointer:
         for step in range(1, LAST + 1):
-            training.learn(step)
+            training.train_step(step)
             checkpointer.save(step, training.state())
-            at[step] = training.bits()
-    return root, at
+            by_step[step] = training.bits()
+    return root, by_step
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def outcome(root: Path) -> tuple[fs.LoadReport | None, Training]:
 
 
 def test_no_flipped_or_lost_byte_is_believed(copied: tuple[Path, Path, dict[int, bytes]]) -> None:
-    root, path, at = copied
+    root, path, position = copied
     content, chance = path.read_bytes(), random.Random(7)
     reports = set()
     for turn in range(120):
@@ -64,7 +64,7 @@ def test_no_flipped_or_lost_byte_is_believed(copied: tuple[Path, Path, dict[int,
         report, training = outcome(root)
         reports.add(report is not None)
         if report is not None:
-            assert training.bits() == at[report.step]
+            assert training.bits() == position[report.step]
             assert training.progress["step"] == report.step
     assert reports == {True, False}, "some mutations tear the tail, some damage the middle"
 
@@ -106,10 +106,10 @@ class Halves:
         self._parameters, self._buckets = list(model.parameters()), list[fs.CompressedBucket]()
 
     def exchange(self) -> None:
-        flat = torch.cat([one.grad.view(-1) for one in self._parameters if one.grad is not None]).half()
+        flat = torch.cat([param.grad.view(-1) for param in self._parameters if param.grad is not None]).half()
         offsets, self._buckets = [0, self._parameters[0].numel()], []
-        for one, begin in zip(self._parameters, offsets, strict=True):
-            one.grad = flat[begin : begin + one.numel()].float().view_as(one)
+        for parameter, begin in zip(self._parameters, offsets, strict=True):
+            parameter.grad = flat[begin : begin + parameter.numel()].float().view_as(parameter)
         self._buckets = [fs.CompressedBucket(self._parameters, offsets, len(flat), {"half": flat})]
 
     def compressed(self) -> Sequence[fs.CompressedBucket]:
@@ -127,9 +127,9 @@ class Halves:
 
 
 def bucket_of(row: dict[str, Any]) -> dict[str, Any]:
-    (found,) = row["acts"][0]["compressed"]
-    assert isinstance(found, dict)
-    return found
+    (result,) = row["acts"][0]["compressed"]
+    assert isinstance(result, dict)
+    return result
 
 
 BUCKETS: dict[str, Forge] = {
@@ -168,7 +168,7 @@ def test_a_forged_bucket_ends_with_an_error(tmp_path: Path, change: Forge) -> No
 def test_a_forged_journal_ends_with_an_error_or_short_of_the_forgery(
     copied: tuple[Path, Path, dict[int, bytes]], number: int, change: Forge
 ) -> None:
-    root, path, at = copied
+    root, path, position = copied
     forge(path, number, change)
     report, training = outcome(root)
     if report is None:
@@ -176,4 +176,4 @@ def test_a_forged_journal_ends_with_an_error_or_short_of_the_forgery(
     harmless = change is FORGERIES["claims many threads"][1]  # steps with as many threads as there may be
     assert report.step == (LAST if harmless else 1) or report.step < number + 1
     if report.step == 1 or harmless:
-        assert training.bits() == at[report.step]
+        assert training.bits() == position[report.step]

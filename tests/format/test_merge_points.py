@@ -1,4 +1,4 @@
-"""Objects of several ranks that become one."""
+"""Objects of several ranks that are merged into one."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def test_what_two_ranks_have_has_to_be_the_same() -> None:
         joined(1, 2)
 
 
-@pytest.mark.parametrize(("one", "other"), [(1, True), (0, False), (1, 1.0)])
-def test_values_of_other_types_are_not_the_same(one: object, other: object) -> None:
+@pytest.mark.parametrize(("value", "other"), [(1, True), (0, False), (1, 1.0)])
+def test_values_of_other_types_are_not_the_same(value: object, other: object) -> None:
     with pytest.raises(UnsupportedStateError, match=r"'s\.a' is not the same"):
-        joined(MergePoint(a=one), MergePoint(a=other))
+        joined(MergePoint(a=value), MergePoint(a=other))
 
 
 def test_plain_dicts_are_values_and_not_joined() -> None:
@@ -79,5 +79,5 @@ def test_two_groups_of_one_rank_stay_two() -> None:
 
 
 def test_a_member_with_other_options_on_another_rank_is_refused() -> None:
-    with pytest.raises(UnsupportedStateError, match="'a' is in a group with other options on rank 1"):
+    with pytest.raises(UnsupportedStateError, match="'a' is in a parameter group whose options on rank 1 differ"):
         joined(groups(("ab", 1.0)), groups(("a", 2.0)))

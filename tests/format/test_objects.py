@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from flowstone.errors import DamagedError, FlowstoneError, UnsupportedFormatError, UnsupportedStateError
 from flowstone.format import objects
-from flowstone.format.objects import DEPTH_MAX, Named, Provided, TensorRef, decode, encode
+from flowstone.format.objects import DEPTH_MAX, NamedConstant, ProviderRecord, TensorRef, decode, encode
 
 
 def through_text(value: object) -> object:
@@ -66,9 +66,14 @@ VALUES: list[object] = [
     np.complex64(1 - 2j), np.complex128(complex(math.nan, -0.0)), np.datetime64("2020-01-01T00:00:01", "s"),
     np.timedelta64(5, "ns"), np.datetime64("NaT"), np.str_("s\ud800"), np.bytes_(b"\x00a"),
     TensorRef("model.w", "tensor"), TensorRef("a", "ndarray"), TensorRef("b", "bytes"), TensorRef("c", "bytearray"),
-    Named("torch.dtype", "bfloat16"), {Named("torch.dtype", "float32"): 1},
-    Provided("kind", {}, {}), Provided("é", {"a.b": TensorRef("s.a.b", "tensor")}, {"n": (1, {2: [None]}), "$": 1}),
-    [Provided("a", {"x": TensorRef("x", "ndarray"), "y": TensorRef("y", "tensor")}, {"in": Provided("b", {}, {})})],
+    NamedConstant("torch.dtype", "bfloat16"), {NamedConstant("torch.dtype", "float32"): 1},
+    ProviderRecord("kind", {}, {}),
+    ProviderRecord("é", {"a.b": TensorRef("s.a.b", "tensor")}, {"n": (1, {2: [None]}), "$": 1}),
+    [
+        ProviderRecord(
+            "a", {"x": TensorRef("x", "ndarray"), "y": TensorRef("y", "tensor")}, {"in": ProviderRecord("b", {}, {})}
+        )
+    ],
 ]
 
 

@@ -1,4 +1,4 @@
-"""docs/FORMAT.md is enough: the reader written from it alone reads what was saved."""
+"""docs/FORMAT.md is complete: a reader written from it alone reads saved checkpoints."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import plain_reader
-from forge import memory_at, split_rows
 from hypothesis import HealthCheck, given, settings
-from strategies import State, raw_bytes, states
 
 import flowstone as fs
 from flowstone.state import describe
+from forge import memory_at, split_rows
+from strategies import State, raw_bytes, states
 
 SOURCE = Path(plain_reader.__file__).read_text()
 
@@ -51,7 +51,7 @@ def test_plain_reader_puts_boxes_together(store: Path) -> None:
 
     table = torch.arange(600_000, dtype=torch.float32).reshape(600, 1000)
     split = lambda state, **how: split_rows(describe(state, **how), "table", 70)  # noqa: E731
-    with mock.patch("flowstone.pipeline.save.describe", split), fs.Checkpointer(store) as checkpointer:
+    with mock.patch("flowstone.save.planning.describe", split), fs.Checkpointer(store) as checkpointer:
         checkpointer.save(1, {"table": table})
     tensors, _, _ = plain_reader.read(store / "step-00000001")
     assert np.array_equal(tensors["table"], table.numpy())

@@ -11,13 +11,13 @@ import pytest
 import safetensors.numpy
 import safetensors.torch
 import torch
-from golden.make import DTYPES, pattern
 from safetensors import safe_open
-from strategies import raw_bytes
 
 import flowstone as fs
 from flowstone.plan import write
 from flowstone.table.dtype import DTYPES as KNOWN
+from golden.make import DTYPES, pattern
+from strategies import raw_bytes
 
 NUMPY_LACKS = ("bfloat16", "float8")
 
@@ -38,10 +38,10 @@ def saved(store: Path) -> tuple[Path, dict[str, torch.Tensor]]:
 
 def test_safetensors_for_torch_opens_every_segment(saved: tuple[Path, dict[str, torch.Tensor]]) -> None:
     checkpoint, state = saved
-    found: dict[str, torch.Tensor] = {}
+    values: dict[str, torch.Tensor] = {}
     for path in checkpoint.glob("rank-*.safetensors"):
-        found |= safetensors.torch.load_file(path)
-    tensors = {name: value for name, value in found.items() if not name.startswith("__pad__.")}
+        values |= safetensors.torch.load_file(path)
+    tensors = {name: value for name, value in values.items() if not name.startswith("__pad__.")}
     assert set(tensors) == set(state)
     for name, value in state.items():
         kind = KNOWN[str(value.dtype).removeprefix("torch.")]
@@ -76,7 +76,7 @@ def test_safetensors_opens_the_index(saved: tuple[Path, dict[str, torch.Tensor]]
     with safe_open(checkpoint / "index.safetensors", "np") as file:
         columns = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         dtypes = file.metadata()["dtypes"].split()
-    assert {f"torch.{dtypes[at]}" for at in columns["tensor.dtype"]} == {str(value.dtype) for value in state.values()}
+    assert {f"torch.{dtypes[row]}" for row in columns["tensor.dtype"]} == {str(value.dtype) for value in state.values()}
     assert int(columns["tensor.ndim"].sum()) == len(columns["tensor.shape"])
     assert bytes(columns["tensor.name"]).decode() == "".join(state)
     assert set(safetensors.torch.load_file(checkpoint / "index.safetensors")) == set(columns)
@@ -85,20 +85,19 @@ def test_safetensors_opens_the_index(saved: tuple[Path, dict[str, torch.Tensor]]
 def test_slices_of_a_sharded_tensor_are_named_by_their_box(store: Path) -> None:
     from unittest import mock
 
+    from flowstone.state import describe
     from forge import split_rows
 
-    from flowstone.state import describe
-
     split = lambda state, **how: split_rows(describe(state, **how), "table", 2)  # noqa: E731
-    with mock.patch("flowstone.pipeline.save.describe", split), fs.Checkpointer(store) as checkpointer:
+    with mock.patch("flowstone.save.planning.describe", split), fs.Checkpointer(store) as checkpointer:
         checkpointer.save(1, {"table": torch.arange(12.0).reshape(4, 3)})
-    found = safetensors.numpy.load_file(store / "step-00000001/rank-00000.safetensors")
-    assert found["table[0:2,0:3]"].tolist() == [[0, 1, 2], [3, 4, 5]]
-    assert found["table[2:4,0:3]"].tolist() == [[6, 7, 8], [9, 10, 11]]
+    tensors = safetensors.numpy.load_file(store / "step-00000001/rank-00000.safetensors")
+    assert tensors["table[0:2,0:3]"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert tensors["table[2:4,0:3]"].tolist() == [[6, 7, 8], [9, 10, 11]]
 
 
 def test_a_rolled_over_segment_opens_and_reads_back(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flowstone.pipeline.plan_cache.plan_writes", partial(write.plan_writes, header_bytes_max=4096))
+    monkeypatch.setattr("flowstone.save.plan_cache.plan_writes", partial(write.plan_writes, header_bytes_max=4096))
     state = {f"tensor {i}": torch.full((i + 1,), float(i)) for i in range(60)}
     with fs.Checkpointer(store) as checkpointer:
         checkpointer.save(1, state).committed.result()
@@ -108,10 +107,10 @@ def test_a_rolled_over_segment_opens_and_reads_back(store: Path, monkeypatch: py
     rows = json.loads((checkpoint / "manifest.json").read_bytes())["segments"]
     assert [row["name"] for row in rows[:2]] == ["rank-00000.safetensors", "rank-00000.0001.safetensors"]
     assert all(row["header_bytes"] <= 4096 for row in rows)
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for row in rows:
-        found |= safetensors.torch.load_file(checkpoint / row["name"])
+        tensors |= safetensors.torch.load_file(checkpoint / row["name"])
     for name, value in state.items():
-        assert torch.equal(found[name], value)
+        assert torch.equal(tensors[name], value)
         assert torch.equal(blank[name], value)
     assert fs.open(store).verify().sound

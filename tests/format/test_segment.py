@@ -1,4 +1,4 @@
-"""Segment headers: room is enough for the worst case, and a strict parser believes nothing."""
+"""Segment headers: the reserved space is enough for the worst case, and the parser is strict."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from flowstone.config import BLOCK_BYTES
 from flowstone.errors import DamagedError
-from flowstone.format.segment import PAD_PREFIX, encode_header, entry_name, entry_text, parse_header, reserved
+from flowstone.format.segment import PAD_PREFIX, encode_header, entry_name, entry_text, is_reserved, parse_header
 from flowstone.plan.write import data_offsets, plan_writes
 from flowstone.table.box import Box
 from flowstone.table.dtype import DTYPES
@@ -27,7 +27,7 @@ PIECES = st.lists(
 @example([Piece("__metadata__", DTYPES["bfloat16"], (), Box((), ()))], 0)
 @given(PIECES, st.integers(0, BLOCK_BYTES - 1))
 def test_a_header_says_where_each_piece_lies_and_fits_its_room(pieces: list[Piece], phase: int) -> None:
-    plan = plan_writes([piece for piece in pieces if not reserved(piece.name)])
+    plan = plan_writes([piece for piece in pieces if not is_reserved(piece.name)])
     offsets = data_offsets(plan, np.full(len(plan.pieces), phase, np.uint64))
     (segment,) = plan.segments
     order = sorted(segment.pieces, key=lambda p: (int(offsets[p]), int(plan.length[p])))

@@ -1,6 +1,6 @@
 """Makes the golden checkpoint of a format version; run once for each, in tests/: `python -m golden.make v1`.
 
-Every value follows from a formula, so that a reader of any later day can be checked without the writer of this one.
+Every value follows from a formula, so that later readers can be checked without this writer.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from unittest import mock
 
 import numpy as np
 import torch
-from forge import split_rows
-from strategies import raw_bytes
 
 import flowstone as fs
 from flowstone.state import describe
+from forge import split_rows
+from strategies import raw_bytes
 
 GOLDEN = Path(__file__).resolve().parent
 STEP = 42
@@ -83,8 +83,8 @@ def filled() -> dict[str, object]:
     net, optimizer = state["model"], state["optimizer"]
     for salt, parameter in enumerate([net.embed.weight, net.head.bias, net.scale]):
         pattern(parameter, salt)
-        one, other = (pattern(torch.empty_like(parameter), 10 * salt + i) for i in range(2))
-        optimizer.state[parameter] = {"step": torch.tensor(42.0), "exp_avg": one, "exp_avg_sq": other}
+        first, other = (pattern(torch.empty_like(parameter), 10 * salt + i) for i in range(2))
+        optimizer.state[parameter] = {"step": torch.tensor(42.0), "exp_avg": first, "exp_avg_sq": other}
     optimizer.param_groups[0]["lr"] = 0.25
     pattern(net.seen, 5)
     for salt, tensor in enumerate([*state["kinds"].values(), state["table"]]):
@@ -98,7 +98,7 @@ def main(version: str) -> None:
     store = GOLDEN / version
     # One tensor lies in two boxes, as two ranks would have saved it.
     split = lambda state, **how: split_rows(describe(state, **how), "table", 2)  # noqa: E731
-    with mock.patch("flowstone.pipeline.save.describe", split), fs.Checkpointer(store) as checkpointer:
+    with mock.patch("flowstone.save.planning.describe", split), fs.Checkpointer(store) as checkpointer:
         checkpointer.save(STEP, filled())
     (store / "flowstone.lock").unlink()
 

@@ -1,7 +1,7 @@
 """Makes the golden delta; run once, in tests/: `python -m golden.make_delta`.
 
-Three steps of one process, of which the last refers to files of the first two: a tensor that rests as a whole, one of
-which a chunk has changed, and one that changes. Every value follows from a formula.
+Three steps of one process. The last one refers to files of the first two. It has an unchanged tensor, a tensor with a
+changed chunk, and a changed tensor. Every value follows from a formula.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 import shutil
 
 import torch
-from golden.make import GOLDEN, pattern
 
 import flowstone as fs
+from golden.make import GOLDEN, pattern
 
 STEP = 3
 STORE = GOLDEN / "delta-1"

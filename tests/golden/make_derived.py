@@ -1,14 +1,14 @@
-"""Makes the golden checkpoint of what follows from other tensors; run once, in tests/: `python -m golden.make_derived`.
+"""Makes the golden checkpoint of derived tensors; run once, in tests/: `python -m golden.make_derived`.
 
-A float32 tensor, what it is rounded to in both types of 16 bits, and a tensor that is equal to another one.
+A float32 tensor, its roundings to both types of 16 bits, and a tensor that is equal to another one.
 """
 
 from __future__ import annotations
 
 import torch
-from golden.make import GOLDEN
 
 import flowstone as fs
+from golden.make import GOLDEN
 
 STORE = GOLDEN / "derived-1"
 

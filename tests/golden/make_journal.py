@@ -1,7 +1,7 @@
 """Makes the golden journal; run once, in tests/: `python -m golden.make_journal`.
 
-One whole checkpoint, and a journal of three steps after it, of one process. Weights and gradients are small multiples
-of powers of two, so that a replay is exact on every processor.
+A full checkpoint, and a journal of three steps after it, of one process. Weights and gradients are small multiples of
+powers of two, so that a replay is exact on every processor.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from golden.make import GOLDEN
 
 import flowstone as fs
 from flowstone.config import BLOCK_BYTES
+from golden.make import GOLDEN
 
 STEPS = 4
 STORE = GOLDEN / "journal-1"
@@ -32,7 +32,7 @@ class Training:
     def state(self, step: int = 0) -> dict[str, object]:
         return {"model": self.model, "optimizer": self.optimizer, "seen": self.seen, "step": step}
 
-    def learn(self, step: int) -> None:
+    def train_step(self, step: int) -> None:
         self.model.weight.grad = torch.full((3, 4), step / 8)
         self.model.bias.grad = torch.tensor([step / 2, -step / 4, 0.0])
         self.optimizer.step()
@@ -44,7 +44,7 @@ def main(store: Path = STORE, training: Training | None = None, *, steps: int = 
     training = training or Training()
     with fs.Checkpointer(store, every_step=True, lag_steps=lag_steps) as checkpointer:
         for step in range(1, steps + 1):
-            training.learn(step)
+            training.train_step(step)
             checkpointer.save(step, training.state(step)).committed.result()
     (store / "flowstone.lock").unlink()
     for path in store.glob("journal-*/*.journal"):

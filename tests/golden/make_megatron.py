@@ -2,7 +2,7 @@
 
     python -m golden.make_megatron
 
-Two tensor-parallel ranks over gloo, on a CPU: what asks for a GPU is told that there is nothing to wait for.
+Two tensor-parallel ranks over gloo, on a CPU: calls that need a GPU are replaced by calls without effect.
 """
 
 from __future__ import annotations
@@ -86,12 +86,12 @@ def _save_rank(rank: int, port: int, path: Path) -> None:
         share_embeddings_and_output_weights=True,
     ).sharded_state_dict()
     state = {
-        name: _filled(one, one.key) if isinstance(one, ShardedTensor) else one for name, one in model.items()
+        name: _filled(value, value.key) if isinstance(value, ShardedTensor) else value for name, value in model.items()
     }
     moments = {
-        f"{number}": {"exp_avg": _filled(one, f"optimizer.state.exp_avg.{one.key}")}
-        for number, one in enumerate(state.values())
-        if isinstance(one, ShardedTensor) and f"optimizer.state.exp_avg.{one.key}" in OPTIMIZER
+        f"{number}": {"exp_avg": _filled(tensor, f"optimizer.state.exp_avg.{tensor.key}")}
+        for number, tensor in enumerate(state.values())
+        if isinstance(tensor, ShardedTensor) and f"optimizer.state.exp_avg.{tensor.key}" in OPTIMIZER
     }
     state["amax"] = ShardedObject(
         "decoder.final_layernorm._extra_state", io.BytesIO(b"amax"), (1,), (0,), replica_id=rank

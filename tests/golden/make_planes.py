@@ -6,9 +6,9 @@ import sys
 
 import numpy as np
 import torch
-from golden.make import GOLDEN, STEP
 
 import flowstone as fs
+from golden.make import GOLDEN, STEP
 
 ELEMENTS = 16_500
 

@@ -1,4 +1,4 @@
-"""Makes the golden checkpoint of what providers say, once, in tests/: `python -m golden.make_provided provided-1`."""
+"""Makes the golden checkpoint of providers, once, in tests/: `python -m golden.make_provided provided-1`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from golden.make import GOLDEN, STEP, pattern
-from quantised import RowInt8
 
 import flowstone as fs
+from golden.make import GOLDEN, STEP, pattern
+from quantised import RowInt8
 
 
 class Reel:
@@ -42,8 +42,8 @@ class ReelProvider(fs.Provider[Reel]):
         yield value.at
         yield value.rate
 
-    def restore(self, value: Reel, found: Mapping[str, Any]) -> None:
-        value.lasts, value.at = found["lasts"], found["at"]
+    def restore(self, value: Reel, stored: Mapping[str, Any]) -> None:
+        value.lasts, value.at = stored["lasts"], stored["at"]
 
 
 def blank() -> dict[str, Any]:

@@ -81,7 +81,7 @@ def _take_rank(rank: int, port: int, path: str) -> None:
         TORCHSNAPSHOT_MAX_CHUNK_SIZE_BYTES_OVERRIDE="400", TORCHSNAPSHOT_MAX_SHARD_SIZE_BYTES_OVERRIDE="200"
     )
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS)
-    placements = [f"rank:{one}/cpu" for one in range(RANKS)]
+    placements = [f"rank:{rank}/cpu" for rank in range(RANKS)]
     parts = {}
     for name, dim in (("rows", 0), ("columns", 1)):
         made = sharded_tensor.zeros(ChunkShardingSpec(dim=dim, placements=placements), 32, 7)

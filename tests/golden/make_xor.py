@@ -1,6 +1,6 @@
 """Makes the golden checkpoint with codec `xor`, once, in tests/: `python -m golden.make_xor`.
 
-Two steps of one process, of which the last has chunks with a base: what differs is a few low bits of each number.
+Two steps of one process. The last one has chunks with a base, which differ in a few low bits of each number.
 """
 
 from __future__ import annotations
@@ -8,21 +8,21 @@ from __future__ import annotations
 import shutil
 
 import torch
-from golden.make import GOLDEN
-from golden.make_planes import state as first
 
 import flowstone as fs
+from golden.make import GOLDEN
+from golden.make_planes import state as first
 
 STEP = 2
 STORE = GOLDEN / "xor-1"
 
 
 def state(step: int) -> dict[str, torch.Tensor]:
-    found = {name: first()[name] for name in ("floats", "numbers")}
-    for tensor in found.values():
+    result = {name: first()[name] for name in ("floats", "numbers")}
+    for tensor in result.values():
         bits = tensor.view(torch.int32)
         bits ^= (step - 1) * (torch.arange(len(bits), dtype=torch.int32) % 5)
-    return found
+    return result
 
 
 def main() -> None:

@@ -8,9 +8,9 @@ import tempfile
 from pathlib import Path
 
 from hostile.campaign import campaign
-from hostile.draw import Drawn, draw
+from hostile.draw import LoopPlan, draw
+from hostile.fork_server import HANGS_S, Line
 from hostile.moves import MOVES
-from hostile.nursery import HANGS_S, Line
 from hostile.ranks.replay import replay
 from hostile.shrink import fails_like, kind, played_apart, shrink
 from hostile.trainer import prepare
@@ -32,12 +32,12 @@ def main() -> int:
         parser.error("give --seed or --seeds")
     if asked.seeds:
         return play_all(asked.seeds, tuple(moves or ()), workers=asked.workers, several_ranks=bool(asked.ranks))
-    at = None if asked.at is None else [int(at) for at in asked.at.split(",") if at]
+    word = None if asked.at is None else [int(part) for part in asked.at.split(",") if part]
     if asked.ranks:
-        return replay(asked.seed, asked.ranks, moves, at, times=asked.times, shrinks=asked.shrink)
+        return replay(asked.seed, asked.ranks, moves, word, times=asked.times, shrinks=asked.shrink)
     drawn = draw(asked.seed, moves)
-    if at is not None:
-        drawn = drawn.only(at)
+    if word is not None:
+        drawn = drawn.only(word)
     print(describe(drawn))
     prepare()
     with tempfile.TemporaryDirectory() as path:
@@ -49,8 +49,8 @@ def main() -> int:
         else:
             return 0
         if asked.shrink:
-            wanted = kind(line["problems"])
-            shortest, positions = shrink(drawn, fails_like(wanted, Path(path), hangs_s=HANGS_S, times=asked.times))
+            expected = kind(line["problems"])
+            shortest, positions = shrink(drawn, fails_like(expected, Path(path), hangs_s=HANGS_S, times=asked.times))
             print(f"shortest: --at {','.join(map(str, positions))}")
             print(describe(shortest))
     return 1
@@ -65,9 +65,9 @@ def play_all(seeds: str, moves: tuple[str, ...], *, workers: int, several_ranks:
     return 1 if report.wrong else 0
 
 
-def describe(drawn: Drawn) -> str:
+def describe(drawn: LoopPlan) -> str:
     lines = [f"seed {drawn.seed}: {drawn.setup}"]
-    lines += [f"  {at:3} {name:28} {MOVES[name].says}" for at, (name, _) in enumerate(drawn.moves)]
+    lines += [f"  {index:3} {name:28} {MOVES[name].says}" for index, (name, _) in enumerate(drawn.moves)]
     return "\n".join(lines)
 
 

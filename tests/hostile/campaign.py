@@ -1,4 +1,4 @@
-"""Many loops at once, and what they have been through all in all."""
+"""Many loops at once, and a summary of them."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+from hostile.fork_server import Line
+from hostile.moves import BROKEN, MOVES, Detection, Effect
 from warm_start import warm_start
 
-from hostile.moves import BROKEN, MOVES, Detection, Effect
-from hostile.nursery import Line
-
 TESTS = Path(__file__).resolve().parent.parent
-SAYS_MAX = 5  # loops that went wrong, of which a report has more than the number
+SAYS_MAX = 5  # failed loops that a report describes; of others it only has the number
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """How all loops went. `options`: of a replay, beside the seed."""
+    """The results of all loops. `options`: options of a replay, beside the seed."""
 
     lines: list[Line]
     counts: Counter[str]
@@ -41,12 +40,12 @@ class Report:
         return "\n".join(words)
 
     def missed(self, *, times: int) -> list[str]:
-        """Moves that fell into captures less often than so, and detections that were never needed."""
+        """Moves that changed a running capture less often than required, and detections that were never needed."""
         drawn = [move for move in MOVES.values() if move.name not in BROKEN]
         return [move.name for move in drawn if self.counts[f"made {move.name}"] < times]
 
     def found(self, detection: Detection) -> int:
-        """How many saves failed after a move that was to be found by this means."""
+        """The number of saves that failed after a move that this detection has to find."""
         escaping = [move.name for move in MOVES.values() if move.effect is Effect.ESCAPES]
         return sum(self.counts[f"found {name}"] for name in escaping if MOVES[name].detection is detection)
 
@@ -55,21 +54,21 @@ def campaign(
     first: int, end: int, path: Path, *, workers: int = 1, moves: tuple[str, ...] = (), mutation: str = "",
     several_ranks: bool = False,
 ) -> Report:
-    """Play the loops of seeds `first` to `end`, shared out to so many programs."""
-    nursery, options = ("hostile.ranks.nursery", " --ranks 4") if several_ranks else ("hostile.nursery", "")
+    """Play the loops of seeds `first` to `end`, divided among that many programs."""
+    module, options = ("hostile.ranks.fork_server", " --ranks 4") if several_ranks else ("hostile.fork_server", "")
     environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "PYTHONPATH": str(TESTS)}
     programs = []
     for number in range(workers):
         command = [
-            sys.executable, "-m", nursery, "--seeds", f"{first + number}:{end}:{workers}",
+            sys.executable, "-m", module, "--seeds", f"{first + number}:{end}:{workers}",
             "--path", str(path / str(number)), "--moves", ",".join(moves), "--mutation", mutation,
         ]
-        with warm_start(nursery):
+        with warm_start(module):
             programs.append(subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, cwd=TESTS, text=True))
     lines: list[Line] = []
     for program in programs:
-        said, _ = program.communicate()
-        lines += map(json.loads, said.splitlines())
+        text, _ = program.communicate()
+        lines += map(json.loads, text.splitlines())
     assert [line["seed"] for line in sorted(lines, key=lambda line: line["seed"])] == list(range(first, end))
     counts: Counter[str] = Counter()
     for line in lines:

@@ -1,4 +1,4 @@
-"""What a seed stands for: a store, a Checkpointer, a job, and the moves that are made on them."""
+"""The setup that a seed determines: a store, a Checkpointer, a job, and the moves."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ from hostile.moves import BROKEN, MOVES, Move
 from hostile.states import OPTIMIZERS
 
 MIB = 1 << 20
-HELD = Pace(blocks=1, bytes_per_s=1)  # the first request goes out, the others when a thread waits for them
+HELD = Pace(blocks=1, bytes_per_s=1)  # the first request is sent, the others when a thread waits for them
 TRICKLE = Pace(blocks=1, bytes_per_s=100 * MIB)
 MOVES_MAX = 14
 
 SHARING = frozenset({"share-memory", "put-into-a-queue", "cut-a-file"})
-"""Moves after which memory is in part not this process's own, which is refused where every write has to be found."""
+"""Moves after which memory is shared or mapped, which `exact` refuses because it cannot detect every write there."""
+
 
 @dataclass(frozen=True, slots=True)
 class Setup:
     """How a loop saves.
 
-    pace      of captures while no thread waits; None: as the library has it
-    in_place  whether loads read straight into memory at the file's phase
-    exact     memory in which not every write can be found is refused: none is strided or shared. Else, as by default,
-              samples are compared in such memory, and every write is found in the rest
+    pace      of captures while no thread waits; None: the library's default
+    in_place  whether loads read directly into memory that has the phase of the file
+    exact     memory in which not every write can be detected is refused, so no tensor is strided or shared. The default
+              compares samples in such memory, and detects every write in other memory
     """
 
     in_memory: bool
@@ -55,22 +56,22 @@ class Setup:
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
-    """A seed, unfolded. Each move has a seed of its own, so that it does the same without those before it."""
+class LoopPlan:
+    """A decoded seed. Each move has a seed of its own, so that it does the same if earlier moves are left out."""
 
     seed: int
     setup: Setup
     moves: tuple[tuple[str, int], ...]
 
-    def only(self, positions: Collection[int]) -> Drawn:
-        return dataclasses.replace(self, moves=tuple(self.moves[at] for at in sorted(positions)))
+    def only(self, positions: Collection[int]) -> LoopPlan:
+        return dataclasses.replace(self, moves=tuple(self.moves[position] for position in sorted(positions)))
 
 
-def draw(seed: int, names: Sequence[str] | None = None) -> Drawn:
-    """What `seed` stands for. `names`: draw from these moves alone, beside those that every loop makes.
+def draw(seed: int, names: Sequence[str] | None = None) -> LoopPlan:
+    """The setup of `seed`. `names`: draw only these moves, and those that every loop makes.
 
-    Where all are drawn from, each seed has a move whose turn it is, twice, in a loop that has what it needs: however
-    many moves there are, and whatever their weights, as many seeds make every one.
+    If all moves are allowed, each seed makes one particular move twice, in a loop that supports it. So as many seeds as
+    there are moves cover every move, whatever their weights.
     """
     chance = Random(f"hostile {seed}")
     in_turn = _in_turn(seed) if names is None else None
@@ -83,11 +84,11 @@ def draw(seed: int, names: Sequence[str] | None = None) -> Drawn:
     count = chance.randint(4, MOVES_MAX)
     drawn = [(move.name, chance.randrange(1 << 32)) for move in chance.choices(table, weights, k=count)]
     first = chance.randint(0, 2)
-    drawn.insert(first, ("save", chance.randrange(1 << 32)))  # nothing happens before there is one
-    if in_turn is not None:  # into that capture, before much has changed the state, and once checkpoints are there
+    drawn.insert(first, ("save", chance.randrange(1 << 32)))  # other moves do nothing before the first save
+    if in_turn is not None:  # during that capture, before much has changed the state, and when there are checkpoints
         drawn.insert(first + 1, (in_turn.name, chance.randrange(1 << 32)))
         drawn.insert(chance.randint(first + 2, len(drawn)), (in_turn.name, chance.randrange(1 << 32)))
-    return Drawn(seed, setup, tuple(drawn))
+    return LoopPlan(seed, setup, tuple(drawn))
 
 
 def _in_turn(seed: int) -> Move:
@@ -122,5 +123,5 @@ def _setup(chance: Random) -> Setup:
 
 
 def _may(move: Move, setup: Setup) -> bool:
-    """Whether what the move leaves can be saved."""
+    """Whether the state can be saved after the move."""
     return not (setup.exact and move.name in SHARING)

@@ -1,4 +1,4 @@
-"""Faults put into the library, which the hostile trainer has to find: else it looks at nothing."""
+"""Faults inserted into the library. If the hostile trainer did not find them, it would check nothing."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from contextlib import AbstractContextManager, contextmanager
 from unittest import mock
 
 import flowstone as fs
-from flowstone.pipeline.rank_zero import RankZero
-from flowstone.stage.fence import Fence
-from flowstone.store.local_io import LocalWriting
+from flowstone.coordination.rank_zero import RankZero
+from flowstone.stage.fence import OptimizerFence
+from flowstone.store.local_io import LocalWriteHandle
 
 
 @contextmanager
 def blind() -> Iterator[None]:
-    """No thread hears that the state has changed."""
-    error = LocalWriting._error
+    """No thread is notified that the state has changed."""
+    error = LocalWriteHandle._error
 
-    def deaf(writing: LocalWriting) -> fs.FlowstoneError | None:
-        found = error(writing)
-        return None if isinstance(found, fs.StateChangedError) else found
+    def deaf(writing: LocalWriteHandle) -> fs.FlowstoneError | None:
+        text = error(writing)
+        return None if isinstance(text, fs.StateChangedError) else text
 
-    with mock.patch.object(LocalWriting, "_error", deaf):
+    with mock.patch.object(LocalWriteHandle, "_error", deaf):
         yield
 
 
 @contextmanager
 def unfenced() -> Iterator[None]:
-    """No step waits. What it changes is found, so that saves fail to which nothing has happened."""
-    with mock.patch.object(Fence, "guard"):
+    """No step waits. Its changes are detected, so undisturbed saves fail."""
+    with mock.patch.object(OptimizerFence, "guard"):
         yield
 
 
@@ -41,7 +41,7 @@ def mixing() -> Iterator[None]:
 
 @contextmanager
 def none() -> Iterator[None]:
-    """The library as it is."""
+    """The unchanged library."""
     yield
 
 

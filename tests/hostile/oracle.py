@@ -1,4 +1,4 @@
-"""What a checkpoint has to hold, found without the library: names and digests of a live state, and of files."""
+"""The expected contents of a checkpoint, found without the library: names and digests of a live state and of files."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from format.plain_reader import read
 from torch import nn
 
+from format.plain_reader import read
 from hostile.states import Accelerated, Warmup
 
 Contents = dict[str, tuple[str, bytes]]
-"""By name: what a tensor is (dtype and shape, or what stands for them), and a digest of its bytes."""
+"""By name: a description of the tensor (dtype and shape, or similar), and a digest of its bytes."""
 
 _WRAPPERS = frozenset({"_orig_mod", "module"})
-NOT_COMPARED = frozenset({"rng"})  # sections that move by themselves
+NOT_COMPARED = frozenset({"rng"})  # sections that change by themselves
 _COMPARED = (torch.optim.Optimizer, Accelerated, Warmup, torch.Tensor, np.ndarray, dict, list)
 
 
@@ -28,7 +28,7 @@ def digest(array: np.ndarray) -> tuple[str, bytes]:
 
 
 def digest_of(tensor: torch.Tensor) -> tuple[str, bytes]:
-    plain = tensor.detach().clone(memory_format=torch.contiguous_format)  # numpy() ends that a storage can be resized
+    plain = tensor.detach().clone(memory_format=torch.contiguous_format)  # after numpy(), a storage cannot be resized
     return digest(plain.view(-1).view(torch.uint8).numpy() if plain.numel() else np.zeros(0, np.uint8))
 
 
@@ -37,74 +37,74 @@ def stripped(name: str) -> str:
 
 
 def contents_of(state: Mapping[str, object]) -> Contents:
-    """What a checkpoint of `state` has to hold, if it is taken now."""
-    found: Contents = {}
+    """The expected contents of a checkpoint of `state` that is taken now."""
+    contents: Contents = {}
     paths: dict[int, str] = {}
     for section, value in state.items():
         if isinstance(value, nn.Module):
             for name, tensor in value.state_dict(keep_vars=True).items():
                 path = f"{section}.{stripped(name)}"
-                found[path] = digest_of(tensor)
+                contents[path] = digest_of(tensor)
                 paths.setdefault(id(tensor), path)
     for section, value in state.items():
         if isinstance(value, nn.Module) or not isinstance(value, _COMPARED):
             continue
         inner = value.optimizer if isinstance(value, Accelerated) else value
         if isinstance(inner, torch.optim.Optimizer):
-            _add_optimizer(found, section, inner, paths)
+            _add_optimizer(contents, section, inner, paths)
         else:
-            _add(found, section, value)
-    return found
+            _add(contents, section, value)
+    return contents
 
 
 def contents_of_dicts(state: Mapping[str, Any]) -> Contents:
-    """The same of a state in which modules and optimizers are state dicts, by name."""
-    found: Contents = {}
+    """The same for a state in which modules and optimizers are state dicts, by name."""
+    contents: Contents = {}
     for section, value in state.items():
         if isinstance(value, dict) and "param_groups" in value:
             for name, slots in value["state"].items():
-                for slot, one in slots.items():
-                    if isinstance(one, torch.Tensor):
-                        found[f"{section}.state.model.{stripped(name)}.{slot}"] = digest_of(one)
+                for slot, content in slots.items():
+                    if isinstance(content, torch.Tensor):
+                        contents[f"{section}.state.model.{stripped(name)}.{slot}"] = digest_of(content)
         elif section in ("model", "average"):
-            found |= {f"{section}.{stripped(name)}": digest_of(one) for name, one in value.items()}
+            contents |= {f"{section}.{stripped(name)}": digest_of(item) for name, item in value.items()}
         elif isinstance(value, _COMPARED):
-            _add(found, section, value)
-    return found
+            _add(contents, section, value)
+    return contents
 
 
-def _add_optimizer(found: Contents, section: str, optimizer: torch.optim.Optimizer, paths: Mapping[int, str]) -> None:
+def _add_optimizer(stored: Contents, section: str, optimizer: torch.optim.Optimizer, paths: Mapping[int, str]) -> None:
     for parameter, slots in optimizer.state.items():
         for slot, value in slots.items():
             if isinstance(value, torch.Tensor):
-                found[f"{section}.state.{paths[id(parameter)]}.{slot}"] = digest_of(value)
+                stored[f"{section}.state.{paths[id(parameter)]}.{slot}"] = digest_of(value)
 
 
-def _add(found: Contents, name: str, value: object) -> None:
+def _add(contents: Contents, name: str, value: object) -> None:
     if isinstance(value, torch.Tensor):
-        found[name] = digest_of(value)
+        contents[name] = digest_of(value)
     elif isinstance(value, Warmup):
-        found[f"{name}.held.generator"] = digest_of(value.generator.get_state())
+        contents[f"{name}.held.generator"] = digest_of(value.generator.get_state())
     elif isinstance(value, np.ndarray):
-        found[name] = digest(value)
+        contents[name] = digest(value)
     elif isinstance(value, dict):
         for key, item in value.items():
-            _add(found, f"{name}.{key}", item)
+            _add(contents, f"{name}.{key}", item)
     elif isinstance(value, list):
-        for at, item in enumerate(value):
-            _add(found, f"{name}.{at}", item)
+        for index, item in enumerate(value):
+            _add(contents, f"{name}.{index}", item)
 
 
 def contents_on_disk(directory: Path) -> tuple[Contents, Mapping[str, Any]]:
-    """What a checkpoint holds, by a reader that shares no code with the library; and its objects."""
+    """The contents of a checkpoint and its objects, by a reader that shares no code with the library."""
     tensors, replicated, _ = read(directory)
     names = [name for name in tensors if name.partition(".")[0].partition("@")[0] not in NOT_COMPARED]
     return {name: digest(tensors[name]) for name in names}, replicated
 
 
-def differences(wanted: Contents, found: Contents) -> list[str]:
-    """What is not as it has to be, a line each."""
-    lines = [f"{name} is missing" for name in wanted.keys() - found.keys()]
-    lines += [f"{name} is too much" for name in found.keys() - wanted.keys()]
-    lines += [f"{name} differs" for name in wanted.keys() & found.keys() if wanted[name] != found[name]]
+def differences(expected: Contents, actual: Contents) -> list[str]:
+    """The differences from the expected contents, a line each."""
+    lines = [f"{name} is missing" for name in expected.keys() - actual.keys()]
+    lines += [f"{name} is too much" for name in actual.keys() - expected.keys()]
+    lines += [f"{name} differs" for name in expected.keys() & actual.keys() if expected[name] != actual[name]]
     return sorted(lines)

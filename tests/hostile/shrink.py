@@ -1,4 +1,4 @@
-"""Shrinks a loop to the shortest one that goes wrong in the same way, by delta debugging. Each trial is a process."""
+"""Shrinks a loop to the shortest one that fails in the same way, by delta debugging. Each trial is a process."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from hostile.draw import Drawn
-from hostile.nursery import Line, tend
+from hostile.draw import LoopPlan
+from hostile.fork_server import Line, tend
 from hostile.trainer import folders_below, line_of, play
 
 TRIALS_MAX = 120
 
 
 def kind(problems: Sequence[str]) -> str:
-    """What the first problem is like, without its numbers and names; empty where there is none."""
+    """The kind of the first problem, without its numbers and names; empty if there is none."""
     if not problems:
         return ""
     first, *_ = lines = problems[0].strip().splitlines() or ["it says nothing"]
@@ -26,8 +26,8 @@ def kind(problems: Sequence[str]) -> str:
     return re.sub(r"(step )?\d+|['\"].*", "", last)[:60]
 
 
-def shrink(drawn: Drawn, fails: Callable[[Drawn], bool]) -> tuple[Drawn, tuple[int, ...]]:
-    """The loop of the fewest moves that `fails`, and their positions in the one that was drawn."""
+def shrink(drawn: LoopPlan, fails: Callable[[LoopPlan], bool]) -> tuple[LoopPlan, tuple[int, ...]]:
+    """The shortest loop for which `fails` holds, and the positions of its moves in the drawn one."""
     left = tuple(range(len(drawn.moves)))
     trials, pieces = 0, 2
     while len(left) > 1 and trials < TRIALS_MAX:
@@ -45,20 +45,20 @@ def shrink(drawn: Drawn, fails: Callable[[Drawn], bool]) -> tuple[Drawn, tuple[i
     return drawn.only(left), left
 
 
-def fails_like(wanted: str, path: Path, *, hangs_s: float, times: int) -> Callable[[Drawn], bool]:
-    """Whether a loop, played in a process of its own, `times` at most, goes wrong in the way of `wanted`."""
+def fails_like(expected: str, path: Path, *, hangs_s: float, times: int) -> Callable[[LoopPlan], bool]:
+    """Whether a loop, played in a process of its own at most `times`, fails in the way of `expected`."""
 
-    def fails(drawn: Drawn) -> bool:
+    def fails(drawn: LoopPlan) -> bool:
         lines = played_apart([drawn] * times, path, hangs_s=hangs_s)
-        return any(kind(line["problems"]) == wanted for line in lines)
+        return any(kind(line["problems"]) == expected for line in lines)
 
     return fails
 
 
-def played_apart(loops: Sequence[Drawn], path: Path, *, hangs_s: float) -> list[Line]:
-    """How loops went, in a process apart."""
-    found: list[Line] = []
+def played_apart(loops: Sequence[LoopPlan], path: Path, *, hangs_s: float) -> list[Line]:
+    """The results of loops, played in a separate process."""
+    collected: list[Line] = []
     with folders_below(path) as folders:
-        tend(range(len(loops)), lambda at: line_of(play(loops[at], folders)), found.append, hangs_s)
-    return found
+        tend(range(len(loops)), lambda index: line_of(play(loops[index], folders)), collected.append, hangs_s)
+    return collected
 

@@ -1,4 +1,4 @@
-"""States that hostile loops train: models of several shapes, every kind of optimizer, and what lies beside them."""
+"""States that hostile loops train: models of several shapes, every kind of optimizer, and additional state."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import flowstone as fs
 
-WIDTH = 192  # a layer of it has 144 KiB, in 16 bits 72: both are captured lazily
+WIDTH = 192  # its layer has 144 KiB, or 72 in 16 bits: both are captured lazily
 ROWS = 400
 LAZY_FROM_BYTES = 64 * 1024
 
@@ -27,7 +27,7 @@ class Net(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(ROWS, WIDTH)
         self.body = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(chance.randint(2, 4))])
-        wide = 8 * WIDTH if chance.random() < 0.3 else 2 * WIDTH  # the former has more than a chunk
+        wide = 8 * WIDTH if chance.random() < 0.3 else 2 * WIDTH  # the former has more than one chunk
         self.wide = nn.Sequential(nn.Linear(WIDTH, wide), nn.ReLU(), nn.Linear(wide, WIDTH))
         self.norm = nn.BatchNorm1d(WIDTH)
         self.head = nn.Linear(WIDTH, ROWS, bias=False)
@@ -52,7 +52,7 @@ def _through(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 class ScheduleFree(torch.optim.Optimizer):
-    """As schedule-free optimizers do: weights are swapped in place between training and evaluation."""
+    """Like schedule-free optimizers: weights are swapped in place between training and evaluation."""
 
     def __init__(self, parameters: Any, lr: float = 0.05) -> None:
         super().__init__(parameters, {"lr": lr, "beta": 0.9, "training": True})
@@ -89,7 +89,7 @@ class ScheduleFree(torch.optim.Optimizer):
 
 
 class Accelerated:
-    """Wraps an optimizer and is none, as `accelerate` does: no hook can be put on it."""
+    """Wraps an optimizer without being one, like `accelerate`, so it supports no hooks."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
@@ -118,7 +118,7 @@ class Accelerated:
 
 
 class Warmup(torch.optim.lr_scheduler.LRScheduler):
-    """A schedule that holds another one, and a generator: its state_dict() has both, as objects."""
+    """A schedule that contains another one, and a generator: its state_dict() has both, as objects."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.after = torch.optim.lr_scheduler.StepLR(optimizer, 2)
@@ -156,29 +156,29 @@ OPTIMIZERS: Mapping[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 def views_of(model: Net, *, contiguous: bool) -> dict[str, torch.Tensor]:
-    """Views of a weight, of a buffer, and of what no other name has."""
+    """Views of a weight, of a buffer, and of memory without another name."""
     weight = model.embedding.weight.detach()
-    found = {"all": weight.view(-1), "rows": weight[3:90], "bytes": model.table.view(torch.uint8)[100:7001]}
+    views = {"all": weight.view(-1), "rows": weight[3:90], "bytes": model.table.view(torch.uint8)[100:7001]}
     if not contiguous:
-        found |= {"turned": weight.t(), "expanded": torch.rand(5).expand(300, 5)}
-    return found
+        views |= {"turned": weight.t(), "expanded": torch.rand(5).expand(300, 5)}
+    return views
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """What a loop trains. `optimizers` are those that step; all that `state` holds is saved."""
+    """The state of a loop. `optimizers` are those that step; everything in `state` is saved."""
 
     model: Net
     optimizers: list[torch.optim.Optimizer]
     state: dict[str, Any]
     kind: str
     average: AveragedModel | None = None
-    numbers: int = 0  # of batches so far
+    numbers: int = 0  # number of batches so far
 
     def batch(self) -> torch.Tensor:
         self.numbers += 1
-        at = torch.arange(48).view(6, 8) * (self.numbers * 2 + 1)
-        return at % ROWS
+        position = torch.arange(48).view(6, 8) * (self.numbers * 2 + 1)
+        return position % ROWS
 
     def backward(self) -> None:
         out = self.model(self.batch())
@@ -197,7 +197,7 @@ class Job:
         return [p for p in self.model.parameters() if p.nbytes >= LAZY_FROM_BYTES]
 
     def slots(self) -> list[torch.Tensor]:
-        """The optimizers' tensors that are."""
+        """The optimizers' tensors that are long enough."""
         held = (slots for optimizer in self.optimizers for slots in optimizer.state.values())
         every = (value for slots in held for value in slots.values())
         return [value for value in every if isinstance(value, torch.Tensor) and value.nbytes >= LAZY_FROM_BYTES]
@@ -206,7 +206,7 @@ class Job:
         return [*self.large(), *self.slots()]
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Every tensor that a checkpoint holds, once."""
+        """Every tensor that a checkpoint contains, once."""
         yield from self.model.parameters()
         yield from self.model.buffers()
         for optimizer in self.optimizers:
@@ -219,7 +219,7 @@ class Job:
 
 
 def optimize(job: Job) -> None:
-    """Give the job optimizers of its kind, fresh ones, of all that its model has now, and put them into its state."""
+    """Create new optimizers of the job's kind for all present parameters of its model, and put them into its state."""
     make = OPTIMIZERS[job.kind.removesuffix("-two")]
     parameters = [p for p in job.model.parameters() if p.requires_grad]
     for section in [section for section in job.state if section.startswith("optimizer")]:
@@ -231,13 +231,13 @@ def optimize(job: Job) -> None:
 
 
 def make_job(chance: Random, *, kind: str, extras: Sequence[str], contiguous: bool = False) -> Job:
-    """A job that has been trained for one step. `contiguous`: all of what is captured late."""
+    """A job that has been trained for one step. `contiguous`: all tensors that are captured late are contiguous."""
     torch.manual_seed(chance.randrange(1 << 30))
     job = Job(Net(chance, contiguous=contiguous), [], {}, kind)
     if chance.random() < 0.7:
         job.state["model"] = job.model
         optimize(job)
-    else:  # the optimizer comes first
+    else:  # the optimizer is first in the state
         optimize(job)
         job.state["model"] = job.model
     for extra in extras:

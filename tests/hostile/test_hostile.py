@@ -1,7 +1,10 @@
-"""Whatever a training loop does: no wrong byte is committed, no process dies, nothing stands still."""
+"""Whatever a training loop does: no wrong byte is committed, no process dies, and nothing hangs."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -12,7 +15,7 @@ from hostile.draw import draw
 from hostile.moves import BROKEN, MOVES, Detection
 from hostile.shrink import kind, shrink
 
-PLAYED = range(len(MOVES))  # each move has its turn once, which is twice in a loop
+PLAYED = range(len(MOVES))  # each move is selected once, and made twice in its loop
 SOAKED = range(1000, 21_000)
 
 
@@ -65,7 +68,7 @@ def test_a_problem_of_any_text_is_of_some_kind() -> None:
     assert kind([""]) == kind(["\n"]) != ""
     assert kind(["it hung after 20 s", "more"]) == "it hung after 20 s"
     traces = ["Traceback of it:\n  File x\nKeyError: 'exp_avg'\n"], ["Traceback\nKeyError: 3"]
-    assert [kind(one) for one in traces] == ["KeyError: "] * 2
+    assert [kind(trace) for trace in traces] == ["KeyError: "] * 2
 
 
 def test_a_library_that_hears_of_no_change_is_found_to_commit_wrong_bytes(tmp_path: Path) -> None:
@@ -83,3 +86,15 @@ def test_twenty_thousand_hostile_loops(tmp_path: Path) -> None:
     report = campaign(SOAKED.start, SOAKED.stop, tmp_path, workers=2)
     print(dict(report.counts))
     assert not report.wrong, report.says()
+
+
+@pytest.mark.parametrize("module", ["hostile", "golden.make"])
+def test_programs_of_the_tests_start_from_their_folder(module: str) -> None:
+    """As docs/TESTING.md says, without a PYTHONPATH: `golden.make` ends because its argument is missing."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "-m", module, *["--help"] * (module == "hostile")], cwd=Path(__file__).parents[1],
+        env=environment, capture_output=True, text=True, check=False,
+    )
+    assert "ModuleNotFoundError" not in done.stderr
+    assert (done.returncode == 0) == (module == "hostile"), done.stderr

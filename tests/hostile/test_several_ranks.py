@@ -1,4 +1,4 @@
-"""Whatever the ranks of a job do to each other: no wrong byte is committed, none hangs, and the job goes on."""
+"""Whatever the ranks of a job do: no wrong byte is committed, no rank hangs, and the job continues."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_seed_stands_for_the_same_jobs_each_time() -> None:
 
 
 def test_moves_keep_their_seeds_and_places_where_others_are_left_out() -> None:
-    drawn = next(one for one in map(draw, range(100)) if len(one.lives()) > 1)
+    drawn = next(item for item in map(draw, range(100)) if len(item.lives()) > 1)
     assert [life.ending is Ending.NONE for life in drawn.lives()] == [False] * (len(drawn.lives()) - 1) + [True]
     assert drawn.only([0, 2]).moves == (drawn.moves[0], drawn.moves[2])
 
@@ -64,7 +64,7 @@ def test_a_thousand_hostile_jobs(tmp_path: Path) -> None:
 
 
 def test_silence_is_excused_of_ranks_that_were_killed_alone() -> None:
-    said = "nothing heard from ranks 0, 3 for 3 s\n  phase       the commit of step 1"
-    assert misses(said, {0, 2, 3})
-    assert not misses(said, {0})
+    message = "nothing heard from ranks 0, 3 for 3 s\n  phase       the commit of step 1"
+    assert misses(message, {0, 2, 3})
+    assert not misses(message, {0})
     assert not misses("rank 0 has closed its Checkpointer", {0})

@@ -74,23 +74,23 @@ def batches(accelerator: Accelerator, loader: Any, order: torch.Generator, step:
     return accelerator.skip_first_batches(loader, done) if done else loader
 
 
-def end_at(told: dict[str, Any], step: int) -> None:
-    if step == told.get("full_at"):
-        while step and not list(Path(told["out"]).glob("step-*/manifest.json")):
+def end_at(record: dict[str, Any], step: int) -> None:
+    if step == record.get("full_at"):
+        while step and not list(Path(record["out"]).glob("step-*/manifest.json")):
             time.sleep(0.01)  # what was saved before has room
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
-    if step == told.get("kill_at"):
-        while not list(Path(told["out"]).glob("step-*/manifest.json")):
+    if step == record.get("kill_at"):
+        while not list(Path(record["out"]).glob("step-*/manifest.json")):
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def main() -> None:
-    told = json.loads(sys.argv[1])
-    out, resume, steps = told["out"], get_last_checkpoint(told["out"]), told.get("steps", 30)
+    record = json.loads(sys.argv[1])
+    out, resume, steps = record["out"], get_last_checkpoint(record["out"]), record.get("steps", 30)
     torch.set_num_threads(1)
     accelerator = Accelerator(cpu=True)
-    if told.get("flowstone", True):
+    if record.get("flowstone", True):
         accelerator = use_flowstone(accelerator)
     model, optimizer, scheduler, loader, order, seen = prepared(accelerator)
     step = 0
@@ -102,7 +102,7 @@ def main() -> None:
         step = int(resume.rpartition("-")[2])
     while step < steps:
         for batch in batches(accelerator, loader, order, step):
-            end_at(told, step)
+            end_at(record, step)
             loss = (model(batch["x"]) - batch["y"]).square().mean()
             accelerator.backward(loss)
             optimizer.step()
@@ -110,7 +110,7 @@ def main() -> None:
             optimizer.zero_grad()
             step += 1
             seen.losses.append(accelerator.gather(loss.detach()[None]).mean().item())
-            if step % 5 == 0 and told.get("flowstone", True):
+            if step % 5 == 0 and record.get("flowstone", True):
                 accelerator.save_state(f"{out}/step_{step}")
             if step == steps:
                 break

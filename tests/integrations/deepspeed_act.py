@@ -81,13 +81,13 @@ def weights(engine: Any) -> list[str]:
     if engine.zero_optimization_stage() < 3:
         return []
     with deepspeed.zero.GatheredParameters(parameters):
-        return [digest(one) for one in parameters]
+        return [digest(parameter) for parameter in parameters]
 
 
 def tell(engine: Any, act: str, directory: Path) -> None:
     parts = [engine.optimizer.state_dict(), engine.module.state_dict(), engine.lr_scheduler.state_dict()]
-    told = {"parts": [digest(part) for part in parts], "step": engine.global_steps, "weights": weights(engine)}
-    Path(f"{directory}-{act}-{engine.global_rank}.json").write_text(json.dumps(told))
+    record = {"parts": [digest(part) for part in parts], "step": engine.global_steps, "weights": weights(engine)}
+    Path(f"{directory}-{act}-{engine.global_rank}.json").write_text(json.dumps(record))
 
 
 def wait(engine: Any) -> None:
@@ -122,26 +122,26 @@ def other_ranks(stage: int, kind: str, directory: Path) -> None:
     """Everything, and then, of an engine of its own, parameters alone."""
     engine = engine_of(stage, kind)
     attach(engine)
-    told = json.loads(Path(f"{directory}-whole-0.json").read_text())
+    record = json.loads(Path(f"{directory}-whole-0.json").read_text())
     engine.load_checkpoint(str(directory))
     assert engine.global_steps == STEPS
-    assert digest(engine.lr_scheduler.state_dict()) == told["parts"][2]
-    check_weights(engine, told)
+    assert digest(engine.lr_scheduler.state_dict()) == record["parts"][2]
+    check_weights(engine, record)
     if stage:
         engine = engine_of(stage, kind)
         attach(engine)
         given = {"load_optimizer_states": False} if stage == 3 else {"load_module_only": True}
         engine.load_checkpoint(str(directory), **given)
-        check_weights(engine, told)
+        check_weights(engine, record)
     print("the end", flush=True)
 
 
-def check_weights(engine: Any, told: dict[str, Any]) -> None:
+def check_weights(engine: Any, record: dict[str, Any]) -> None:
     if engine.zero_optimization_stage() == 3:
-        assert weights(engine) == told["weights"]
-        assert len(told["weights"]) == 6
+        assert weights(engine) == record["weights"]
+        assert len(record["weights"]) == 6
     else:
-        assert digest(engine.module.state_dict()) == told["parts"][1]
+        assert digest(engine.module.state_dict()) == record["parts"][1]
 
 
 def native(stage: int, kind: str, directory: Path) -> None:
@@ -152,8 +152,8 @@ def native(stage: int, kind: str, directory: Path) -> None:
     for name, parameter in engine.module.named_parameters() if stage else ():
         gathered[f"master.{name}"] = safe_get_full_fp32_param(parameter).clone()
         for slot in ("exp_avg", "exp_avg_sq"):
-            found = safe_get_full_optimizer_state(parameter, slot).clone()
-            gathered[f"optimizer.state.model.{name}.{slot}"] = found
+            result = safe_get_full_optimizer_state(parameter, slot).clone()
+            gathered[f"optimizer.state.model.{name}.{slot}"] = result
     if engine.global_rank == 0:
         torch.save(gathered, f"{directory}-gathered.pt")
 
@@ -206,7 +206,7 @@ def verbs(stage: int, kind: str, directory: Path) -> None:
     plugin = attach(engine, keep=fs.Keep(last=3))
     with pytest.raises(fs.ArgumentError, match="already"):
         attach(engine)
-    with pytest.raises(fs.ArgumentError, match="no engine of DeepSpeed"):
+    with pytest.raises(fs.ArgumentError, match="must be a DeepSpeed engine"):
         attach(torch.nn.Linear(3, 3))
     assert engine.load_checkpoint(str(directory)) == (None, None)
     train(engine, 1, None, kind)
@@ -280,7 +280,7 @@ def slots(stage: int, kind: str, directory: Path) -> None:
     train(engine, 5, None, kind)
     engine.load_checkpoint(str(directory / "run"))
     assert digest([engine.optimizer.state_dict(), engine.module.state_dict()]) == saved
-    with pytest.raises(fs.ArgumentError, match="belongs to no engine"):
+    with pytest.raises(fs.ArgumentError, match="not attached to a DeepSpeed engine"):
         CheckpointEngine(engine._config, 0).save({}, str(directory / "x.pt"))
     engine._config.datastates_config.config = {"host_cache": 3}
     with pytest.raises(fs.ArgumentError, match="host_cache 3"):

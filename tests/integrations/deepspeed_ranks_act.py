@@ -42,10 +42,10 @@ def engine_of(stage: int, settings: dict[str, Any], seed: int) -> Any:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     model = Network()
-    trained = [one for one in model.parameters() if one.requires_grad]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW([
-        {"params": [one for one in trained if one.ndim > 1], "weight_decay": 0.1},
-        {"params": [one for one in trained if one.ndim == 1], "weight_decay": 0.0, "betas": (0.8, 0.99)},
+        {"params": [tensor for tensor in trained if tensor.ndim > 1], "weight_decay": 0.1},
+        {"params": [tensor for tensor in trained if tensor.ndim == 1], "weight_decay": 0.0, "betas": (0.8, 0.99)},
     ], lr=1e-2)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     zero = {"stage": stage, **settings.pop("zero", {})}
@@ -66,8 +66,8 @@ def train(engine: Any, steps: int) -> None:
 
 
 def main() -> None:
-    told = json.loads(sys.argv[1])
-    engine = engine_of(told["stage"], told["settings"], 7 if told["source"] is None else 8)
+    record = json.loads(sys.argv[1])
+    engine = engine_of(record["stage"], record["settings"], 7 if record["source"] is None else 8)
     own, former = engine.save_checkpoint, engine.checkpoint_engine
     plugin = attach(engine)
     through = engine.save_checkpoint
@@ -77,14 +77,14 @@ def main() -> None:
         engine.save_checkpoint(directory, client_state={"epoch": 2})
         engine.save_checkpoint, engine.checkpoint_engine = through, plugin
 
-    if told["source"] is not None:
-        _, client = engine.load_checkpoint(told["source"])
+    if record["source"] is not None:
+        _, client = engine.load_checkpoint(record["source"])
         assert client["epoch"] == 2
-        save_by_itself(f"{told['target']}-loaded")
+        save_by_itself(f"{record['target']}-loaded")
     train(engine, 2)
-    engine.save_checkpoint(told["target"], client_state={"epoch": 2})
+    engine.save_checkpoint(record["target"], client_state={"epoch": 2})
     plugin.wait()
-    save_by_itself(f"{told['target']}-trained")
+    save_by_itself(f"{record['target']}-trained")
     sys.stdout.flush()
     os._exit(0)  # without the end of gloo's threads, which now and then aborts a process
 

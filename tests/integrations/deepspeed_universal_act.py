@@ -44,12 +44,12 @@ class Network(torch.nn.Module):
 
 def groups_of(model: torch.nn.Module, count: int) -> list[dict[str, Any]]:
     """One group of all parameters, or two with settings of their own."""
-    trained = [one for one in model.parameters() if one.requires_grad]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if count == 1:
         return [{"params": trained, "weight_decay": 0.1}]
     return [
-        {"params": [one for one in trained if one.ndim > 1], "weight_decay": 0.1},
-        {"params": [one for one in trained if one.ndim == 1], "weight_decay": 0.0, "betas": (0.8, 0.99)},
+        {"params": [tensor for tensor in trained if tensor.ndim > 1], "weight_decay": 0.1},
+        {"params": [tensor for tensor in trained if tensor.ndim == 1], "weight_decay": 0.0, "betas": (0.8, 0.99)},
     ]
 
 
@@ -88,8 +88,8 @@ def train(engine: Any, until: int, kind: str) -> None:
 def gathered(engine: Any) -> dict[str, torch.Tensor]:
     """The master weights, as DeepSpeed puts them together; of several groups it does not find the slots by itself."""
     return {
-        name: safe_get_full_fp32_param(one).clone() for name, one in engine.module.named_parameters()
-        if one.requires_grad
+        name: safe_get_full_fp32_param(parameter).clone() for name, parameter in engine.module.named_parameters()
+        if parameter.requires_grad
     }
 
 
@@ -106,7 +106,7 @@ def in_order(value: Any) -> Any:
     """The same, with dicts in the order of their keys: DeepSpeed enters slots in that of a set."""
     if isinstance(value, dict):
         return {key: in_order(value[key]) for key in sorted(value, key=str)}
-    return [in_order(one) for one in value] if isinstance(value, list | tuple) else value
+    return [in_order(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def save(stage: int, kind: str, directory: Path, groups: int) -> None:
@@ -120,16 +120,16 @@ def save(stage: int, kind: str, directory: Path, groups: int) -> None:
 def load(stage: int, kind: str, directory: Path, groups: int) -> None:
     engine = engine_of(stage, kind, groups, universal=True)
     _, client = engine.load_checkpoint(str(directory))
-    told = {"loaded": state_of(engine), "client": {key: client.get(key) for key in ("seen", "epoch")}}
+    record = {"loaded": state_of(engine), "client": {key: client.get(key) for key in ("seen", "epoch")}}
     train(engine, STEPS, kind)
-    tell(engine, told, Path(f"{directory}-{stage}"))
+    tell(engine, record, Path(f"{directory}-{stage}"))
 
 
-def tell(engine: Any, told: dict[str, object], place: Path) -> None:
+def tell(engine: Any, record: dict[str, object], place: Path) -> None:
     masters = gathered(engine)
     if engine.global_rank == 0:
         torch.save(masters, f"{place}.pt")
-    Path(f"{place}-{engine.global_rank}.json").write_text(json.dumps(told | {"end": state_of(engine)}))
+    Path(f"{place}-{engine.global_rank}.json").write_text(json.dumps(record | {"end": state_of(engine)}))
 
 
 def plain(directory: Path, groups: int) -> None:
@@ -146,7 +146,7 @@ def plain(directory: Path, groups: int) -> None:
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
-    trained = {name: one.detach() for name, one in model.named_parameters() if one.requires_grad}
+    trained = {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad}
     torch.save(trained, f"{directory}-end.pt")
 
 

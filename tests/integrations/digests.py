@@ -1,4 +1,4 @@
-"""One number for all that a training has come to."""
+"""One number for the final state of a training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scripts that train, run as jobs of one or several processes, which may be killed on the way."""
+"""Scripts that train, run as jobs of one or several processes, which may be killed during the run."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def is_installed(package: str) -> bool:
 def samples(page: str) -> dict[str, str]:
     """The samples of a page of docs/ that have a name, by it, in the order in which they stand."""
     text = (DOCS / page).read_text()
-    found = re.findall(r"^```python ([\w-]+)\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
-    assert found, f"{page} has no samples"
-    assert len(dict(found)) == len(found), f"two samples of {page} have one name"
-    return dict(found)
+    samples = re.findall(r"^```python ([\w-]+)\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+    assert samples, f"{page} has no samples"
+    assert len(dict(samples)) == len(samples), f"two samples of {page} have one name"
+    return dict(samples)
 
 
 def run_ranks(
@@ -60,24 +60,24 @@ def run_ranks(
         port = free.getsockname()[1]
     processes = []
     for rank in range(ranks):
-        told = ("127.0.0.1", str(port), str(rank), str(rank), str(ranks), str(ranks))
-        own = dict(zip(_OF_LAUNCHERS, told, strict=True)) if ranks > 1 or is_launched else {}
-        with Path(f"{log}-{rank}.txt").open("w") as said:
+        reported = ("127.0.0.1", str(port), str(rank), str(rank), str(ranks), str(ranks))
+        own = dict(zip(_OF_LAUNCHERS, reported, strict=True)) if ranks > 1 or is_launched else {}
+        with Path(f"{log}-{rank}.txt").open("w") as output:
             processes.append(subprocess.Popen(
-                [sys.executable, *command], stdout=said, stderr=said, cwd=folder,
+                [sys.executable, *command], stdout=output, stderr=output, cwd=folder,
                 env={**inherited, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", **own, **(environment or {})},
             ))
     deadline = time.monotonic() + 900
     try:
-        codes = [one.poll() for one in processes]
+        codes = [process.poll() for process in processes]
         while None in codes and set(codes) <= {None, 0} and time.monotonic() < deadline:
             time.sleep(0.05)
-            codes = [one.poll() for one in processes]
+            codes = [process.poll() for process in processes]
         return [code for code in codes if code is not None]
     finally:
-        for one in processes:
-            one.kill()
-            one.wait()
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
 def play(script: str, folder: Path, run: str, *, store: str, ranks: int = 1, kill_after_batches: int = 0) -> list[int]:
@@ -95,24 +95,24 @@ def play(script: str, folder: Path, run: str, *, store: str, ranks: int = 1, kil
 
 def told(folder: Path, run: str, rank: int = 0) -> Any:
     """What `prelude.tell` has written at the end of a run."""
-    found = folder / run / f"{rank}.json"
-    assert found.exists(), (folder / f"{run}-{rank}.txt").read_text()
-    return json.loads(found.read_text())
+    path = folder / run / f"{rank}.json"
+    assert path.exists(), (folder / f"{run}-{rank}.txt").read_text()
+    return json.loads(path.read_text())
 
 
 def check_resumes(script: str, folder: Path, *, store: str, ranks: int = 1) -> None:
     """Run a script of 30 steps that saves every five: killed on the way and resumed, it ends as if it had not been."""
     calm, killed = folder / "calm", folder / "killed"
-    for one in (calm, killed):
-        one.mkdir()
+    for path in (calm, killed):
+        path.mkdir()
     assert set(play(script, calm, "undisturbed", store=store, ranks=ranks)) == {0}, (
         calm / "undisturbed-0.txt").read_text()
     codes = play(script, killed, "cut-short", store=store, ranks=ranks, kill_after_batches=KILL_AFTER_BATCHES)
     assert -signal.SIGKILL in codes, (killed / "cut-short-0.txt").read_text()
     assert set(play(script, killed, "resumed", store=store, ranks=ranks)) == {0}, (killed / "resumed-0.txt").read_text()
     for rank in range(ranks):
-        expected, found = told(calm, "undisturbed", rank), told(killed, "resumed", rank)
+        expected, actual = told(calm, "undisturbed", rank), told(killed, "resumed", rank)
         assert len(expected["batches"]) == STEPS
-        assert STEPS - KILL_AFTER_BATCHES < len(found["batches"]) <= STEPS - 5, "it resumed, behind what was saved"
-        assert found["batches"] == expected["batches"][-len(found["batches"]):]
-        assert found["parts"] == expected["parts"]
+        assert STEPS - KILL_AFTER_BATCHES < len(actual["batches"]) <= STEPS - 5, "it resumed, behind what was saved"
+        assert actual["batches"] == expected["batches"][-len(actual["batches"]):]
+        assert actual["parts"] == expected["parts"]

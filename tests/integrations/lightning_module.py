@@ -1,4 +1,4 @@
-"""The LightningModule that samples train."""
+"""The LightningModule of the samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The order of samples that Lightning's recipes train in: a resume goes on behind those that were seen."""
+"""The order of samples in Lightning's recipes: a resumed run continues after the samples that were used."""
 
 from __future__ import annotations
 

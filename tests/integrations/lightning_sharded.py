@@ -1,4 +1,4 @@
-"""What samples of sharded strategies train: a model of which each process holds a part; and its state as a whole."""
+"""The model of the samples of sharded strategies, of which each process holds a part; and its full state."""
 
 from __future__ import annotations
 

@@ -60,8 +60,8 @@ def examples(shards: list[int]) -> Any:
             yield {"number": index}
 
 
-def rows_of(found: list[dict[str, int]]) -> dict[str, torch.Tensor]:
-    numbers = [one["number"] for one in found]
+def rows_of(counts: list[dict[str, int]]) -> dict[str, torch.Tensor]:
+    numbers = [row["number"] for row in counts]
     return {"number": torch.tensor(numbers), "x": torch.stack([row(number) for number in numbers])}
 
 
@@ -71,7 +71,7 @@ def streamed() -> tuple[Any, Any]:
     from datasets.distributed import split_dataset_by_node
 
     dataset = IterableDataset.from_generator(examples, gen_kwargs={"shards": [0, 1, 2]})
-    dataset = split_dataset_by_node(dataset.map(lambda one: one), RANK, RANKS)
+    dataset = split_dataset_by_node(dataset.map(lambda value: value), RANK, RANKS)
     own = {"batch_size": BATCH // RANKS, "collate_fn": rows_of, "generator": torch.Generator()}
     return torch.utils.data.DataLoader(dataset, **own), dataset
 
@@ -96,30 +96,30 @@ LOADERS = {
 }
 
 
-def end_at(told: dict[str, Any], step: int) -> None:
-    if step == told.get("kill_at"):
-        while not list(Path(told["runs"]).glob("step-*10/manifest.json")):
+def end_at(record: dict[str, Any], step: int) -> None:
+    if step == record.get("kill_at"):
+        while not list(Path(record["runs"]).glob("step-*10/manifest.json")):
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def main() -> None:
-    told = json.loads(sys.argv[1])
+    record = json.loads(sys.argv[1])
     torch.set_num_threads(1)
-    torch.manual_seed(7 if not Path(told["runs"]).exists() else 99)  # a load leaves nothing of the latter
+    torch.manual_seed(7 if not Path(record["runs"]).exists() else 99)  # a load leaves nothing of the latter
     if RANKS > 1:
         dist.init_process_group("gloo")
     model: Any = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Dropout(0.2), nn.Linear(WIDTH, 1))
     model = nn.parallel.DistributedDataParallel(model) if RANKS > 1 else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    loader, epochs = LOADERS[told["kind"]]()
-    section = resumable(epochs if told["kind"] == "datasets" else loader)
+    loader, epochs = LOADERS[record["kind"]]()
+    section = resumable(epochs if record["kind"] == "datasets" else loader)
     state = {"model": model, "optimizer": optimizer, "loader": section, "rng": fs.rng()}
     state |= {"epoch": 0, "step": 0}
     numbers: list[list[int]] = []
-    with fs.Checkpointer(told["runs"]) as ckpt:
+    with fs.Checkpointer(record["runs"]) as ckpt:
         if ckpt.latest() is not None:
-            ckpt.load(state, step=told.get("step"))
+            ckpt.load(state, step=record.get("step"))
         begun = state["step"]
         for epoch in range(state["epoch"], EPOCHS):
             epochs.set_epoch(epoch)
@@ -130,12 +130,12 @@ def main() -> None:
                 optimizer.zero_grad()
                 state["step"] += 1
                 numbers.append(batch["number"].tolist())
-                if state["step"] % 5 == 0 and not told.get("step"):
+                if state["step"] % 5 == 0 and not record.get("step"):
                     ckpt.save(state["step"], state)
-                end_at(told, state["step"])
+                end_at(record, state["step"])
     parts = {"model": digest(model.state_dict()), "optimizer": digest(optimizer.state_dict())}
     parts["generator"] = digest(torch.get_rng_state())
-    Path(f"{told['out']}-{RANK}.json").write_text(json.dumps({"parts": parts, "begun": begun, "numbers": numbers}))
+    Path(f"{record['out']}-{RANK}.json").write_text(json.dumps({"parts": parts, "begun": begun, "numbers": numbers}))
     sys.stdout.flush()
     os._exit(0)  # without the end of gloo's threads, which now and then aborts a process
 

@@ -96,19 +96,19 @@ class Job:
 
     def newest(self) -> Path | None:
         """Of the checkpoints that Megatron takes for such."""
-        return max((at.parent for at in self.directory.glob("iter_*/metadata.json")), default=None)
+        return max((path.parent for path in self.directory.glob("iter_*/metadata.json")), default=None)
 
     def load(self) -> bool:
         place = self.newest()
         if place is None:
             return False
-        found = dist_checkpointing.load(self.state(), str(place))
-        self.model.load_state_dict(found["model"])
-        for number, step in enumerate(found["optimizer_steps"]):
-            found["optimizer"]["state"][number]["step"] = step
-        self.optimizer.load_state_dict(found["optimizer"])
-        torch.set_rng_state(found["rng"]["torch"])
-        self.step = found["iteration"]
+        state = dist_checkpointing.load(self.state(), str(place))
+        self.model.load_state_dict(state["model"])
+        for number, step in enumerate(state["optimizer_steps"]):
+            state["optimizer"]["state"][number]["step"] = step
+        self.optimizer.load_state_dict(state["optimizer"])
+        torch.set_rng_state(state["rng"]["torch"])
+        self.step = state["iteration"]
         return True
 
     def train(self) -> None:
@@ -150,20 +150,20 @@ def train(job: Job, act: str) -> None:
 def loads(job: Job) -> dict[str, Any]:
     place = job.newest()
     assert place is not None
-    found = dist_checkpointing.load({"model": job.model.sharded_state_dict()}, str(place), FlowstoneLoadStrategy())
+    state = dist_checkpointing.load({"model": job.model.sharded_state_dict()}, str(place), FlowstoneLoadStrategy())
     stored = fs.open(place / "sharded")
-    parts = [one for one in job.model.sharded_state_dict().values() if isinstance(one, ShardedTensor)]
-    names = [name for name, one in job.model.sharded_state_dict().items() if isinstance(one, ShardedTensor)]
+    parts = [tensor for tensor in job.model.sharded_state_dict().values() if isinstance(tensor, ShardedTensor)]
+    names = [name for name, tensor in job.model.sharded_state_dict().items() if isinstance(tensor, ShardedTensor)]
     first = parts[0]
     twins = [replace(first, data=torch.zeros_like(first.data), replica_id=number) for number in (0, 1)]
     FlowstoneLoadStrategy().load({"twins": twins}, place)
     return {
-        "twins": all(torch.equal(one.data, found["model"][names[0]]) for one in twins),
+        "twins": all(torch.equal(twin.data, state["model"][names[0]]) for twin in twins),
         "equal": all(
-            torch.equal(found["model"][name], stored.read(one.key)[one.global_slice()])
-            for name, one in zip(names, parts, strict=True)
+            torch.equal(state["model"][name], stored.read(part.key)[part.global_slice()])
+            for name, part in zip(names, parts, strict=True)
         ),
-        "iteration": found["iteration"], "tensors": len(names),
+        "iteration": state["iteration"], "tensors": len(names),
         "described": sorted(dist_checkpointing.load_tensors_metadata(str(place))) == sorted(
             name for name in stored.tensors if not name.startswith("rng/")
         ),
@@ -181,7 +181,7 @@ def damaged(job: Job) -> str:
 
 def refused(job: Job) -> list[str]:
     """What one rank cannot store, and what no rank can; then a save that works."""
-    told = []
+    reported = []
     for ranks in ([dist.get_world_size() - 1], list(range(dist.get_world_size()))):
         job.step += 1
         extra = threading.Lock() if dist.get_rank() in ranks else None
@@ -189,16 +189,16 @@ def refused(job: Job) -> list[str]:
         try:
             job.save(job.strategy)
             job.queue.maybe_finalize_async_calls(blocking=True, no_dist=False)
-            told.append("saved")
+            reported.append("saved")
         except fs.FlowstoneError as error:
-            told.append(f"{type(error).__name__}: {error}")
-        told.append(str((job.place() / "metadata.json").exists()))
+            reported.append(f"{type(error).__name__}: {error}")
+        reported.append(str((job.place() / "metadata.json").exists()))
     job.extra, job.step = None, job.step + 1
     job.queue = AsyncCallsQueue()  # Megatron's own has lost count with what was raised in it
     job.save(job.strategy)
     job.close()
-    told.append(str((job.place() / "metadata.json").exists()))
-    return [*told, _error_of("a leaf", job), _error_of("a common part", job)]
+    reported.append(str((job.place() / "metadata.json").exists()))
+    return [*reported, _error_of("a leaf", job), _error_of("a common part", job)]
 
 
 def _error_of(wrong: str, job: Job) -> str:
@@ -229,12 +229,12 @@ def main(act: str, mode: str, directory: Path) -> None:
     prepare()
     job = Job(directory, mode)
     if act in ("loads", "damaged", "refused"):
-        told = globals()[act](job)
+        reported = globals()[act](job)
     else:
         print("from", job.step if job.load() else None, flush=True)
         train(job, act)
-        told = job.told()
-    Path(f"{directory}-{act}-{dist.get_rank()}.json").write_text(json.dumps(told))
+        reported = job.told()
+    Path(f"{directory}-{act}-{dist.get_rank()}.json").write_text(json.dumps(reported))
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)  # without the end of gloo's threads, which may abort a process

@@ -1,6 +1,6 @@
-"""What samples of docs/RECIPES.md and docs/LIGHTNING.md name and do not define; and how the runs of one are compared.
+"""Names that samples of docs/RECIPES.md and docs/LIGHTNING.md use without a definition; and the comparison of runs.
 
-Every batch that the model sees is noted, and after so many of them the process kills itself.
+Every batch that the model gets is recorded, and after a number of them the process kills itself.
 """
 
 from __future__ import annotations
@@ -74,13 +74,13 @@ def evaluate(model: nn.Module) -> float:
 
 def tell(**parts: Any) -> None:
     """The end of a run: a digest of each part, and every batch that the model has seen."""
-    found = {
+    digests = {
         name: digest(part.state_dict() if hasattr(part, "state_dict") else part)
         for name, part in parts.items()
     }
-    found["generator"] = hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()
+    digests["generator"] = hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()
     RUN.mkdir(exist_ok=True)
-    (RUN / f"{RANK}.json").write_text(json.dumps({"parts": found, "batches": _seen}))
+    (RUN / f"{RANK}.json").write_text(json.dumps({"parts": digests, "batches": _seen}))
     sys.stdout.flush()
     os._exit(0)  # without the end of gloo's threads, which now and then aborts a process
 

@@ -1,4 +1,4 @@
-"""What tasks of Ray do in tests: workers import it, as they import Flowstone."""
+"""Functions of Ray tasks in tests; workers import this module."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from flowstone.convert.copy import Job, Part, copy_part
-from flowstone.convert.journal import Durable
+from flowstone.convert.copy import ConversionJob, WindowRange, copy_part
+from flowstone.convert.journal import DurableWindows
 from flowstone.errors import DamagedError
 
 
-def die_in_the_middle(job: Job, part: Part) -> tuple[Durable, ...]:
+def die_in_the_middle(job: ConversionJob, part: WindowRange) -> tuple[DurableWindows, ...]:
     """Copy a part; the first two that come to the end of a window end there with their worker."""
     deaths = sorted(job.draft.parent.glob("death-*"))
 

@@ -1,4 +1,4 @@
-"""Training functions of Ray Train, run by its workers; one may be killed on the way."""
+"""Training functions of Ray Train, run by its workers; one may be killed during the run."""
 
 from __future__ import annotations
 
@@ -66,6 +66,6 @@ def die(rank: int, folder: Path) -> None:
 
 def tell(path: Path, **parts: Any) -> None:
     """A digest of each part."""
-    found = {name: digest(part.state_dict()) for name, part in parts.items()}
-    found["generator"] = digest({"generator": torch.get_rng_state()})
-    path.write_text(json.dumps(found))
+    digests = {name: digest(part.state_dict()) for name, part in parts.items()}
+    digests["generator"] = digest({"generator": torch.get_rng_state()})
+    path.write_text(json.dumps(digests))

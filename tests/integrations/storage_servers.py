@@ -92,9 +92,9 @@ class _Processes:
         self._folder, self._running = folder, list[subprocess.Popen[bytes]]()
 
     def start(self, *command: str) -> None:
-        with (self._folder / f"{Path(command[0]).name}.txt").open("wb") as said:
+        with (self._folder / f"{Path(command[0]).name}.txt").open("wb") as log:
             self._running.append(subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=said, stderr=said, cwd=self._folder, start_new_session=True
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=self._folder, start_new_session=True
             ))
 
     def run(self, *command: str) -> str:

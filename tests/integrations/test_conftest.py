@@ -1,4 +1,4 @@
-"""What FLOWSTONE_INTEGRATIONS asks for is done, or refused: a run that skips everything would pass for one of all."""
+"""Tests that FLOWSTONE_INTEGRATIONS requests run or fail: a run that skips everything must not pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DeepSpeed, trained for real on the CPU: what it saves comes in, and what it saves through Flowstone resumes."""
+"""DeepSpeed, really trained on the CPU: its checkpoints are imported, and its saves through Flowstone resume."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Samples of docs/DEEPSPEED.md, run in the order in which they stand, by a process of their own."""
+"""Samples of docs/DEEPSPEED.md, run in their order, in a process of their own."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ AFTER = "print('done', flush=True)\nos._exit(0)  # without the end of gloo's thr
     not is_installed("deepspeed"), reason="`make test-integrations` installs deepspeed"
 )
 def test_the_engine_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = samples("DEEPSPEED.md")
-    assert list(found) == ["deepspeed", "deepspeed-reads", "deepspeed-slot"]
+    examples = samples("DEEPSPEED.md")
+    assert list(examples) == ["deepspeed", "deepspeed-reads", "deepspeed-slot"]
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "sample.py").write_text(BEFORE + "".join(found.values()) + SLOT + AFTER)
+    (tmp_path / "sample.py").write_text(BEFORE + "".join(examples.values()) + SLOT + AFTER)
     command, environment = [str(tmp_path / "sample.py")], {"DS_ACCELERATOR": "cpu"}
     codes = run_ranks(command, tmp_path / "log", environment=environment, is_launched=True)
     assert codes == [0], (tmp_path / "log-0.txt").read_text()[-3000:]

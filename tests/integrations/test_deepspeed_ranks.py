@@ -1,4 +1,4 @@
-"""DeepSpeed's partitions, saved through Flowstone and loaded by other numbers of ranks: every bit is where it was."""
+"""DeepSpeed's partitions, saved through Flowstone and loaded by other numbers of ranks: every bit in its place."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ BF16: dict[str, Any] = {"bf16": {"enabled": True}}
 
 
 def act(ranks: int, stage: int, settings: dict[str, Any], source: Path | None, target: Path) -> None:
-    told = {
+    record = {
         "stage": stage, "settings": settings, "source": None if source is None else str(source), "target": str(target),
     }
     environment = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    command = [str(HERE / "deepspeed_ranks_act.py"), json.dumps(told)]
+    command = [str(HERE / "deepspeed_ranks_act.py"), json.dumps(record)]
     codes = run_ranks(command, target, ranks, environment, is_launched=True)
     logs = [Path(f"{target}-{rank}.txt").read_text()[-3000:] for rank in range(ranks)]
     assert codes == [0] * ranks, "\n".join(logs)
@@ -44,15 +44,15 @@ def groups(checkpoint: fs.Checkpoint) -> list[dict[str, Any]]:
 
 
 def assert_same(loaded: str, saved: str) -> None:
-    found, expected = whole(loaded), whole(saved)
-    assert set(found.tensors) == set(expected.tensors)
-    assert len(found.tensors) >= 26  # six parameters with master weights and two slots each, a frozen one, a buffer
+    actual, expected = whole(loaded), whole(saved)
+    assert set(actual.tensors) == set(expected.tensors)
+    assert len(actual.tensors) >= 26  # six parameters with master weights and two slots each, a frozen one, a buffer
     for name in expected.tensors:
-        assert torch.equal(found.read(name), expected.read(name)), name
-    assert groups(found) == groups(expected)
-    assert found.objects["lr_scheduler"] == expected.objects["lr_scheduler"]
-    assert found.objects["client_state"] == expected.objects["client_state"] == {"epoch": 2}
-    assert found.objects["deepspeed"]["global_steps"] == expected.objects["deepspeed"]["global_steps"]
+        assert torch.equal(actual.read(name), expected.read(name)), name
+    assert groups(actual) == groups(expected)
+    assert actual.objects["lr_scheduler"] == expected.objects["lr_scheduler"]
+    assert actual.objects["client_state"] == expected.objects["client_state"] == {"epoch": 2}
+    assert actual.objects["deepspeed"]["global_steps"] == expected.objects["deepspeed"]["global_steps"]
 
 
 @pytest.mark.parametrize(("stage", "settings"), [

@@ -1,4 +1,4 @@
-"""Universal Checkpoints that Flowstone has written, loaded by DeepSpeed, which trains on as if nothing had happened."""
+"""Universal Checkpoints by Flowstone, loaded by DeepSpeed, which continues to train without a difference."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def told(place: str, ranks: int) -> list[Any]:
 
 
 def assert_same_weights(place: str, expected: str) -> None:
-    found, wanted = (torch.load(f"{one}.pt", weights_only=True) for one in (place, expected))
-    assert found.keys() == wanted.keys()
-    for name, weights in wanted.items():
-        assert torch.equal(found[name], weights), name
+    actual, whole = (torch.load(f"{item}.pt", weights_only=True) for item in (place, expected))
+    assert actual.keys() == whole.keys()
+    for name, weights in whole.items():
+        assert torch.equal(actual[name], weights), name
 
 
 # DeepSpeed itself refuses fp16 on processors that have none.
@@ -60,13 +60,13 @@ def test_training_goes_on_as_from_deepspeeds_own_conversion(
     for directory in (theirs, ours):
         act("load", stage, kind, directory, 2, groups)
     assert told(f"{ours}-{stage}", 2) == told(f"{theirs}-{stage}", 2)
-    assert [one["client"]["seen"] for one in told(f"{ours}-{stage}", 2)] == [[3], [3]]
+    assert [row["client"]["seen"] for row in told(f"{ours}-{stage}", 2)] == [[3], [3]]
     for other in (stage, *others):
         if other != stage:
             act("load", other, kind, ours, 2, groups)
         assert_same_weights(f"{ours}-{other}", f"{theirs}-whole")
-        whole, found = told(f"{theirs}-whole", 2)[0]["end"], told(f"{ours}-{other}", 2)[0]["end"]
-        assert (found["groups"], found["scheduler"], found["step"]) == (whole["groups"], whole["scheduler"], 6)
+        whole, end = told(f"{theirs}-whole", 2)[0]["end"], told(f"{ours}-{other}", 2)[0]["end"]
+        assert (end["groups"], end["scheduler"], end["step"]) == (whole["groups"], whole["scheduler"], 6)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -76,6 +76,6 @@ def test_a_job_without_deepspeed_goes_on_with_it(tmp_path: Path, stage: int) -> 
     assert fs.export(tmp_path / "run", tmp_path / "universal", to="universal").skipped == ()
     act("load", stage, "fp32", tmp_path / "universal", 1, groups)
     assert_same_weights(f"{tmp_path / 'universal'}-{stage}", f"{tmp_path / 'run'}-end")
-    (found,) = told(f"{tmp_path / 'universal'}-{stage}", 1)
-    assert found["client"] == {"seen": None, "epoch": 2}
-    assert (found["loaded"]["step"], found["loaded"]["scheduler"]) == (3, 3)
+    (result,) = told(f"{tmp_path / 'universal'}-{stage}", 1)
+    assert result["client"] == {"seen": None, "epoch": 2}
+    assert (result["loaded"]["step"], result["loaded"]["scheduler"]) == (3, 3)

@@ -1,4 +1,4 @@
-"""Digests tell apart what differs: otherwise a resumed run that came to other values would pass for the same."""
+"""Different values have different digests: otherwise a resumed run with other values would pass."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_equal_values_have_one_digest() -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [print, hashlib.sha256(), np.array([None]), {1, 2}], ids=lambda one: type(one).__name__
+    "value", [print, hashlib.sha256(), np.array([None]), {1, 2}], ids=lambda value: type(value).__name__
 )
 def test_what_is_not_known_is_refused(value: object) -> None:
     with pytest.raises(TypeError, match="no digest"):

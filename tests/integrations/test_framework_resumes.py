@@ -77,8 +77,8 @@ def test_a_loop_resumes_as_from_torch_save(tmp_path: Path, flow: str, optimizer:
         return target.train(AFTER).contents()
 
     for scheduler, live in itertools.product(SCHEDULERS, (False, True)):
-        expected, found = resumed(torch_save, scheduler, live), resumed(FLOWS[flow], scheduler, live)
-        assert list(differing(expected, found)) == [], (scheduler, live)
+        expected, actual = resumed(torch_save, scheduler, live), resumed(FLOWS[flow], scheduler, live)
+        assert list(differing(expected, actual)) == [], (scheduler, live)
 
 
 class Loss(torch.nn.Module):
@@ -98,7 +98,7 @@ def trained(folder: Path, optimizer: str, scheduler: str, steps: int, use: Calla
         str(folder), max_steps=steps, save_steps=BEFORE, per_device_train_batch_size=2, use_cpu=True, report_to=[],
         disable_tqdm=True, remove_unused_columns=False, save_only_model=False, dataloader_pin_memory=False,
     )
-    rows = [{"x": torch.full((4,), float(at))} for at in range(2 * (BEFORE + AFTER))]
+    rows = [{"x": torch.full((4,), float(index))} for index in range(2 * (BEFORE + AFTER))]
     pair = run.optimizer, run.scheduler
     trainer = use(Trainer(Loss(run), arguments, train_dataset=rows, optimizers=pair))
     trainer.train(resume_from_checkpoint=resume)
@@ -111,6 +111,6 @@ def test_a_trainer_resumes_as_without_flowstone(tmp_path: Path, optimizer: str) 
         ours, own = tmp_path / scheduler / "ours", tmp_path / scheduler / "own"
         trained(ours, optimizer, scheduler, BEFORE, use_flowstone, None)
         trained(own, optimizer, scheduler, BEFORE, lambda trainer: trainer, None)
-        found = trained(ours, optimizer, scheduler, BEFORE + AFTER, use_flowstone, get_last_checkpoint(ours))
+        actual = trained(ours, optimizer, scheduler, BEFORE + AFTER, use_flowstone, get_last_checkpoint(ours))
         expected = trained(own, optimizer, scheduler, BEFORE + AFTER, lambda trainer: trainer, True)
-        assert list(differing(expected.contents(), found.contents())) == [], scheduler
+        assert list(differing(expected.contents(), actual.contents())) == [], scheduler

@@ -1,4 +1,4 @@
-"""What `flowstone export --to hf` writes is what `from_pretrained` loads, and what `save_pretrained` wrote comes in."""
+"""`from_pretrained` loads an export by `flowstone export --to hf`, and files of `save_pretrained` are imported."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def models() -> dict[str, tuple[type, object]]:
     }
 
 
-def same(one: torch.nn.Module, other: torch.nn.Module) -> bool:
-    a, b = one.state_dict(), other.state_dict()
+def same(module: torch.nn.Module, other: torch.nn.Module) -> bool:
+    a, b = module.state_dict(), other.state_dict()
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
@@ -41,9 +41,9 @@ def test_a_trained_model_is_loaded_by_from_pretrained(tmp_path: Path, name: str,
     with fs.Checkpointer(tmp_path / "run") as checkpointer:
         checkpointer.save(1, {"model": model, "optimizer": optimizer, "step": 1})
     fs.export(tmp_path / "run", tmp_path / "hf", documents=tmp_path / "config", shard_bytes=shard_bytes)
-    loaded, told = kind.from_pretrained(tmp_path / "hf", output_loading_info=True)
-    assert not told["missing_keys"]
-    assert not told["unexpected_keys"]
+    loaded, loading_info = kind.from_pretrained(tmp_path / "hf", output_loading_info=True)
+    assert not loading_info["missing_keys"]
+    assert not loading_info["unexpected_keys"]
     assert same(loaded, model)
 
 
@@ -58,8 +58,8 @@ def test_what_save_pretrained_wrote_comes_in_and_goes_out_again(tmp_path: Path, 
     half = fs.export(tmp_path / "run", tmp_path / "c", dtype="bf16")
     assert half.cast
     loaded = kind.from_pretrained(tmp_path / "c", dtype=torch.bfloat16)
-    expected = {key: one.to(torch.bfloat16) for key, one in model.state_dict().items() if one.is_floating_point()}
-    assert all(torch.equal(loaded.state_dict()[key], one) for key, one in expected.items())
+    expected = {key: raw.to(torch.bfloat16) for key, raw in model.state_dict().items() if raw.is_floating_point()}
+    assert all(torch.equal(loaded.state_dict()[key], tensor) for key, tensor in expected.items())
 
 
 def rearranged_models() -> dict[str, tuple[type, object, str, dict[str, int]]]:
@@ -88,7 +88,7 @@ def test_a_model_goes_to_megatrons_layout_and_back(tmp_path: Path, name: str) ->
     report = fs.import_checkpoint(
         tmp_path / "a", tmp_path / "run", rules=fs.ready_rules(f"{rules}-to-megatron", known, **sizes)
     )
-    assert all(one.startswith(("model.decoder.", "model.embedding.", "model.output_layer.")) for one in report.tensors)
+    assert all(key.startswith(("model.decoder.", "model.embedding.", "model.output_layer.")) for key in report.tensors)
     attention = fs.open(tmp_path / "run").tensors["model.decoder.layers.1.self_attention.linear_qkv.weight"]
     groups = getattr(config, "num_key_value_heads", config.num_attention_heads)
     assert attention.shape == (64 + 2 * 64 * groups // config.num_attention_heads, 64)

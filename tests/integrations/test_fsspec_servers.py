@@ -1,4 +1,4 @@
-"""Stores in file systems of fsspec's that are servers: S3 through s3fs, and SFTP through paramiko."""
+"""Stores on servers through fsspec: S3 through s3fs, and SFTP through paramiko."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from object_server import BUCKET, Server, serving
-from store.contract import StoreContract
 
 import flowstone as fs
 from flowstone.errors import StorageError
 from flowstone.store.objects.store import ObjectStore
+from object_server import BUCKET, Server, serving
+from store.contract import StoreContract
 
 pytest.importorskip("s3fs", reason="make test-integrations installs it")
 asyncssh = pytest.importorskip("asyncssh", reason="make test-integrations installs it")

@@ -1,4 +1,4 @@
-"""What a Trainer's or an Accelerator's run keeps of its model beside the weights: `from_pretrained` loads an export."""
+"""The model's documents that a Trainer's or an Accelerator's run keeps: `from_pretrained` loads an export."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState  # no
 from trainer_act import made_trainer, small_gpt, with_adapters  # noqa: E402
 
 from flowstone.adapters.huggingface import use_flowstone  # noqa: E402
-from flowstone.adapters.huggingface.documents import Documents  # noqa: E402
+from flowstone.adapters.huggingface.documents import ModelDocuments  # noqa: E402
 
 ACT = str(Path(__file__).with_name("trainer_act.py"))
 TOKENS = torch.arange(8).view(1, 8)
@@ -36,8 +36,8 @@ def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     torch.set_num_threads(1)
     yield
-    for one in (AcceleratorState, GradientState, PartialState):
-        one._reset_state()
+    for item in (AcceleratorState, GradientState, PartialState):
+        item._reset_state()
 
 
 def tokenizer(words: int = 20_000) -> Any:
@@ -60,15 +60,15 @@ def trained(out: Path, model: Any = None, processing: Any = None, steps: int = 1
 
 
 def loaded(directory: Path) -> Any:
-    found, told = transformers.AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
-    assert not told["missing_keys"]
-    assert not told["unexpected_keys"]
-    return found.eval()
+    module, loading_info = transformers.AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
+    assert not loading_info["missing_keys"]
+    assert not loading_info["unexpected_keys"]
+    return module.eval()
 
 
-def same_logits(one: Any, other: Any) -> bool:
+def same_logits(value: Any, other: Any) -> bool:
     with torch.no_grad():
-        return torch.equal(one.eval()(TOKENS).logits, other.eval()(TOKENS).logits)
+        return torch.equal(value.eval()(TOKENS).logits, other.eval()(TOKENS).logits)
 
 
 def test_an_export_of_a_run_is_what_from_pretrained_loads(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_it_writes_what_save_model_writes_but_for_arguments(tmp_path: Path) -> N
     trainer = trained(tmp_path / "run", processing=tokenizer(10))
     trainer.save_model(str(tmp_path / "own"))
     fs.export(tmp_path / "run", tmp_path / "hf")
-    own, ours = ({path.name for path in (tmp_path / one).iterdir()} for one in ("own", "hf"))
+    own, ours = ({path.name for path in (tmp_path / name).iterdir()} for name in ("own", "hf"))
     assert own - ours == {"training_args.bin"}
     assert ours <= own
     for name in ours - {"model.safetensors"}:
@@ -114,12 +114,12 @@ def test_only_the_weights_are_saved_and_they_are_there(tmp_path: Path) -> None:
 
 
 def test_two_ranks_save_and_one_goes_on(tmp_path: Path) -> None:
-    told = {"out": str(tmp_path / "out"), "args": {"max_steps": 10}}
-    assert run_ranks([ACT, json.dumps(told)], tmp_path / "two", 2) == [0, 0], (tmp_path / "two-0.txt").read_text()
+    record = {"out": str(tmp_path / "out"), "args": {"max_steps": 10}}
+    assert run_ranks([ACT, json.dumps(record)], tmp_path / "two", 2) == [0, 0], (tmp_path / "two-0.txt").read_text()
     fs.export(tmp_path / "out", tmp_path / "two")
     assert loaded(tmp_path / "two") is not None
-    told["args"] = {"max_steps": 15}
-    assert run_ranks([ACT, json.dumps({**told, "resume": "last"})], tmp_path / "one") == [0]
+    record["args"] = {"max_steps": 15}
+    assert run_ranks([ACT, json.dumps({**record, "resume": "last"})], tmp_path / "one") == [0]
     assert fs.open(tmp_path / "out").step == 15
     assert fs.open(tmp_path / "out").verify().sound
     fs.export(tmp_path / "out", tmp_path / "one")
@@ -128,7 +128,7 @@ def test_two_ranks_save_and_one_goes_on(tmp_path: Path) -> None:
 
 def test_a_checkpoint_without_them_is_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as earlier:
-        earlier.setattr(Documents, "sections", lambda *_, **__: {})
+        earlier.setattr(ModelDocuments, "sections", lambda *_, **__: {})
         trained(tmp_path / "run", steps=5)
     assert "huggingface" not in fs.open(tmp_path / "run").contents.per_rank
     fs.export(tmp_path / "run", tmp_path / "before")
@@ -162,7 +162,7 @@ def test_adapters_have_none(tmp_path: Path) -> None:
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [one.getMessage() for one in caplog.records if one.name == "flowstone" and one.levelno >= logging.WARNING]
+    return [row.getMessage() for row in caplog.records if row.name == "flowstone" and row.levelno >= logging.WARNING]
 
 
 class Broken:
@@ -185,9 +185,9 @@ def test_a_tokenizer_that_cannot_be_written_is_told_once_and_training_goes_on(
     assert trainer.state.global_step == 10
     assert sorted(path.name for path in (tmp_path / "run").glob("step-*")) == ["step-00000005", "step-00000010"]
     assert broken.asked == 1
-    told = [one for one in warnings_of(caplog) if "no space for words" in one]
-    assert len(told) == 1
-    assert "--documents" in told[0]
+    warnings = [warning for warning in warnings_of(caplog) if "no space for words" in warning]
+    assert len(warnings) == 1
+    assert "--documents" in warnings[0]
     fs.export(tmp_path / "run", tmp_path / "hf")
     assert not (tmp_path / "hf" / "tokenizer.json").exists()
     assert same_logits(loaded(tmp_path / "hf"), trainer.model)
@@ -199,7 +199,7 @@ def test_a_generation_configuration_that_is_refused_takes_no_other_with_it(
     model = small_gpt()
     model.generation_config.temperature = 0.5  # without do_sample, which save_pretrained refuses
     trainer = trained(tmp_path / "run", model, steps=5)
-    assert [one for one in warnings_of(caplog) if "generation configuration" in one]
+    assert [warning for warning in warnings_of(caplog) if "generation configuration" in warning]
     fs.export(tmp_path / "run", tmp_path / "hf")
     assert not (tmp_path / "hf" / "generation_config.json").exists()
     assert same_logits(loaded(tmp_path / "hf"), trainer.model)
@@ -211,7 +211,7 @@ class Hostile:
 
     def save_pretrained(self, directory: str) -> None:
         held = Path(directory)
-        self.elsewhere.write_text("not a document")
+        self.elsewhere.write_text("not a configuration or tokenizer file")
         for name in (".hidden.json", "a\nb.json", "model.safetensors", "pytorch_model.bin", "config.json", "run.py"):
             (held / name).write_text("{}")
         (held / "link.json").symlink_to(self.elsewhere)
@@ -249,7 +249,7 @@ def test_documents_that_are_too_long_are_left_out_with_a_warning(
     trained(tmp_path / "run", processing=Long(length), steps=5)
     (kept,) = fs.open(tmp_path / "run").contents.per_rank["huggingface"]
     assert set(kept) == left  # type: ignore[call-overload]
-    assert len([one for one in warnings_of(caplog) if "more than 67108864 bytes" in one]) == 1
+    assert len([warning for warning in warnings_of(caplog) if "more than 67108864 bytes" in warning]) == 1
     fs.export(tmp_path / "run", tmp_path / "hf")
 
 

@@ -1,4 +1,4 @@
-"""PEFT through Flowstone: adapters alone are saved, resumed to the last bit, and refused over another base."""
+"""PEFT through Flowstone: only adapters are saved, resumed bit for bit, and refused with another base."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from accelerate import Accelerator
 from trainer_act import digest, ended, made_trainer, with_adapters
 
 from flowstone.adapters.huggingface import use_flowstone
-from flowstone.adapters.huggingface.peft_adapters import Bases
+from flowstone.adapters.huggingface.peft_adapters import BaseModels
 
 ACT = str(Path(__file__).with_name("trainer_act.py"))
 
@@ -38,8 +38,8 @@ def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(1)
 
 
-def act(folder: Path, run: str, **told: Any) -> list[int]:
-    return run_ranks([ACT, json.dumps({"out": str(folder / "out"), "adapters": True, **told})], folder / run)
+def act(folder: Path, run: str, **value: Any) -> list[int]:
+    return run_ranks([ACT, json.dumps({"out": str(folder / "out"), "adapters": True, **value})], folder / run)
 
 
 def trained(out: Path, model: Any, **given: Any) -> Any:
@@ -62,26 +62,26 @@ def test_a_checkpoint_has_adapters_and_says_which_base(tmp_path: Path) -> None:
     trained(tmp_path, model)
     checkpoint = fs.open(tmp_path)
     names = [name for name in checkpoint.tensors if name.startswith("model.")]
-    expected = {name for name, one in model.named_parameters() if one.requires_grad}
+    expected = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert {name.removeprefix("model.") for name in names} == expected
     assert {"model.base_model.model.transformer.h.0.attn.c_attn.lora_A.default.weight"} <= set(names)
     assert checkpoint.objects["base"]["name"] == "tiny/base"
     assert len(checkpoint.objects["base"]["digest"]) == 16
-    whole = sum(one.numel() * one.element_size() for one in model.parameters())
-    stored = sum(one.stat().st_size for one in (tmp_path / "step-00000005").iterdir())
+    whole = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    stored = sum(path.stat().st_size for path in (tmp_path / "step-00000005").iterdir())
     assert stored < whole / 4
-    found = checkpoint.state_dict("model")
-    assert all(torch.equal(found[name], one) for name, one in model.state_dict().items() if name in expected)
+    state_dict = checkpoint.state_dict("model")
+    assert all(torch.equal(state_dict[name], tensor) for name, tensor in model.state_dict().items() if name in expected)
 
 
 def test_another_base_is_refused_by_name_and_nothing_changes(tmp_path: Path) -> None:
     trained(tmp_path, with_adapters())
     other = with_adapters(seed=11, name="tiny/other")
     before = digest(other.state_dict())
-    with pytest.raises(fs.MismatchError, match="belong to another base model") as told:
+    with pytest.raises(fs.MismatchError, match="belong to another base model") as caught:
         use_flowstone(made_trainer(tmp_path, [], other)).train(resume_from_checkpoint=True)
-    assert "tiny/base, digest " in str(told.value.facts["stored"])
-    assert "tiny/other, digest " in str(told.value.facts["wanted"])
+    assert "tiny/base, digest " in str(caught.value.facts["stored"])
+    assert "tiny/other, digest " in str(caught.value.facts["wanted"])
     assert digest(other.state_dict()) == before
 
 
@@ -162,7 +162,7 @@ def over_statistics(seed: int = 7) -> tuple[Accelerator, Any]:
     base = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), packed, Masked())
     accelerator = use_flowstone(Accelerator(cpu=True))
     model = accelerator.prepare(get_peft_model(base, LoraConfig(target_modules=["0"])))
-    accelerator.prepare(torch.optim.AdamW(one for one in model.parameters() if one.requires_grad))
+    accelerator.prepare(torch.optim.AdamW(parameter for parameter in model.parameters() if parameter.requires_grad))
     return accelerator, model
 
 
@@ -199,13 +199,13 @@ def test_the_best_adapters_are_loaded_at_the_end(tmp_path: Path) -> None:
     use_flowstone(trainer).train()
     best = fs.open(tmp_path, step=10).state_dict("model")
     assert best
-    assert all(torch.equal(model.state_dict()[name], one) for name, one in best.items())
+    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in best.items())
 
 
 def test_an_accelerator_saves_adapters_alone(tmp_path: Path) -> None:
     accelerator = use_flowstone(Accelerator(cpu=True))
     model = accelerator.prepare(with_adapters())
-    optimizer = accelerator.prepare(torch.optim.AdamW(one for one in model.parameters() if one.requires_grad))
+    optimizer = accelerator.prepare(torch.optim.AdamW(param for param in model.parameters() if param.requires_grad))
     tokens = torch.zeros(1, 8, dtype=torch.long)
     accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
     optimizer.step()
@@ -220,7 +220,7 @@ def test_an_accelerator_saves_adapters_alone(tmp_path: Path) -> None:
     accelerator.end_training()
     other = use_flowstone(Accelerator(cpu=True))
     model = other.prepare(with_adapters(seed=11))
-    other.prepare(torch.optim.AdamW(one for one in model.parameters() if one.requires_grad))
+    other.prepare(torch.optim.AdamW(parameter for parameter in model.parameters() if parameter.requires_grad))
     with pytest.raises(fs.MismatchError, match="belong to another base model"):
         other.load_state(tmp_path / "step_1")
 
@@ -232,12 +232,12 @@ def test_a_save_leaves_alone_what_a_pass_has_gathered(tmp_path: Path) -> None:
         inner = peft.get_peft_model(nn.Sequential(nn.Linear(8, 8)), peft.LoraConfig(target_modules=["0"], r=2))
         fully_shard(inner, mesh=init_device_mesh("cpu", (1,)), reshard_after_forward=False)
         inner(torch.ones(1, 8))
-        assert not any(isinstance(one, DTensor) for one in inner.parameters()), "gathered"
-        sections = Bases().sections(inner, 0)
-        assert not any(isinstance(one, DTensor) for one in inner.parameters()), "gathered still"
+        assert not any(isinstance(parameter, DTensor) for parameter in inner.parameters()), "gathered"
+        sections = BaseModels().sections(inner, 0)
+        assert not any(isinstance(parameter, DTensor) for parameter in inner.parameters()), "gathered still"
         adapters: Any = sections["model"]
         parameters = dict(adapters.named_parameters())
-        assert all(isinstance(one, DTensor) for one in parameters.values())
+        assert all(isinstance(parameter, DTensor) for parameter in parameters.values())
         assert len(parameters) == 2
     finally:
         dist.destroy_process_group()

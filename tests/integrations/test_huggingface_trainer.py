@@ -1,5 +1,7 @@
-"""transformers' Trainer through Flowstone: trained, killed and resumed with the same result to the last bit; what it
-keeps, and what it refuses."""
+"""transformers' Trainer through Flowstone: trained, killed and resumed with the same result bit for bit.
+
+Also the contents of its checkpoints, and calls that are refused.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,8 @@ ACT = str(Path(__file__).with_name("trainer_act.py"))
 KILL_AT = 18  # between two saves, within the second epoch
 
 
-def act(folder: Path, run: str, *, ranks: int = 1, **told: Any) -> list[int]:
-    return run_ranks([ACT, json.dumps({"out": str(folder / "out"), **told})], folder / run, ranks)
+def act(folder: Path, run: str, *, ranks: int = 1, **value: Any) -> list[int]:
+    return run_ranks([ACT, json.dumps({"out": str(folder / "out"), **value})], folder / run, ranks)
 
 
 def said(folder: Path, run: str, rank: int = 0) -> str:
@@ -58,9 +60,9 @@ def test_a_killed_and_resumed_run_ends_as_the_trainer_by_itself(ranks: int, tmp_
     codes = act(killed, "resumed", ranks=ranks, resume="last", args=settings)
     assert set(codes) == {0}, said(killed, "resumed")
     for rank in range(ranks):
-        expected, found = (json.loads((one / f"out-{rank}.json").read_text()) for one in (calm, killed))
-        assert found == expected
-        assert len([entry for entry in found["log"] if "loss" in entry]) == STEPS
+        expected, actual = (json.loads((item / f"out-{rank}.json").read_text()) for item in (calm, killed))
+        assert actual == expected
+        assert len([entry for entry in actual["log"] if "loss" in entry]) == STEPS
     assert said(killed, "resumed").count("'loss'") == STEPS - reached, "it went on behind what was saved"
     assert not list((killed / "out").glob("checkpoint-*"))
 
@@ -93,12 +95,12 @@ def trained(
 
 
 def kept(out: Path) -> list[int]:
-    return sorted(int(one.name.removeprefix("step-")) for one in out.glob("step-*"))
+    return sorted(int(path.name.removeprefix("step-")) for path in out.glob("step-*"))
 
 
 def stored_trainer_state(out: Path, step: int | None = None) -> dict[str, Any]:
-    found: dict[str, Any] = fs.open(out, step=step).state_dict("trainer_state", rank=0)
-    return found
+    record: dict[str, Any] = fs.open(out, step=step).state_dict("trainer_state", rank=0)
+    return record
 
 
 @pytest.mark.parametrize(
@@ -122,9 +124,9 @@ def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
     assert trainer.state.best_global_step == 10
     assert trainer.state.best_model_checkpoint == str(out / "step-00000010")
     best = fs.open(out, step=10).state_dict("model")
-    assert all(torch.equal(best[name], one) for name, one in trainer.model.state_dict().items())
+    assert all(torch.equal(best[name], tensor) for name, tensor in trainer.model.state_dict().items())
     last = fs.open(out, step=20).state_dict("model")
-    assert not all(torch.equal(last[name], one) for name, one in trainer.model.state_dict().items())
+    assert not all(torch.equal(last[name], tensor) for name, tensor in trainer.model.state_dict().items())
     assert stored_trainer_state(out)["best_model_checkpoint"] == str(out / "step-00000010")
 
 
@@ -133,7 +135,7 @@ def test_the_best_step_is_loaded_although_its_save_is_the_last_and_still_in_flig
     trainer = trained(out, scores=[1.0, 2.0, 3.0, 4.0], load_best_model_at_end=True)
     assert trainer.state.best_model_checkpoint == str(out / "step-00000020")
     best = fs.open(out, step=20).state_dict("model")
-    assert all(torch.equal(best[name], one) for name, one in trainer.model.state_dict().items())
+    assert all(torch.equal(best[name], tensor) for name, tensor in trainer.model.state_dict().items())
 
 
 def test_the_best_step_is_loaded_from_the_store_of_the_run_before(tmp_path: Path) -> None:
@@ -141,7 +143,7 @@ def test_the_best_step_is_loaded_from_the_store_of_the_run_before(tmp_path: Path
     trainer = trained(tmp_path / "b", scores=[1.0, 2.0], load_best_model_at_end=True, resume=str(tmp_path / "a"))
     assert trainer.state.best_model_checkpoint == str(tmp_path / "a/step-00000005")
     best = fs.open(tmp_path / "a", step=5).state_dict("model")
-    assert all(torch.equal(best[name], one) for name, one in trainer.model.state_dict().items())
+    assert all(torch.equal(best[name], tensor) for name, tensor in trainer.model.state_dict().items())
 
 
 def test_a_best_step_that_was_removed_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -182,9 +184,9 @@ def test_trainer_state_is_what_the_trainer_writes_by_itself(tmp_path: Path) -> N
     plain.train()
     expected = json.loads((tmp_path / "plain/checkpoint-10/trainer_state.json").read_text())
     trained(tmp_path / "ours", steps=10)
-    found = stored_trainer_state(tmp_path / "ours")
+    actual = stored_trainer_state(tmp_path / "ours")
     # A list in which each save adds to what the one before has listed; ours has the callbacks as they are.
-    assert found == expected
+    assert actual == expected
     assert list(fs.open(tmp_path / "ours").objects) == ["model", "optimizer", "scheduler"]
 
 
@@ -223,7 +225,7 @@ def test_a_store_that_the_trainer_wrote_its_model_into_is_resumed_from_as_a_stor
     trainer.save_model(str(other))
     trainer.args.output_dir = str(other)
     trainer.save_state()
-    assert {"model.safetensors", "trainer_state.json"} < {one.name for one in other.iterdir()}
+    assert {"model.safetensors", "trainer_state.json"} < {path.name for path in other.iterdir()}
     assert ended(trained(other, resume=str(other))) == expected
 
 
@@ -251,7 +253,7 @@ def test_a_smaller_batch_size_sets_the_steps_of_the_larger_one_aside(tmp_path: P
     out = tmp_path / "out"
     trained(out, Once(3, short_of_memory), auto_find_batch_size=True, steps=10)
     assert epochs(out) == {5: 5 / 16, 10: 10 / 16}
-    with pytest.raises(fs.StepExistsError, match="begun the training anew at step 0"):
+    with pytest.raises(fs.StepExistsError, match="restarted the training at step 0"):
         trained(tmp_path / "b", Once(7, short_of_memory), auto_find_batch_size=True)
     out = tmp_path / "c"
     trained(out, steps=5)
@@ -277,7 +279,7 @@ def test_a_run_goes_on_from_what_the_trainer_saved_by_itself(tmp_path: Path) -> 
 
 def by_flowstone(caplog: pytest.LogCaptureFixture) -> list[str]:
     """What was logged by us: transformers says some things once in a process."""
-    return [one.getMessage() for one in caplog.records if one.name == "flowstone"]
+    return [record.getMessage() for record in caplog.records if record.name == "flowstone"]
 
 
 @pytest.mark.parametrize("later", ["checkpoint-15", "checkpoint-20261231235959000001"], ids=["a step", "a date"])
@@ -297,9 +299,9 @@ def test_a_later_checkpoint_of_the_trainers_own_is_told_where_ours_is_used(
     ):
         with caplog.at_level(logging.WARNING, "flowstone"):
             use()
-        [told] = by_flowstone(caplog)
-        assert str(out / "step-00000005") in told
-        assert str(out / later) in told
+        [message] = by_flowstone(caplog)
+        assert str(out / "step-00000005") in message
+        assert str(out / later) in message
         caplog.clear()
     assert kept(out) == [5, 10]
 
@@ -307,11 +309,11 @@ def test_a_later_checkpoint_of_the_trainers_own_is_told_where_ours_is_used(
 @pytest.mark.parametrize(("full_at", "max_steps"), [(0, 20), (7, 20), (7, 10)], ids=["first", "second", "last"])
 def test_a_save_that_fails_ends_the_training_with_its_error(full_at: int, max_steps: int, tmp_path: Path) -> None:
     codes = act(tmp_path, "full", full_at=full_at, args={"max_steps": max_steps})
-    told = said(tmp_path, "full")
-    assert set(codes) == {1}, told
-    assert "ulimit -f" in told
-    assert "SaveFailedError: step 10 was not saved: " in told or full_at == 0
-    assert told.count("'loss'") <= 15, "it ended at the next save"
+    reported = said(tmp_path, "full")
+    assert set(codes) == {1}, reported
+    assert "ulimit -f" in reported
+    assert "SaveFailedError: step 10 was not saved: " in reported or full_at == 0
+    assert reported.count("'loss'") <= 15, "it ended at the next save"
     assert get_last_checkpoint(tmp_path / "out") == (str(tmp_path / "out/step-00000005") if full_at else None)
     assert not (tmp_path / "out-0.json").exists()
 
@@ -336,7 +338,7 @@ def test_wrong_calls_are_refused_by_name(tmp_path: Path) -> None:
         use_flowstone(made_trainer(out, [])).train()
     with fs.Checkpointer(tmp_path / "by-hand") as checkpointer:
         checkpointer.save(1, {"model": small_gpt()})
-    with pytest.raises(fs.MismatchError, match="no Trainer has saved it"):
+    with pytest.raises(fs.MismatchError, match="not saved by a Trainer"):
         use_flowstone(made_trainer(tmp_path / "c", [])).train(resume_from_checkpoint=str(tmp_path / "by-hand"))
 
 

@@ -1,4 +1,4 @@
-"""TRL's trainers through Flowstone: killed and resumed, they end as the trainers by themselves, bit for bit."""
+"""TRL's trainers through Flowstone: killed and resumed, they end like uninterrupted trainers, bit for bit."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ STEPS, KILL_AT = 30, 18
 OF_THE_PROCESS = ("num_tokens", "step_time")  # which TRL counts and measures in one process, also by itself
 
 
-def act(folder: Path, run: str, *, ranks: int = 1, **told: Any) -> list[int]:
-    return run_ranks([ACT, json.dumps({"out": str(folder / "out"), **told})], folder / run, ranks)
+def act(folder: Path, run: str, *, ranks: int = 1, **value: Any) -> list[int]:
+    return run_ranks([ACT, json.dumps({"out": str(folder / "out"), **value})], folder / run, ranks)
 
 
 def said(folder: Path, run: str) -> str:
@@ -27,9 +27,9 @@ def said(folder: Path, run: str) -> str:
 
 
 def ended(folder: Path, rank: int) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / f"out-{rank}.json").read_text())
-    found["log"] = [{key: one for key, one in entry.items() if key not in OF_THE_PROCESS} for entry in found["log"]]
-    return found
+    record: dict[str, Any] = json.loads((folder / f"out-{rank}.json").read_text())
+    record["log"] = [{key: item for key, item in entry.items() if key not in OF_THE_PROCESS} for entry in record["log"]]
+    return record
 
 
 @pytest.mark.parametrize(("kind", "ranks"), [("sft", 2), ("peft", 1), ("dpo", 1), ("grpo", 1)])
@@ -43,10 +43,10 @@ def test_a_killed_and_resumed_run_ends_as_the_trainer_by_itself(kind: str, ranks
     assert reached in (5, 10, 15)
     assert set(act(killed, "resumed", ranks=ranks, kind=kind, resume="last")) == {0}, said(killed, "resumed")
     for rank in range(ranks):
-        expected, found = ended(calm, rank), ended(killed, rank)
-        assert found == expected
-        assert len([entry for entry in found["log"] if "loss" in entry]) == STEPS
-        assert (found["reference"] is not None) == (kind == "dpo")
+        expected, actual = ended(calm, rank), ended(killed, rank)
+        assert actual == expected
+        assert len([entry for entry in actual["log"] if "loss" in entry]) == STEPS
+        assert (actual["reference"] is not None) == (kind == "dpo")
     assert (killed / "resumed-0.txt").read_text().count("'loss'") == STEPS - reached, "it went on behind what was saved"
     checkpoint = fs.open(killed / "out")
     assert checkpoint.verify().sound

@@ -1,4 +1,4 @@
-"""Jobs are what integration tests take them for: their ranks have the numbers that they are told, and no others."""
+"""The jobs of integration tests work as expected: their ranks have the given numbers, and no others."""
 
 from __future__ import annotations
 

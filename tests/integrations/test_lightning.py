@@ -136,17 +136,17 @@ POLICIES: dict[str, Policies] = {
 }
 
 
-@pytest.mark.parametrize("package", [lightning.pytorch, pytorch_lightning], ids=lambda one: one.__name__)
+@pytest.mark.parametrize("package", [lightning.pytorch, pytorch_lightning], ids=lambda value: value.__name__)
 @pytest.mark.parametrize("name", POLICIES)
 def test_policies_keep_what_they_keep_without_flowstone(name: str, package: Any, tmp_path: Path) -> None:
-    found = []
+    collected = []
     for folder, plugins in ((tmp_path / "torch", []), (tmp_path / "flowstone", [FlowstoneIO()])):
         callbacks = POLICIES[name](package.callbacks.ModelCheckpoint, folder)
         trained(package, callbacks, plugins=plugins)
-        best = [Path(one.best_model_path).name for one in callbacks]
-        links = {one.name: os.readlink(one) for one in folder.iterdir() if one.is_symlink()}
-        found.append((sorted(os.listdir(folder)), best, links))
-    assert found[0] == found[1]
+        best = [Path(callback.best_model_path).name for callback in callbacks]
+        links = {path.name: os.readlink(path) for path in folder.iterdir() if path.is_symlink()}
+        collected.append((sorted(os.listdir(folder)), best, links))
+    assert collected[0] == collected[1]
     for path in (tmp_path / "flowstone").iterdir():
         assert fs.open(path).verify().sound
         assert path.name != "last.ckpt" or fs.open(path).step == 6
@@ -345,13 +345,13 @@ def test_an_unknown_version_goes_on_where_the_interface_is_the_same(caplog: pyte
         FlowstoneIO()
     """
     other = "lightning.fabric.plugins.CheckpointIO.load_checkpoint = lambda self, name, device, *, safe: None"
-    said = {}
+    messages = {}
     for change in ("", other):
         done = subprocess.run(
             [sys.executable, "-c", script.format(change=change)], capture_output=True, text=True, check=False
         )
-        said[done.returncode] = done.stderr
-    assert "lightning 9.9 is not a version" in said[0]
-    assert "2.6.6" in said[0]
-    assert "FrameworkError: lightning 9.9 has an interface that this adapter does not know" in said[1]
-    assert "load_checkpoint(" in said[1]
+        messages[done.returncode] = done.stderr
+    assert "lightning 9.9 is not a version" in messages[0]
+    assert "2.6.6" in messages[0]
+    assert "FrameworkError: lightning 9.9 has an interface that this adapter does not know" in messages[1]
+    assert "load_checkpoint(" in messages[1]

@@ -1,4 +1,4 @@
-"""Parts of a model that a sharded strategy of Lightning loads: what the checkpoint lacks."""
+"""Parts of a model that a sharded strategy of Lightning loads, if the checkpoint lacks some."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_an_optimizer_has_the_slots_that_were_saved_and_no_others(tmp_path: Path
     dcp.save(state, storage_writer=FlowstoneWriter(tmp_path / "one"), no_dist=True)
     target, own = trained(*used) if used else made()
     _load_parts(tmp_path / "one", EngineOptions(), ("model", target), {"optimizer_0": own}, strict=True)
-    assert {name for name, one in target.named_parameters() if one in own.state} == {"a.weight", "a.bias"}
+    assert {name for name, parameter in target.named_parameters() if parameter in own.state} == {"a.weight", "a.bias"}
     for name, parameter in model["a"].named_parameters():
         restored = own.state[target["a"].get_parameter(name)]
         assert all(torch.equal(value, restored[slot]) for slot, value in optimizer.state[parameter].items())
@@ -57,5 +57,5 @@ def test_slots_of_no_parameter_are_refused_by_name(tmp_path: Path) -> None:
     dcp.save(state, storage_writer=FlowstoneWriter(tmp_path / "one"), no_dist=True)
     target, _ = made()
     own = torch.optim.AdamW(target["a"].parameters())
-    with pytest.raises(fs.MismatchError, match=r"slots of 'b\.(weight|bias)' for which"):
+    with pytest.raises(fs.MismatchError, match=r"optimizer state of 'b\.(weight|bias)' that"):
         _load_parts(tmp_path / "one", EngineOptions(), ("model", target), {"optimizer_0": own}, strict=True)

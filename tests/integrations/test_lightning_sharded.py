@@ -79,10 +79,10 @@ END = "\nprint('the end', flush=True)\nos._exit(0)\n"
 def run(script: str, folder: Path, ranks: int, name: str = "run") -> list[str]:
     """What the ranks of a job said that has ended well."""
     codes = play(BEFORE + script + END, folder, name, store="sharded", ranks=ranks)
-    said = [(folder / f"{name}-{rank}.txt").read_text() for rank in range(ranks)]
-    assert codes == [0] * ranks, "\n".join(said)[-4000:]
-    assert all(text.rstrip().endswith("the end") for text in said)
-    return said
+    outputs = [(folder / f"{name}-{rank}.txt").read_text() for rank in range(ranks)]
+    assert codes == [0] * ranks, "\n".join(outputs)[-4000:]
+    assert all(text.rstrip().endswith("the end") for text in outputs)
+    return outputs
 
 
 def test_a_killed_trainer_resumes_bit_for_bit(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_a_killed_trainer_resumes_bit_for_bit(tmp_path: Path) -> None:
     for path in (tmp_path / "killed" / "runs" / "sharded").iterdir():
         checkpoint = fs.open(path)
         assert checkpoint.verify().sound
-        assert {"rank-00000.safetensors", "rank-00001.safetensors"} < {one.name for one in path.iterdir()}
+        assert {"rank-00000.safetensors", "rank-00001.safetensors"} < {path.name for path in path.iterdir()}
 
 
 def test_a_killed_fabric_loop_resumes_bit_for_bit(tmp_path: Path) -> None:
@@ -276,7 +276,7 @@ class Durable(Callback):
             assert fs.open("now.ckpt").step == 7
 Module.on_load_checkpoint = lambda self, checkpoint: None
 trained(8, [Durable()], strategy, path="runs/mixed/epoch=1-step=6.ckpt")
-with pytest.raises(fs.MismatchError, match="optimizer_0[\\\\s\\\\S]*whole state"):
+with pytest.raises(fs.MismatchError, match="optimizer_0[\\\\s\\\\S]*with optimizers"):
     trained(9, [], path="now.ckpt")
 with pytest.raises(fs.NoCheckpointError):
     trained(9, [], path="nowhere.ckpt")
@@ -285,7 +285,7 @@ with pytest.raises(fs.NoCheckpointError):
 
 def test_wrong_calls_are_refused_by_name(tmp_path: Path) -> None:
     for wrong in ("fsdp", DDPStrategy(), None):
-        with pytest.raises(fs.ArgumentError, match=r"no strategy whose processes[\s\S]*ModelParallelStrategy"):
+        with pytest.raises(fs.ArgumentError, match=r"not a sharded strategy[\s\S]*ModelParallelStrategy"):
             flowstone_strategy(wrong)
     with pytest.raises(fs.ArgumentError, match=r"state_dict_type='full'[\s\S]*state_dict_type='sharded'"):
         flowstone_strategy(FSDPStrategy())
@@ -307,7 +307,7 @@ def test_wrong_calls_are_refused_by_name(tmp_path: Path) -> None:
     fabric = flowstone_strategy(FabricModelParallel(lambda model, mesh: model))
     with pytest.raises(fs.ArgumentError, match="filter"):
         fabric.save_checkpoint(tmp_path / "x", {}, filter={"a": lambda name, value: True})
-    with pytest.raises(fs.ArgumentError, match="0 models"):
+    with pytest.raises(fs.ArgumentError, match="the state has 0"):
         fabric.save_checkpoint(tmp_path / "x", {"step": 3})
     flowstone_strategy(FSDPStrategy(state_dict_type="sharded"))
 

@@ -1,4 +1,4 @@
-"""Data loaders of others in a training that is killed: resumed to the last bit, and on another number of ranks."""
+"""Other packages' data loaders in a killed training: resumed bit for bit, and on another number of ranks."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ KINDS = {
 STEPS, KILL_AT = 24, 17  # of two epochs of twelve; saved behind every fifth
 
 
-def act(kind: str, folder: Path, name: str, ranks: int, **told: Any) -> list[dict[str, Any]]:
+def act(kind: str, folder: Path, name: str, ranks: int, **value: Any) -> list[dict[str, Any]]:
     """What each rank has ended with; nothing if they were killed."""
-    told |= {"kind": kind, "out": str(folder / name)}
+    value |= {"kind": kind, "out": str(folder / name)}
     environment = {"OMP_NUM_THREADS": "1", "LOADERS_DATA": str(folder / "data")}
-    codes = run_ranks([str(HERE / "loaders_act.py"), json.dumps(told)], folder / name, ranks, environment)
-    said = "\n".join((folder / f"{name}-{rank}.txt").read_text()[-3000:] for rank in range(ranks))
-    if "kill_at" in told:
-        assert -signal.SIGKILL in codes, said
+    codes = run_ranks([str(HERE / "loaders_act.py"), json.dumps(value)], folder / name, ranks, environment)
+    text = "\n".join((folder / f"{name}-{rank}.txt").read_text()[-3000:] for rank in range(ranks))
+    if "kill_at" in value:
+        assert -signal.SIGKILL in codes, text
         return []
-    assert codes == [0] * ranks, said
+    assert codes == [0] * ranks, text
     return [json.loads((folder / f"{name}-{rank}.json").read_text()) for rank in range(ranks)]
 
 
@@ -42,12 +42,12 @@ def test_a_killed_training_resumes_exactly_and_on_other_ranks(kind: str, tmp_pat
     act(kind, tmp_path, "killed", 2, runs=str(tmp_path / "b"), kill_at=KILL_AT)
     alone = act(kind, tmp_path, "alone", 1, runs=str(tmp_path / "b"), step=10)
     resumed = act(kind, tmp_path, "resumed", 2, runs=str(tmp_path / "b"))
-    for expected, found in zip(whole, resumed, strict=True):
-        assert found["begun"] in (10, 15), "it resumed, behind a save"
+    for expected, actual in zip(whole, resumed, strict=True):
+        assert actual["begun"] in (10, 15), "it resumed, behind a save"
         assert len(expected["numbers"]) == STEPS
-        assert found["numbers"] == expected["numbers"][found["begun"] :]
-        assert found["parts"] == expected["parts"]
+        assert actual["numbers"] == expected["numbers"][actual["begun"] :]
+        assert actual["parts"] == expected["parts"]
     # On one rank: the same samples at each step, whichever rank they were of before.
-    assert [sorted(one) for one in alone[0]["numbers"]] == [
-        sorted(first + second) for first, second in zip(*(one["numbers"][10:] for one in whole), strict=True)
+    assert [sorted(number) for number in alone[0]["numbers"]] == [
+        sorted(first + second) for first, second in zip(*(row["numbers"][10:] for row in whole), strict=True)
     ]

@@ -36,7 +36,7 @@ def tables(shards: int) -> Any:
 
 
 def mapped(shards: int) -> Any:
-    return generated(shards).map(lambda one: {"n": one["n"]}).filter(lambda one: True)
+    return generated(shards).map(lambda row: {"n": row["n"]}).filter(lambda row: True)
 
 
 def shuffled(shards: int) -> Any:
@@ -53,7 +53,7 @@ def divided(made: Any, rank: int, ranks: int, shards: int) -> Any:
 
 def epoch_of(dataset: Any, epoch: int) -> list[int]:
     dataset.set_epoch(epoch)
-    return [one["n"] for one in dataset]
+    return [row["n"] for row in dataset]
 
 
 def round_trip(path: Path, dataset: Any, into: Any) -> Any:
@@ -83,12 +83,12 @@ def test_each_place_is_resumed_exactly(tmp_path: Path, made: Any, shards: int, e
 
 def redistribute(path: Path, saved: Sequence[Any], made: Any, ranks: int, shards: int) -> list[Any]:
     with fs.Checkpointer(path) as ckpt:
-        ckpt.save(1, {"data": [resumable(one).value.state_dict() for one in saved]})  # type: ignore[attr-defined]
-    found = [divided(made, rank, ranks, shards) for rank in range(ranks)]
-    for rank, dataset in enumerate(found):
+        ckpt.save(1, {"data": [resumable(loader).value.state_dict() for loader in saved]})  # type: ignore[attr-defined]
+    result = [divided(made, rank, ranks, shards) for rank in range(ranks)]
+    for rank, dataset in enumerate(result):
         section: Any = resumable(dataset)
         section.value.load_state_dict(section.redistribute(fs.open(path).state_dict("data"), rank, ranks))
-    return found
+    return result
 
 
 @pytest.mark.parametrize(("made", "shards", "before", "after", "number"), [
@@ -103,11 +103,11 @@ def test_other_ranks_go_on_with_the_examples_that_are_left(
     seen = []
     for dataset in saved:
         dataset.set_epoch(epoch)
-        seen += [one["n"] for one in islice(iter(dataset), number)]
-    found = redistribute(tmp_path, saved, made, after, shards)
-    left = [example for dataset in found for example in epoch_of(dataset, epoch)]
+        seen += [row["n"] for row in islice(iter(dataset), number)]
+    actual = redistribute(tmp_path, saved, made, after, shards)
+    left = [example for dataset in actual for example in epoch_of(dataset, epoch)]
     assert sorted(seen + left) == [*range(PER_SHARD * shards)]
-    following = [epoch_of(dataset, epoch + 1) for dataset in found]
+    following = [epoch_of(dataset, epoch + 1) for dataset in actual]
     assert following == [epoch_of(divided(made, rank, after, shards), epoch + 1) for rank in range(after)]
 
 
@@ -116,19 +116,19 @@ def test_the_end_of_an_epoch_is_the_end_of_it_on_any_number_of_ranks(tmp_path: P
         saved = [divided(made, rank, 4, 4) for rank in range(4)]
         for dataset in saved:
             epoch_of(dataset, 0)
-        found = redistribute(tmp_path / str(number), saved, made, 2, 4)
-        assert [epoch_of(dataset, 0) for dataset in found] == [[], []]
-        assert [epoch_of(one, 1) for one in found] == [epoch_of(divided(made, rank, 2, 4), 1) for rank in range(2)]
+        actual = redistribute(tmp_path / str(number), saved, made, 2, 4)
+        assert [epoch_of(dataset, 0) for dataset in actual] == [[], []]
+        assert [epoch_of(entry, 1) for entry in actual] == [epoch_of(divided(made, rank, 2, 4), 1) for rank in range(2)]
 
 
 @pytest.mark.parametrize(("made", "shards", "before", "after", "numbers", "expected"), [
-    ("generated", 4, 4, 2, [3] * 4, r"begun: \[0, 1, 2, 3\]"),
-    ("generated", 4, 2, 3, [3] * 2, "its 4 shards are whole at the save alone"),
+    ("generated", 4, 4, 2, [3] * 4, r"several partly read shards \(of \[0, 1, 2, 3\]"),
+    ("generated", 4, 2, 3, [3] * 2, "its 4 shards can be divided evenly only among the ranks that saved"),
     ("generated", 3, 2, 1, [3, 4], "different numbers of examples"),
-    ("shuffled", 4, 2, 4, [3] * 2, "several shards in turn"),
-    ("tables", 3, 2, 1, [3] * 2, "it reads tables"),
-    ("tables", 8, 2, 8, [8] * 2, "still held examples of the one"),
-    ("batched", 4, 4, 2, [5] * 4, r"a batched map\(\) or filter\(\) holds"),
+    ("shuffled", 4, 2, 4, [3] * 2, "alternates between shards"),
+    ("tables", 3, 2, 1, [3] * 2, "the dataset reads tables"),
+    ("tables", 8, 2, 8, [8] * 2, "still buffered examples of the shard"),
+    ("batched", 4, 4, 2, [5] * 4, r"a batched map\(\) or filter\(\) buffers"),
     ("skipping", 4, 1, 2, [3], "count the examples of a rank"),
     ("taking", 4, 1, 2, [3], "count the examples of a rank"),
     ("repeating", 4, 2, 1, [3] * 2, "count the examples of a rank"),
@@ -141,7 +141,7 @@ def test_what_cannot_be_divided_is_refused_by_name(
         "generated": generated, "tables": tables, "shuffled": shuffled, "batched": batched,
         "skipping": lambda count: generated(count).skip(4), "taking": lambda count: generated(count).take(10),
         "repeating": lambda count: generated(count).repeat(2),
-        "numbering": lambda count: generated(count).map(lambda one, at: {"n": one["n"], "at": at}, with_indices=True),
+        "numbering": lambda count: generated(count).map(lambda row, i: {"n": row["n"], "at": i}, with_indices=True),
     }[made]
     saved = [divided(make, rank, before, shards) for rank in range(before)]
     for dataset, number in zip(saved, numbers, strict=True):
@@ -156,9 +156,9 @@ def test_shards_that_were_whole_are_not_taken_for_a_stream(tmp_path: Path, ranks
     for dataset in saved:
         next(iter(dataset))
     with fs.Checkpointer(tmp_path) as ckpt:
-        ckpt.save(1, {"data": [resumable(one).value.state_dict() for one in saved]})  # type: ignore[attr-defined]
+        ckpt.save(1, {"data": [resumable(loader).value.state_dict() for loader in saved]})  # type: ignore[attr-defined]
     section: Any = resumable(split_dataset_by_node(generated(4), 0, ranks, strategy="examples"))
-    with pytest.raises(fs.StateError, match="its 4 shards are whole at the save alone"):
+    with pytest.raises(fs.StateError, match="its 4 shards can be divided evenly only among the ranks that saved"):
         section.redistribute(fs.open(tmp_path).state_dict("data"), 0, ranks)
 
 
@@ -166,12 +166,12 @@ def test_ranks_that_share_examples_and_have_read_other_numbers_of_them_are_refus
     saved = [divided(generated, number // 2, 2, 4) for number in range(4)]
     for dataset, number in zip(saved, [3, 5, 3, 3], strict=True):
         list(islice(iter(dataset), number))
-    with pytest.raises(fs.StateError, match="ranks that share the examples of rank 0 had read different numbers"):
+    with pytest.raises(fs.StateError, match="examples of dataset rank 0 had read different numbers"):
         redistribute(tmp_path, saved, generated, 4, 4)
 
 
 def test_what_is_not_divided_by_node_is_not_divided_among_others(tmp_path: Path) -> None:
-    with pytest.raises(fs.StateError, match="split_dataset_by_node has not divided it"):
+    with pytest.raises(fs.StateError, match="the dataset was not divided among the ranks by split_dataset_by_node"):
         redistribute(tmp_path, [generated(4), generated(4)], generated, 4, 4)
 
 
@@ -219,5 +219,5 @@ def test_a_dataset_inside_of_a_stateful_loader_is_resumed_exactly(tmp_path: Path
 def test_what_datasets_does_not_restore_is_refused_at_once() -> None:
     with pytest.raises(fs.UnsupportedStateError, match=r"shuffle buffer[\s\S]*buffer_size=1"):
         resumable(generated(4).shuffle(seed=1, buffer_size=10))
-    with pytest.raises(fs.UnsupportedStateError, match=r"batched map\(\) and a format of tables"):
+    with pytest.raises(fs.UnsupportedStateError, match=r"batched map\(\) and a table format"):
         resumable(batched(4).with_format("arrow"))

@@ -1,4 +1,4 @@
-"""Samples of docs/LOADERS.md: killed on the way and resumed, with the same result to the last bit."""
+"""Samples of docs/LOADERS.md: killed during the run and resumed, with the same result bit for bit."""
 
 from __future__ import annotations
 

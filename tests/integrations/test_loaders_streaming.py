@@ -1,4 +1,4 @@
-"""MosaicML's StreamingDataLoader through resumable(), in one process: every place, and every change of the data."""
+"""MosaicML's StreamingDataLoader through resumable(), in one process: every position, and every change of the data."""
 
 from __future__ import annotations
 
@@ -87,15 +87,15 @@ def test_another_batch_size_takes_the_samples_that_are_left(tmp_path: Path, data
     assert sorted(number for batch in seen + left for number in batch) == [*range(50)]
 
 
-@pytest.mark.parametrize(("options", "told"), [
+@pytest.mark.parametrize(("options", "message"), [
     ({"shuffle": False}, "shuffle"), ({"shuffle_algo": "naive"}, "shuffle"), ({"shuffle_block_size": 77}, "block_size"),
     ({"epoch_size": 20}, "epoch_size"), ({"batching_method": "stratified"}, "batching"),
     ({"sampling_granularity": 3}, "sampling"),
 ])
-def test_another_order_is_refused_by_name(tmp_path: Path, data: Path, options: dict[str, Any], told: str) -> None:
+def test_another_order_is_refused_by_name(tmp_path: Path, data: Path, options: dict[str, Any], message: str) -> None:
     loader = loader_of(data)
     begin(loader, 2)
-    with pytest.raises(fs.StateError, match=rf"not the one that was saved[\s\S]*{told}"):
+    with pytest.raises(fs.StateError, match=rf"differs from the saved one[\s\S]*{message}"):
         round_trip(tmp_path, loader, loader_of(data, **options))
 
 

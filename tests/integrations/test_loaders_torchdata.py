@@ -1,4 +1,4 @@
-"""torchdata's StatefulDataLoader through resumable(), in one process: every place, and every change of the loader."""
+"""torchdata's StatefulDataLoader through resumable(), in one process: every position and change of the loader."""
 
 from __future__ import annotations
 
@@ -71,12 +71,12 @@ def undivided(*, dataset: Any = None, **options: Any) -> Any:
 
 def epochs(loader: Any, *numbers: int) -> list[list[int]]:
     """Batches of the first epoch from where the loader is, and of the others."""
-    found = []
+    epochs = []
     for number in numbers:
         if hasattr(loader.sampler, "set_epoch"):
             loader.sampler.set_epoch(number)
-        found += [batch.tolist() for batch in loader]
-    return found
+        epochs += [batch.tolist() for batch in loader]
+    return epochs
 
 
 def state_of(loader: Any, **others: Any) -> dict[str, Any]:
@@ -99,7 +99,7 @@ def resume(path: Path, loader: Any) -> Any:
 def redistribute(path: Path, saved: Sequence[Any], ranks: int, **options: Any) -> list[Any]:
     """Loaders of so many ranks, behind what those of other ranks have saved: through a checkpoint, as plain values."""
     with fs.Checkpointer(path) as ckpt:
-        ckpt.save(1, {"loaders": [resumable(one).value.state_dict() for one in saved]})
+        ckpt.save(1, {"loaders": [resumable(loader).value.state_dict() for loader in saved]})
     loaders = [divided(rank, ranks, **options) for rank in range(ranks)]
     for rank, loader in enumerate(loaders):
         section = resumable(loader)
@@ -255,9 +255,9 @@ def test_an_epoch_that_was_over_is_over_on_other_ranks(tmp_path: Path, is_finish
 
 
 def refused(loader: Any, path: Path) -> str:
-    with pytest.raises(fs.StateError) as found:
+    with pytest.raises(fs.StateError) as caught:
         resume(path, loader)
-    return str(found.value)
+    return str(caught.value)
 
 
 CHANGED: dict[str, tuple[Any, str]] = {
@@ -332,20 +332,20 @@ def test_ranks_that_would_wait_for_ever_are_refused(tmp_path: Path) -> None:
     saved = [divided(rank, 2, dataset=Numbers(44), batch_size=2) for rank in range(2)]
     for loader in saved:
         go_through(loader, 1)  # 4 of 44: of the 40 that are left, and one repeated, ranks get 13, 14 and 14
-    with pytest.raises(fs.StateError, match=r"does not divide among 3 ranks[\s\S]*drop_last=True"):
+    with pytest.raises(fs.StateError, match=r"cannot be divided evenly among 3 ranks[\s\S]*drop_last=True"):
         redistribute(tmp_path / "b", saved, 3, dataset=Numbers(44), batch_size=13)
 
 
 def test_what_torchdata_does_not_restore_is_refused_at_once() -> None:
     data = Numbers()
-    with pytest.raises(fs.UnsupportedStateError, match="RandomSampler cannot be resumed: its order is in no state"):
+    with pytest.raises(fs.UnsupportedStateError, match="RandomSampler cannot be resumed: its order is not saved"):
         resumable(undivided(sampler=torch.utils.data.RandomSampler(data)))
     with pytest.raises(fs.UnsupportedStateError, match="in_order=False"):
         resumable(divided(num_workers=2, in_order=False))
-    with pytest.raises(fs.UnsupportedStateError, match=r"DataLoader is no loader[\s\S]*use StatefulDataLoader"):
+    with pytest.raises(fs.UnsupportedStateError, match=r"does not support a .*DataLoader[\s\S]*use StatefulDataLoader"):
         resumable(DataLoader(data))
     own = type("Own", (DataLoader,), {"state_dict": dict})(data)
-    with pytest.raises(fs.UnsupportedStateError, match=r"Own is no loader[\s\S]*goes into the state as it is"):
+    with pytest.raises(fs.UnsupportedStateError, match=r"does not support a .*Own[\s\S]*into the state directly"):
         resumable(own)
 
 
@@ -372,5 +372,5 @@ def test_a_version_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch)
     from importlib import metadata
 
     monkeypatch.setattr(metadata, "version", lambda package: "9.9.9+cpu")
-    with pytest.raises(fs.FrameworkError, match=r"torchdata 9\.9\.9 are not known[\s\S]*0\.11\.0"):
+    with pytest.raises(fs.FrameworkError, match=r"states of torchdata 9\.9\.9[\s\S]*0\.11\.0"):
         resumable(divided())

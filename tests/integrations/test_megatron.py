@@ -1,4 +1,4 @@
-"""A distributed checkpoint that the installed megatron-core saves is as the golden one is."""
+"""A distributed checkpoint of the installed megatron-core equals the golden one."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ import pytest
 
 pytest.importorskip("megatron.core", reason="`make test-integrations` installs it")
 
-from golden.make_megatron import PLACE, save
-
 import flowstone as fs
+from golden.make_megatron import PLACE, save
 
 
 def test_two_tensor_parallel_ranks(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Megatron-core's distributed checkpoints by Flowstone: a GPT of its own, split by tensor parallelism, on the CPU."""
+"""Megatron-core's distributed checkpoints by Flowstone: its GPT, with tensor parallelism, on the CPU."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def act(name: str, mode: str, directory: Path, ranks: int = 2) -> list[Any]:
     log = Path(f"{directory}-{name}")
     command = [str(HERE / "megatron_act.py"), name, mode, str(directory)]
     codes = run_ranks(command, log, ranks, {"OMP_NUM_THREADS": "1"}, is_launched=True)
-    said = "\n".join(Path(f"{log}-{rank}.txt").read_text()[-3000:] for rank in range(ranks))
-    assert -9 in codes if name == "killed" else codes == [0] * ranks, said
+    text = "\n".join(Path(f"{log}-{rank}.txt").read_text()[-3000:] for rank in range(ranks))
+    assert -9 in codes if name == "killed" else codes == [0] * ranks, text
     return [] if name == "killed" else [
         json.loads(Path(f"{directory}-{name}-{rank}.json").read_text()) for rank in range(ranks)
     ]
@@ -50,8 +50,8 @@ def test_a_killed_run_resumes_to_the_last_bit(tmp_path: Path, mode: str) -> None
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_another_number_of_ranks_loads_its_parts(tmp_path: Path, ranks: int) -> None:
     act("whole", "save", tmp_path / "a")
-    for told in act("loads", "save", tmp_path / "a", ranks):
-        assert told == {
+    for result in act("loads", "save", tmp_path / "a", ranks):
+        assert result == {
             "twins": True, "equal": True, "iteration": 8, "tensors": 29, "described": True,
             "objects": ["rng/shard_0_2", "rng/shard_1_2"],
         }
@@ -70,18 +70,18 @@ def test_damage_is_found_and_named(tmp_path: Path) -> None:
     content = bytearray(segment.read_bytes())
     content[len(content) // 2] ^= 1
     segment.write_bytes(content)
-    told = act("damaged", "save", tmp_path / "a")
-    assert any("sharded" in one and segment.name in one for one in told), told
+    reported = act("damaged", "save", tmp_path / "a")
+    assert any("sharded" in event and segment.name in event for event in reported), reported
 
 
 @pytest.mark.parametrize("mode", ["save", "async"])
 def test_what_cannot_be_stored_fails_the_save_on_every_rank_and_is_no_checkpoint(tmp_path: Path, mode: str) -> None:
-    for told in act("refused", mode, tmp_path / "a"):
-        assert all("UnsupportedStateError" in one and "extra/shard" in one for one in told[0:4:2]), told
-        assert told[1::2][:2] == ["False", "False"]
-        assert told[4] == "True", "the next save works"
-        assert "is no sharded tensor" in told[5], "which one rank alone has found"
-        assert told[6] == "OSError: the disk is gone"
+    for result in act("refused", mode, tmp_path / "a"):
+        assert all("UnsupportedStateError" in item and "extra/shard" in item for item in result[0:4:2]), result
+        assert result[1::2][:2] == ["False", "False"]
+        assert result[4] == "True", "the next save works"
+        assert "expected a ShardedTensor" in result[5], "which one rank alone has found"
+        assert result[6] == "OSError: the disk is gone"
 
 
 def test_another_version_goes_on_where_its_interface_is_the_same(
@@ -101,8 +101,8 @@ def test_another_version_goes_on_where_its_interface_is_the_same(
 
 
 def test_the_samples_of_the_page(tmp_path: Path) -> None:
-    found = samples("MEGATRON.md")
-    (tmp_path / "sample.py").write_text(BEFORE + found["megatron"] + found["megatron-registered"] + AFTER)
+    result = samples("MEGATRON.md")
+    (tmp_path / "sample.py").write_text(BEFORE + result["megatron"] + result["megatron-registered"] + AFTER)
     codes = run_ranks([str(tmp_path / "sample.py")], tmp_path / "log", folder=tmp_path, is_launched=True)
     assert codes == [0], (tmp_path / "log-0.txt").read_text()[-3000:]
 

@@ -1,4 +1,4 @@
-"""What the installed Orbax saves of arrays on several devices comes in, element for element."""
+"""Arrays on several devices that the installed Orbax saves are imported, element for element."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def test_another_quantisation_is_refused_before_anything_changes(tmp_path: Path,
     before = copy.deepcopy(dict(made.state_dict()))
     with fs.Checkpointer(tmp_path) as ckpt, pytest.raises(fs.MismatchError, match="nothing was changed"):
         ckpt.load({"m": made})
-    assert all(torch.equal(one, before[key]) for key, one in made.state_dict().items())
+    assert all(torch.equal(tensor, before[key]) for key, tensor in made.state_dict().items())
 
 
 CONFIGS: dict[str, Any] = {
@@ -116,4 +116,4 @@ def test_weights_of_torchao_come_back(tmp_path: Path, name: str) -> None:
     for key, value in source.state_dict().items():
         names = value.__tensor_flatten__()[0] if hasattr(value, "__tensor_flatten__") else []
         parts = [(getattr(value, part), getattr(target.state_dict()[key], part)) for part in names]
-        assert all(torch.equal(one, other) for one, other in parts or [(value, target.state_dict()[key])])
+        assert all(torch.equal(tensor, other) for tensor, other in parts or [(value, target.state_dict()[key])])

@@ -1,4 +1,4 @@
-"""`--ray`: verify, import, export and pack by tasks of a cluster of several processes, as one process does it."""
+"""`--ray`: verify, import, export and pack by tasks in a cluster of several processes equal those of one process."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def address() -> Iterator[str]:
 
 @pytest.fixture
 def cluster(address: str) -> Iterator[Cluster]:
-    with ray_cluster() as found:
-        yield found
+    with ray_cluster() as result:
+        yield result
     assert ray.is_initialized(), "what this process has begun goes on"
 
 
@@ -93,23 +93,23 @@ def test_a_delta_is_verified_as_by_one_process(cluster: Cluster, tmp_path: Path)
     with base.open("r+b") as file:
         file.seek(5_000_000)
         file.write(b"harmed")
-    found = checkpoint.inspect(cluster=cluster)
-    assert found == checkpoint.inspect()
-    assert [finding.file for finding in found.findings] == [base.name]
+    inspected = checkpoint.inspect(cluster=cluster)
+    assert inspected == checkpoint.inspect()
+    assert [finding.file for finding in inspected.findings] == [base.name]
 
 
 @pytest.mark.parametrize("to", ["hf", "torch", "dcp"])
 def test_an_export_is_the_same_as_by_one_process(model: Path, cluster: Cluster, tmp_path: Path, to: str) -> None:
-    told: list[tuple[int, int]] = []
+    pairs: list[tuple[int, int]] = []
     for target, by in (("one", None), ("all", cluster)):
         (tmp_path / target).mkdir()
         fs.export(
             model / "run", tmp_path / target / "x", to=to, shard_bytes=9e6, budget_bytes=BUDGET, dtype="bf16",
-            cluster=by, on_progress=(lambda done, total: told.append((done, total))) if by else None,
+            cluster=by, on_progress=(lambda done, total: pairs.append((done, total))) if by else None,
         )
     assert content(tmp_path / "all" / "x") == content(tmp_path / "one" / "x")
-    assert told[-1][0] == told[-1][1]
-    assert len(told) > 1 or to == "torch", "one file whose checks follow one another is one part"
+    assert pairs[-1][0] == pairs[-1][1]
+    assert len(pairs) > 1 or to == "torch", "one file whose checks follow one another is one part"
     assert not list((tmp_path / "all").glob(".*"))
 
 
@@ -124,9 +124,9 @@ def test_an_import_is_the_same_as_by_one_process(model: Path, cluster: Cluster, 
 def test_a_pack_is_the_same_as_by_one_process(model: Path, cluster: Cluster, tmp_path: Path) -> None:
     for target, by in (("one", None), ("all", cluster)):
         fs.pack(model / "run", tmp_path / target, budget_bytes=BUDGET, cluster=by)
-    one, every = content(tmp_path / "one"), content(tmp_path / "all")
-    assert one.keys() == every.keys()
-    assert [name for name in one if one[name] != every[name]] == ["manifest.json"], "each has an identity of its own"
+    own, every = content(tmp_path / "one"), content(tmp_path / "all")
+    assert own.keys() == every.keys()
+    assert [name for name in own if own[name] != every[name]] == ["manifest.json"], "each has an identity of its own"
     assert fs.open(tmp_path / "all").verify(cluster=cluster).extra == ()
 
 
@@ -159,7 +159,7 @@ def test_workers_that_are_killed_in_the_middle_of_a_part_cost_nothing(
 
 
 def test_a_part_whose_workers_die_again_and_again_is_given_up(cluster: Cluster) -> None:
-    with pytest.raises(fs.errors.CancelledError, match="Ray has given up a part of the work"):
+    with pytest.raises(fs.errors.CancelledError, match="Ray did not finish a task"):
         list(cluster.each(ray_act.die, None, range(3)))
 
 
@@ -178,7 +178,7 @@ def test_a_node_without_what_the_work_needs_is_told(
 ) -> None:
     (tmp_path / "only_here.py").write_text("def work(shared, part): return part\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(fs.errors.FrameworkError, match=r"cannot import what the work needs\n.*only_here"):
+    with pytest.raises(fs.errors.FrameworkError, match=r"cannot import a module that this command needs\n.*only_here"):
         list(cluster.each(import_module("only_here").work, None, range(3)))
 
 
@@ -186,20 +186,20 @@ def harmed(model: Path, place: Path) -> Path:
     """A copy of the store with three damaged chunks."""
     shutil.copytree(model / "run", place)
     with next(place.glob("step-*/rank-*")).open("r+b") as segment:
-        for at in (9 << 20, 20 << 20, 37 << 20):
-            segment.seek(at)
+        for offset in (9 << 20, 20 << 20, 37 << 20):
+            segment.seek(offset)
             segment.write(b"\xff" * 8)
     return place
 
 
 def test_damage_is_told_as_by_one_process(model: Path, cluster: Cluster, tmp_path: Path) -> None:
     store = harmed(model, tmp_path / "run")
-    told: list[tuple[int, int]] = []
-    by_all = fs.open(store).inspect(lambda done, total: told.append((done, total)), cluster=cluster)
+    pairs: list[tuple[int, int]] = []
+    by_all = fs.open(store).inspect(lambda done, total: pairs.append((done, total)), cluster=cluster)
     assert by_all == fs.open(store).inspect()
     assert len(by_all.findings) == 3
-    assert len(told) > 1
-    assert told[-1][0] == told[-1][1]
+    assert len(pairs) > 1
+    assert pairs[-1][0] == pairs[-1][1]
     with pytest.raises(fs.DamagedError) as by_cluster:
         fs.export(store, tmp_path / "a", budget_bytes=BUDGET, cluster=cluster)
     with pytest.raises(fs.DamagedError) as by_process:
@@ -218,9 +218,9 @@ def test_the_command_line_uses_the_cluster_that_ray_address_names(model: Path, a
     assert json.loads(whole.stdout)["sound"], whole.stderr
     nowhere = run("127.0.0.1:1", FLOWSTONE, "verify", str(model / "run"), "--ray")
     assert nowhere.returncode == 2
-    assert "there is no cluster of Ray at 127.0.0.1:1" in nowhere.stderr
+    assert "there is no Ray cluster at 127.0.0.1:1" in nowhere.stderr
     done = run(address, FLOWSTONE, "verify", str(harmed(model, tmp_path / "run")), "--ray")
-    assert (done.returncode, done.stdout.count("not what was written")) == (1, 3), done.stderr
+    assert (done.returncode, done.stdout.count("does not match its digest")) == (1, 3), done.stderr
 
 
 @pytest.mark.parametrize("verb", ["export", "import", "pack"])
@@ -233,10 +233,10 @@ def test_verbs_that_write_take_the_cluster_too(model: Path, address: str, tmp_pa
     assert nowhere.returncode == 2
     assert not (tmp_path / "y").exists()
     section = "" if verb == "export" else "model."
-    found = fs.open(tmp_path / "x") if verb != "export" else None
-    names = found.tensors if found else json.loads(done.stdout)["tensors"]
+    checkpoint = fs.open(tmp_path / "x") if verb != "export" else None
+    names = checkpoint.tensors if checkpoint else json.loads(done.stdout)["tensors"]
     assert sorted(names) == sorted(f"{section}layer.{number}" for number in range(10))
-    assert found is None or found.verify().sound
+    assert checkpoint is None or checkpoint.verify().sound
 
 
 def test_tasks_end_with_the_iterator_while_this_process_goes_on(cluster: Cluster, tmp_path: Path) -> None:
@@ -265,8 +265,8 @@ def test_an_interrupt_ends_the_tasks(address: str, tmp_path: Path) -> None:
     )
     until(lambda: len(list(tmp_path.glob("pid-*"))) == 2)
     driver.send_signal(signal.SIGINT)
-    _, told = driver.communicate(timeout=60)
-    assert "KeyboardInterrupt" in told
+    _, output = driver.communicate(timeout=60)
+    assert "KeyboardInterrupt" in output
     until(lambda: all_are_gone(tmp_path))
 
 

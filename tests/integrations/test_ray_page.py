@@ -1,4 +1,4 @@
-"""Samples of docs/RAY.md, run in the order in which they stand, by a process of their own on a cluster of its own."""
+"""Samples of docs/RAY.md, run in their order, in a process of their own with its own cluster."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ storage = os.path.abspath("results")
 
 @pytest.mark.skipif(not is_installed("ray"), reason="`make test-integrations` installs ray")
 def test_the_samples_of_the_page(tmp_path: Path) -> None:
-    found = samples("RAY.md")
-    assert list(found) == ["ray-train", "ray-train-run", "ray-cluster"]
-    (tmp_path / "sample.py").write_text(BEFORE + "\n".join(found.values()))
+    examples = samples("RAY.md")
+    assert list(examples) == ["ray-train", "ray-train-run", "ray-cluster"]
+    (tmp_path / "sample.py").write_text(BEFORE + "\n".join(examples.values()))
     environment = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_TRAIN_V2_ENABLED": "1", "PYTHONPATH": str(HERE)}
     codes = run_ranks([str(tmp_path / "sample.py")], tmp_path / "log", folder=tmp_path, environment=environment)
     assert codes == [0], (tmp_path / "log-0.txt").read_text()[-3000:]

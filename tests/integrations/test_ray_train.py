@@ -66,12 +66,12 @@ def resumed(folder: Path) -> set[str]:
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     folder = tmp_path_factory.mktemp("calm")
     result = fit(folder)
-    found = ends(folder)
-    assert found[0]["model"] == found[1]["model"]
-    assert found[0]["generator"] != found[1]["generator"]
+    value = ends(folder)
+    assert value[0]["model"] == value[1]["model"]
+    assert value[0]["generator"] != value[1]["generator"]
     assert Path(result.checkpoint.path) == folder / "gpt" / "step-00000012"
     assert fs.open(folder / "gpt").verify().step == 12
-    return found
+    return value
 
 
 @pytest.mark.parametrize("background", [False, True])
@@ -121,7 +121,7 @@ def test_a_store_elsewhere_is_uploaded_and_resumed_by_another_number_of_workers(
 def test_the_store_of_another_run_is_refused(tmp_path: Path) -> None:
     with fs.Checkpointer(tmp_path / "old") as checkpointer:
         checkpointer.save(100, {"model": {"w": torch.ones(4)}})
-    with pytest.raises(Exception, match="holds step 100, and Ray knows no checkpoint of this run"):
+    with pytest.raises(Exception, match="holds step 100, but Ray knows no checkpoint of this run"):
         fit(tmp_path, store=str(tmp_path / "old"))
     assert fs.open(tmp_path / "old").step == 100
 
@@ -140,12 +140,12 @@ def storage(folder: Path, files: Any = None) -> StorageContext:
 def test_an_upload_is_independent_of_the_store(saved: fs.Checkpoint, tmp_path: Path) -> None:
     """On one file system it takes no room, and the store's retention does not take it away."""
     for _ in range(2):  # Ray tries again
-        found = upload(saved, storage(tmp_path / "ray"))
-        assert Path(found.path) == tmp_path / "ray" / "gpt" / "step-00000004"
-    sizes = {path.stat().st_nlink for path in Path(found.path).iterdir()}
+        uploaded = upload(saved, storage(tmp_path / "ray"))
+        assert Path(uploaded.path) == tmp_path / "ray" / "gpt" / "step-00000004"
+    sizes = {path.stat().st_nlink for path in Path(uploaded.path).iterdir()}
     assert sizes == {2}
     shutil.rmtree(tmp_path / "run")
-    assert fs.open(found.path).verify().extra == ()
+    assert fs.open(uploaded.path).verify().extra == ()
     assert fs.open(tmp_path / "ray" / "gpt").step == 4
     assert not list((tmp_path / "ray" / "gpt").glob(".saving-*"))
 
@@ -169,9 +169,9 @@ def damage(checkpoint: fs.Checkpoint) -> None:
 
 
 def test_a_copy_is_verified_before_ray_knows_it(saved: fs.Checkpoint, tmp_path: Path, memory: Path) -> None:
-    found = upload(saved, storage(memory))
-    assert fs.diff(found.path, saved.path).equal
-    shutil.rmtree(found.path)
+    uploaded = upload(saved, storage(memory))
+    assert fs.diff(uploaded.path, saved.path).equal
+    shutil.rmtree(uploaded.path)
     damage(saved)
     with pytest.raises(fs.DamagedError):
         upload(saved, storage(memory))
@@ -182,14 +182,14 @@ def test_an_upload_into_a_bucket_is_whole_and_its_manifest_last(saved: fs.Checkp
     (tmp_path / "far" / "bucket" / "gpt" / "step-00000004").mkdir(parents=True)
     (tmp_path / "far" / "bucket" / "gpt" / "step-00000004" / "rank-00009.safetensors").touch()  # of one cut short
     files = pyarrow.fs.SubTreeFileSystem(str(tmp_path / "far"), pyarrow.fs.LocalFileSystem())
-    found = upload(saved, storage(tmp_path, files))
-    assert found.path == "bucket/gpt/step-00000004"
-    with found.as_directory() as place:
+    uploaded = upload(saved, storage(tmp_path, files))
+    assert uploaded.path == "bucket/gpt/step-00000004"
+    with uploaded.as_directory() as place:
         assert fs.open(place).verify().extra == ()
-    times = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "far" / found.path).iterdir()}
+    times = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "far" / uploaded.path).iterdir()}
     assert max(times, key=lambda name: times[name]) == "manifest.json"
     damage(saved)
-    shutil.rmtree(tmp_path / "far" / found.path)
+    shutil.rmtree(tmp_path / "far" / uploaded.path)
     with pytest.raises(fs.DamagedError):
         upload(saved, storage(tmp_path, files))
     assert not list((tmp_path / "far" / "bucket" / "gpt").glob("step-*"))

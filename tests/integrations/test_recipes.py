@@ -1,4 +1,4 @@
-"""Samples of docs/RECIPES.md: to the end, and killed on the way and resumed, with the same result to the last bit."""
+"""Samples of docs/RECIPES.md: uninterrupted, and killed and resumed, with the same result bit for bit."""
 
 from __future__ import annotations
 

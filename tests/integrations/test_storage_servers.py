@@ -1,4 +1,4 @@
-"""Checkpoints in object stores of others: Ceph's gateway for S3, and Azurite."""
+"""Checkpoints in other vendors' object stores: Ceph's gateway for S3, and Azurite."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from storage_servers import SERVERS, missing
-from store.contract import StoreContract
-from warm_start import warm_start
 
 import flowstone as fs
 from flowstone.store.objects.client import Client
 from flowstone.store.objects.store import ObjectStore
+from store.contract import StoreContract
+from warm_start import warm_start
 
 JOB = str(Path(__file__).resolve().parent.parent / "store/bucket_job.py")
 _numbers = itertools.count()
@@ -54,9 +54,9 @@ def values(step: int) -> dict[str, object]:
     return {"large": draw.random(2_500_000), "small": draw.random(100), "step": step}
 
 
-def assert_same(one: dict[str, object], other: dict[str, object]) -> None:
-    assert one.keys() == other.keys()
-    for name, value in one.items():
+def assert_same(record: dict[str, object], other: dict[str, object]) -> None:
+    assert record.keys() == other.keys()
+    for name, value in record.items():
         assert np.array_equal(np.asarray(value), np.asarray(other[name])), name
 
 
@@ -106,12 +106,12 @@ def test_of_two_jobs_that_commit_one_step_at_once_one_wins_and_the_other_is_told
             assert job.stdin is not None
             job.stdin.write("go\n")
             job.stdin.flush()
-        said = [job.communicate(timeout=120)[0].split() for job in jobs]
-    assert sorted(one[0] for one in said) == ["committed", "refused"], said
-    winner = next(number for number, one in zip((1, 2), said, strict=True) if one[0] == "committed")
-    found = fs.open(url)
-    assert (found.step, found.objects["job"]) == (2, winner)
-    assert found.verify().sound
+        outputs = [job.communicate(timeout=120)[0].split() for job in jobs]
+    assert sorted(line[0] for line in outputs) == ["committed", "refused"], outputs
+    winner = next(number for number, item in zip((1, 2), outputs, strict=True) if item[0] == "committed")
+    checkpoint = fs.open(url)
+    assert (checkpoint.step, checkpoint.objects["job"]) == (2, winner)
+    assert checkpoint.verify().sound
 
 
 def start(*arguments: str) -> subprocess.Popen[str]:

@@ -1,4 +1,4 @@
-"""torchft's replica groups over gloo: one is killed and healed, all are killed and resumed, to the last bit."""
+"""torchft's replica groups over gloo: one is killed and healed, all are killed and resumed, bit for bit."""
 
 from __future__ import annotations
 
@@ -66,14 +66,14 @@ def test_what_makes_no_sense_is_refused(
     from flowstone.adapters.torchft import ReplicaCheckpointer, package
 
     manager: Any = object()  # what is refused is refused before the manager is asked for anything
-    with pytest.raises(fs.ArgumentError, match="section 'torchft' is the manager's own"):
+    with pytest.raises(fs.ArgumentError, match="section 'torchft' is reserved for the manager"):
         ReplicaCheckpointer(tmp_path / "run", manager, {"torchft": 1})
-    with pytest.raises(fs.ArgumentError, match="every=0"):
+    with pytest.raises(fs.ArgumentError, match="`every` must be a whole number of at least 1, got 0"):
         ReplicaCheckpointer(tmp_path / "run", manager, {}, every=0)
     monkeypatch.setattr(package, "_version", lambda: "9.9.9")
-    with pytest.raises(fs.ArgumentError, match="every=0"):
+    with pytest.raises(fs.ArgumentError, match="`every` must be a whole number of at least 1, got 0"):
         ReplicaCheckpointer(tmp_path / "run", manager, {}, every=0)
-    assert "torchft 9.9.9 is not a version that Flowstone's adapter was tested with" in caplog.text
+    assert "Flowstone's adapter was not tested with torchft 9.9.9" in caplog.text
     monkeypatch.delattr(Manager, "participating_rank")
     with pytest.raises(fs.FrameworkError, match=r"participating_rank is gone[\s\S]*torchft==2026\.10\.26"):
         ReplicaCheckpointer(tmp_path / "run", manager, {})

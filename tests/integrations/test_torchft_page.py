@@ -1,4 +1,4 @@
-"""Samples of docs/TORCHFT.md, run in the order in which they stand, by a replica group that is alone."""
+"""Samples of docs/TORCHFT.md, run in their order, by a single replica group."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ AFTER = "print('done', flush=True)\nos._exit(0)  # without the end of gloo's thr
 
 @pytest.mark.skipif(not is_installed("torchft-nightly"), reason="`make test-integrations` installs torchft-nightly")
 def test_the_samples_of_the_page(tmp_path: Path) -> None:
-    found = samples("TORCHFT.md")
-    assert list(found) == ["torchft", "torchft-reads"]
-    (tmp_path / "sample.py").write_text(BEFORE + "\n".join(found.values()) + AFTER)
+    examples = samples("TORCHFT.md")
+    assert list(examples) == ["torchft", "torchft-reads"]
+    (tmp_path / "sample.py").write_text(BEFORE + "\n".join(examples.values()) + AFTER)
     environment = {"PYTHONPATH": str(HERE), "RECIPE_RUN": str(tmp_path / "run"), "RECIPE": "gpt"}
     codes = run_ranks(
         [str(tmp_path / "sample.py")], tmp_path / "log", folder=tmp_path, environment=environment, is_launched=True

@@ -1,4 +1,4 @@
-"""Snapshots that the installed torchsnapshot takes are as the golden ones are."""
+"""Snapshots of the installed torchsnapshot equal the golden ones."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ import pytest
 
 pytest.importorskip("torchsnapshot", reason="`make test-integrations` installs it")
 
-from golden.make_torchsnapshot import ALONE, TOGETHER, take_alone, take_together
-
 import flowstone as fs
+from golden.make_torchsnapshot import ALONE, TOGETHER, take_alone, take_together
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
 

@@ -23,8 +23,8 @@ def act(name: str, mode: str, directory: Path, ranks: int = 1, script: str = "to
     command = [str(HERE / script), name, mode, str(directory)]
     log = Path(f"{directory}-{name}")
     codes = run_ranks(command, log, ranks, {"OMP_NUM_THREADS": "1"}, is_launched=True)
-    said = "\n".join(Path(f"{log}-{rank}.txt").read_text()[-3000:] for rank in range(ranks))
-    assert -9 in codes if name == "killed" else codes == [0] * ranks, said
+    text = "\n".join(Path(f"{log}-{rank}.txt").read_text()[-3000:] for rank in range(ranks))
+    assert -9 in codes if name == "killed" else codes == [0] * ranks, text
 
 
 def told(name: str, directory: Path, ranks: int = 1) -> list[dict[str, Any]]:
@@ -53,8 +53,8 @@ def test_torchtitans_own_trainer_is_killed_and_resumes_to_the_last_bit(tmp_path:
     for name, directory in (("whole", tmp_path / "a"), ("killed", tmp_path / "b"), ("resumed", tmp_path / "b")):
         act(name, mode, directory, ranks, "torchtitan_trainer_act.py")
     whole, resumed = told("whole", tmp_path / "a", ranks), told("resumed", tmp_path / "b", ranks)
-    assert {one["begun"] for one in resumed} in ({2}, {3}, {4})
-    assert [one["parts"] for one in resumed] == [one["parts"] for one in whole]
+    assert {row["begun"] for row in resumed} in ({2}, {3}, {4})
+    assert [row["parts"] for row in resumed] == [row["parts"] for row in whole]
     assert all(fs.open(path).verify().sound for path in (tmp_path / "b" / "checkpoint").iterdir())
 
 
@@ -90,7 +90,7 @@ def test_another_version_goes_on_where_its_interface_is_the_same(
 
     monkeypatch.setattr(torchtitan, "__version__", "9.9.9")
     assert checkpoint_manager_class() is CheckpointManager
-    assert "torchtitan 9.9.9 is not a version that Flowstone's adapter was tested with (0.3.0)" in caplog.text
+    assert "Flowstone's adapter was not tested with torchtitan 9.9.9 (tested: 0.3.0)" in caplog.text
     monkeypatch.setattr(CheckpointManager, "dcp_load", lambda self, checkpoint_id, state_dict: None)
     with pytest.raises(fs.FrameworkError, match=r"9\.9\.9[\s\S]*dcp_load[\s\S]*torchtitan==0\.3\.0"):
         checkpoint_manager_class()

@@ -1,4 +1,4 @@
-"""Samples of docs/TORCHTITAN.md, run in the order in which they stand, by a process of their own."""
+"""Samples of docs/TORCHTITAN.md, run in their order, in a process of their own."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ AFTER = "print('done', flush=True)\nos._exit(0)  # without the end of gloo's thr
     not is_installed("torchtitan"), reason="`make test-integrations` installs torchtitan"
 )
 def test_the_configuration_of_the_page(tmp_path: Path) -> None:
-    found = samples("TORCHTITAN.md")
-    assert list(found) == ["torchtitan", "torchtitan-reads"]
-    (tmp_path / "sample.py").write_text(BEFORE + found["torchtitan"] + BETWEEN + found["torchtitan-reads"] + AFTER)
+    result = samples("TORCHTITAN.md")
+    assert list(result) == ["torchtitan", "torchtitan-reads"]
+    (tmp_path / "sample.py").write_text(BEFORE + result["torchtitan"] + BETWEEN + result["torchtitan-reads"] + AFTER)
     codes = run_ranks([str(tmp_path / "sample.py")], tmp_path / "log", folder=tmp_path, is_launched=True)
     assert codes == [0], (tmp_path / "log-0.txt").read_text()[-3000:]

@@ -1,4 +1,4 @@
-"""Samples of docs/TRANSFORMERS.md, run in the order in which they stand."""
+"""Samples of docs/TRANSFORMERS.md, run in their order."""
 
 from __future__ import annotations
 

@@ -36,16 +36,16 @@ from flowstone.adapters.torchft import ReplicaCheckpointer
 WIDTH, STEPS, GROUPS = 160, 10, 2
 
 
-def manager_of(told: dict[str, Any]) -> Any:
-    rank, ranks = told["rank"], told["ranks"]
-    store = dist.TCPStore("127.0.0.1", told["port"], is_master=rank == 0, wait_for_workers=False)
+def manager_of(record: dict[str, Any]) -> Any:
+    rank, ranks = record["rank"], record["ranks"]
+    store = dist.TCPStore("127.0.0.1", record["port"], is_master=rank == 0, wait_for_workers=False)
     if ranks > 1:
         dist.init_process_group("gloo", store=dist.PrefixStore("group", store), rank=rank, world_size=ranks)
     timeout = timedelta(seconds=120)
     manager = Manager(
         pg=ProcessGroupGloo(timeout=timeout), load_state_dict=None, state_dict=None, min_replica_size=GROUPS,
         timeout=timeout, quorum_timeout=timedelta(seconds=600), connect_timeout=timeout, rank=rank, world_size=ranks,
-        store_addr="127.0.0.1", store_port=store.port, lighthouse_addr=told["lighthouse"], replica_id=told["name"],
+        store_addr="127.0.0.1", store_port=store.port, lighthouse_addr=record["lighthouse"], replica_id=record["name"],
         hostname="127.0.0.1",
     )
     manager.keeps = store
@@ -67,39 +67,39 @@ class Shared(nn.Module):
 
     def average(self) -> None:
         """All gradients, behind the backward pass."""
-        for work in [self.manager.allreduce(one.grad.to_local()) for one in self.parameters()]:
+        for work in [self.manager.allreduce(parameter.grad.to_local()) for parameter in self.parameters()]:
             work.wait()
 
 
 def local(value: Any) -> Any:
     """What this rank has of a state."""
     if isinstance(value, dict):
-        return {key: local(one) for key, one in value.items()}
+        return {key: local(item) for key, item in value.items()}
     return value.to_local() if isinstance(value, DTensor) else value
 
 
 def main() -> None:
-    told = json.loads(sys.argv[1])
+    record = json.loads(sys.argv[1])
     torch.set_num_threads(1)
     torch.manual_seed(7)
     network = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.ReLU(), nn.Linear(WIDTH, 5))
-    if told.get("other_weights"):
+    if record.get("other_weights"):
         for parameter in network.parameters():
             parameter.data.fill_(9)
-    manager = manager_of(told)
-    model = DistributedDataParallel(manager, network) if told["ranks"] == 1 else Shared(manager, network)
+    manager = manager_of(record)
+    model = DistributedDataParallel(manager, network) if record["ranks"] == 1 else Shared(manager, network)
     optimizer = Optimizer(manager, torch.optim.AdamW(model.parameters(), lr=1e-2))
-    note = told["name"] if told["ranks"] == 1 else "begun again" if told.get("other_weights") else "begun"
+    note = record["name"] if record["ranks"] == 1 else "begun again" if record.get("other_weights") else "begun"
     state = {"model": model, "optimizer": optimizer, "note": note}  # torchft heals each rank from any group
     committed, tries = [], 0
-    with ReplicaCheckpointer(told["runs"], manager, state, keep=20) as ckpt:
+    with ReplicaCheckpointer(record["runs"], manager, state, keep=20) as ckpt:
         while (step := manager.current_step()) < STEPS:
-            if step == told.get("kill_at") and told["rank"] == told["ranks"] - 1:
-                while not (Path(told["runs"]) / "step-00000002" / "manifest.json").exists():
+            if step == record.get("kill_at") and record["rank"] == record["ranks"] - 1:
+                while not (Path(record["runs"]) / "step-00000002" / "manifest.json").exists():
                     time.sleep(0.01)
                 os.kill(os.getpid(), signal.SIGKILL)
             optimizer.zero_grad()
-            noise = torch.Generator().manual_seed(100 * step + 10 * told["rank"] + told["number"])
+            noise = torch.Generator().manual_seed(100 * step + 10 * record["rank"] + record["number"])
             model(torch.randn(4, WIDTH, generator=noise)).square().mean().backward()
             if isinstance(model, Shared):
                 model.average()
@@ -110,7 +110,7 @@ def main() -> None:
                 committed.append(step + 1)
         ckpt.wait()
     parts = {"model": digest(local(model.state_dict())), "optimizer": digest(local(optimizer.state_dict()))}
-    Path(told["out"]).write_text(json.dumps({
+    Path(record["out"]).write_text(json.dumps({
         "parts": parts, "loaded": ckpt.loaded, "committed": committed, "tries": tries, "note": state["note"],
         "manager": manager.state_dict(),
     }))

@@ -1,4 +1,4 @@
-"""Replica groups of torchft on one lighthouse: started, killed, waited for, and asked what they ended with."""
+"""Replica groups of torchft on one lighthouse: start them, kill them, wait for them, and read their results."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ class Job:
         self.folder, self.lighthouse, self.runs, self.ranks = folder, lighthouse, folder / "runs", ranks
         self.groups: dict[str, list[subprocess.Popen[bytes]]] = {}
 
-    def start(self, name: str, number: int, **told: Any) -> None:
+    def start(self, name: str, number: int, **value: Any) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        told |= {
+        value |= {
             "lighthouse": self.lighthouse, "name": name, "number": number, "runs": str(self.runs), "port": port,
             "ranks": self.ranks,
         }
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         self.groups[name] = []
         for rank in range(self.ranks):
-            told |= {"rank": rank, "out": str(self.folder / f"{name}-{rank}.json")}
-            with (self.folder / f"{name}-{rank}.txt").open("a") as said:
+            value |= {"rank": rank, "out": str(self.folder / f"{name}-{rank}.json")}
+            with (self.folder / f"{name}-{rank}.txt").open("a") as output:
                 self.groups[name].append(subprocess.Popen(
-                    [sys.executable, str(HERE / "torchft_act.py"), json.dumps(told)], stdout=said, stderr=said,
+                    [sys.executable, str(HERE / "torchft_act.py"), json.dumps(value)], stdout=output, stderr=output,
                     env=environment,
                 ))
 
@@ -50,7 +50,7 @@ class Job:
         deadline = time.monotonic() + 900
         codes: list[int | None] = []
         while time.monotonic() < deadline:
-            codes = [_code([one.poll() for one in self.groups[name]]) for name in names]
+            codes = [_code([group.poll() for group in self.groups[name]]) for name in names]
             if None not in codes or not {0, None} >= set(codes):
                 break
             time.sleep(0.05)
@@ -70,8 +70,8 @@ class Job:
         return "\n".join(path.read_text()[-4000:] for path in sorted(self.folder.glob("*.txt")))
 
     def told(self, name: str, rank: int = 0) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads((self.folder / f"{name}-{rank}.json").read_text())
-        return found
+        record: dict[str, Any] = json.loads((self.folder / f"{name}-{rank}.json").read_text())
+        return record
 
 
 def _code(codes: list[int | None]) -> int | None:
@@ -100,12 +100,12 @@ def undisturbed(folder: Path, ranks: int) -> list[dict[str, Any]]:
         calm.start("group_0", 0)
         calm.start("group_1", 1)
         assert calm.end("group_0", "group_1") == [0, 0], calm.said()
-        found = [calm.told("group_0", rank) for rank in range(ranks)]
-        for rank, told in enumerate(found):
-            assert told["parts"] == calm.told("group_1", rank)["parts"]
-            assert told["loaded"] is None
-            assert told["manager"]["step"] == STEPS
-    return found
+        value = [calm.told("group_0", rank) for rank in range(ranks)]
+        for rank, result in enumerate(value):
+            assert result["parts"] == calm.told("group_1", rank)["parts"]
+            assert result["loaded"] is None
+            assert result["manager"]["step"] == STEPS
+    return value
 
 
 def check(job: Job, whole: list[dict[str, Any]], *names: str, lost: tuple[int, ...] = ()) -> None:

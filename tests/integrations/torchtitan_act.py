@@ -217,7 +217,7 @@ def exports(mode: str, directory: Path) -> None:
     with pytest.raises(fs.NoCheckpointError, match=r"Hugging Face[\s\S]*initial_load_in_hf"):
         Job(directory.with_name("last")).load()
     (last.folder / "step-7").mkdir()
-    with pytest.raises(fs.NoCheckpointError, match="never committed"):
+    with pytest.raises(fs.NoCheckpointError, match="not committed"):
         Job(directory.with_name("last"), load_step=7).load()
 
 

@@ -146,7 +146,7 @@ def main(act: str, mode: str, directory: Path) -> None:
     trainer.gc_handler.run = lambda step: begun.append(step)  # the first is the one behind what was loaded
     trainer.train()
     parts = {
-        name: digest({key: one.full_tensor() if hasattr(one, "full_tensor") else one for key, one in state.items()})
+        name: digest({key: part.full_tensor() if hasattr(part, "full_tensor") else part for key, part in state.items()})
         for name, state in (
             ("model", trainer.model_parts[0].state_dict()), ("optimizer", trainer.optimizers.state_dict()),
             ("schedule", trainer.lr_schedulers.state_dict()), ("trainer", trainer.state_dict()),

@@ -124,24 +124,24 @@ def ended(trainer: Trainer) -> dict[str, Any]:
         "scheduler": digest(trainer.lr_scheduler.state_dict()),
         "generators": digest([torch.get_rng_state(), random.getstate(), np.random.get_state()]),
         "log": [{k: v for k, v in entry.items() if not k.endswith(timed)} for entry in trainer.state.log_history],
-        "drawn": next(one.drawn for one in trainer.callback_handler.callbacks if isinstance(one, Draws)),
+        "drawn": next(callback.drawn for callback in trainer.callback_handler.callbacks if isinstance(callback, Draws)),
         "best": trainer.state.best_global_step, "flos": trainer.state.total_flos,
     }
 
 
 def main() -> None:
-    told = json.loads(sys.argv[1])
-    out = Path(told["out"])
+    row = json.loads(sys.argv[1])
+    out = Path(row["out"])
     torch.set_num_threads(1)
-    callbacks: list[TrainerCallback] = [Killed(out, told["kill_at"])] if told.get("kill_at") else []
-    callbacks += [Full(out, told["full_at"])] if "full_at" in told else []
-    trainer = made_trainer(out, callbacks, with_adapters() if told.get("adapters") else None, **told.get("args", {}))
-    if told.get("resume"):  # nothing of this may be left after a load
+    callbacks: list[TrainerCallback] = [Killed(out, row["kill_at"])] if row.get("kill_at") else []
+    callbacks += [Full(out, row["full_at"])] if "full_at" in row else []
+    trainer = made_trainer(out, callbacks, with_adapters() if row.get("adapters") else None, **row.get("args", {}))
+    if row.get("resume"):  # nothing of this may be left after a load
         for parameter in trainer.model.parameters():
             parameter.data.fill_(9) if parameter.requires_grad else None
-    if told.get("flowstone", True):
+    if row.get("flowstone", True):
         trainer = use_flowstone(trainer)
-    resume = told.get("resume")
+    resume = row.get("resume")
     trainer.train(resume_from_checkpoint=get_last_checkpoint(out) if resume == "last" else resume)
     Path(f"{out}-{RANK}.json").write_text(json.dumps(ended(trainer)))
     sys.stdout.flush()

@@ -30,7 +30,7 @@ WORDS = [f"w{number}" for number in range(61)]
 
 def tokenizer() -> PreTrainedTokenizerFast:
     """Of 64 words, as the model has them."""
-    ids = {word: at for at, word in enumerate(["<pad>", "<s>", "</s>", *WORDS])}
+    ids = {word: index for index, word in enumerate(["<pad>", "<s>", "</s>", *WORDS])}
     words = Tokenizer(models.WordLevel(ids, unk_token="<pad>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
@@ -40,11 +40,11 @@ def said(rows: int, seed: int) -> list[str]:
     """Texts of 2 to 4 words."""
     noise = torch.Generator().manual_seed(seed)
     drawn = [torch.randint(0, len(WORDS), (2 + row % 3,), generator=noise).tolist() for row in range(rows)]
-    return [" ".join(WORDS[one] for one in row) for row in drawn]
+    return [" ".join(WORDS[item] for item in row) for row in drawn]
 
 
 def odd_words(completions: list[str], **_: Any) -> list[float]:
-    return [sum(word.endswith(("1", "3", "7")) for word in one.split()) / 4 for one in completions]
+    return [sum(word.endswith(("1", "3", "7")) for word in completion.split()) / 4 for completion in completions]
 
 
 def data_of(kind: str) -> Dataset:
@@ -79,22 +79,22 @@ def made_trainer(kind: str, out: Path, callbacks: list[TrainerCallback], given: 
 
 
 def main() -> None:
-    told = json.loads(sys.argv[1])
-    out = Path(told["out"])
+    record = json.loads(sys.argv[1])
+    out = Path(record["out"])
     torch.set_num_threads(1)
-    callbacks: list[TrainerCallback] = [Killed(out, told["kill_at"])] if told.get("kill_at") else []
-    trainer = made_trainer(told["kind"], out, callbacks, told.get("args", {}))
-    if told.get("resume"):  # nothing of this may be left after a load
+    callbacks: list[TrainerCallback] = [Killed(out, record["kill_at"])] if record.get("kill_at") else []
+    trainer = made_trainer(record["kind"], out, callbacks, record.get("args", {}))
+    if record.get("resume"):  # nothing of this may be left after a load
         for parameter in trainer.model.parameters():
             parameter.data.fill_(9) if parameter.requires_grad else None
-    if told.get("flowstone", True):
+    if record.get("flowstone", True):
         trainer = use_flowstone(trainer)
-    resume = told.get("resume")
+    resume = record.get("resume")
     trainer.train(resume_from_checkpoint=get_last_checkpoint(out) if resume == "last" else resume)
-    found = ended(trainer)
+    result = ended(trainer)
     reference = getattr(trainer, "ref_model", None)
-    found["reference"] = None if reference is None else digest(reference.state_dict())
-    Path(f"{out}-{RANK}.json").write_text(json.dumps(found))
+    result["reference"] = None if reference is None else digest(reference.state_dict())
+    Path(f"{out}-{RANK}.json").write_text(json.dumps(result))
     sys.stdout.flush()
     os._exit(0)  # without the end of gloo's threads, which now and then aborts a process
 

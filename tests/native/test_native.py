@@ -1,4 +1,4 @@
-"""The extension module keeps the contract of _native.pyi; the engine's own suite is native/tests."""
+"""The extension module conforms to _native.pyi; the engine's own tests are in native/tests."""
 
 import errno
 import gc
@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from apart import apart
 
 from flowstone import _native as native
+from own_process import run_in_own_process
 
 BACKENDS = ["posix"] + (["io_uring"] if native.has_io_uring() else [])
 KIB, MIB = 1 << 10, 1 << 20
@@ -67,15 +67,14 @@ def read_rows(offsets, targets, digests, **columns):
         "file": np.zeros(count, np.uint32),
         "offset": np.array(offsets, np.uint64),
         "length": lengths,
-        "address": np.array([target.ctypes.data for target in targets], np.uint64),
         "chunk": (np.cumsum(chunks) - chunks).astype(np.uint64),
         "first": np.zeros(count, np.uint64),
         "last": chunks.astype(np.uint64),
-        "layout": np.full(count, -1, np.int64),
-        "layouts": [],
         "digests": digests,
     }
-    return native.ReadExtents(**(arguments | columns))
+    rows = native.ReadExtents(**(arguments | columns))
+    rows.aim(np.array([target.ctypes.data for target in targets], np.uint64), np.full(count, -1, np.int64), [])
+    return rows
 
 
 def random_bytes(length, seed=0):
@@ -152,12 +151,9 @@ def test_strided_sources_and_targets_round_trip(engine, arena, tmp_path):
     scatter = native.ScatterLayout(
         item_bytes=4, extent_shape=view.shape, offset=(50, 7), shape=box.shape, strides_bytes=box.strides
     )
-    load = engine.read(
-        arena,
-        [file],
-        read_rows([0], [view], job.digests, address=np.array([box.ctypes.data], np.uint64),
-                  layout=np.zeros(1, np.int64), layouts=[scatter]),
-    )
+    rows = read_rows([0], [view], job.digests)
+    rows.aim(np.array([box.ctypes.data], np.uint64), np.zeros(1, np.int64), [scatter])
+    load = engine.read(arena, [file], rows)
     assert load.wait(60)
     assert load.fault is None
     assert load.bad_chunks.size == 0
@@ -191,7 +187,7 @@ def test_reading_on_past_bad_chunks_names_them_all(engine, arena, tmp_path):
     for chunk in (0, 3, 5):
         os.pwrite(fd, bytes([source[chunk * MIB] ^ 1]), chunk * MIB)
     target = np.zeros_like(source)
-    load = engine.read(arena, [file], read_rows([0], [target], job.digests), stop_at_bad=False)
+    load = engine.read(arena, [file], read_rows([0], [target], job.digests), native.ReadOptions(stop_at_bad=False))
     assert load.wait(60)
     assert load.fault is None
     assert not load.cancelled
@@ -215,7 +211,11 @@ def test_verify_only_reads_and_keeps_nothing(engine, arena, tmp_path):
     fd, file = open_file(tmp_path / "segment", source.nbytes, direct=False)
     job = engine.write(arena, [(file, source.nbytes)], write_rows([0], [source]))
     assert job.wait(60)
-    rows = read_rows([0], [source], job.digests, address=np.full(1, native.VERIFY_ONLY, np.uint64))
+    rows = native.ReadExtents(
+        file=np.zeros(1, np.uint32), offset=np.zeros(1, np.uint64), length=np.array([source.nbytes], np.uint64),
+        chunk=np.zeros(1, np.uint64), first=np.zeros(1, np.uint64), last=np.array([len(job.digests)], np.uint64),
+        digests=job.digests,
+    )
     load = engine.read(arena, [file], rows)
     assert load.wait(60)
     assert load.fault is None
@@ -257,7 +257,7 @@ def test_gap_blocks_are_left_alone_unless_asked(engine, arena, tmp_path):
     for gap_bytes, kept in [(0, True), (8192, False)]:
         os.pwrite(fd, b"\xff" * 16384, 0)
         rows = write_rows([0, 12288], [random_bytes(10, 1), random_bytes(10, 2)])
-        assert engine.write(arena, [(file, 16384)], rows, gap_bytes=gap_bytes).wait(60)
+        assert engine.write(arena, [(file, 16384)], rows, native.WriteOptions(gap_bytes=gap_bytes)).wait(60)
         middle = os.pread(fd, 8192, 4096)
         assert middle == (b"\xff" if kept else b"\0") * 8192
     os.close(fd)
@@ -316,7 +316,8 @@ def test_capture_needs_no_files_and_nothing_is_written_before_they_are_ready(eng
     source = random_bytes(MIB)
     expected = source.copy()
     fd, file = open_file(tmp_path / "segment", source.nbytes, direct=False)
-    job = engine.write(arena, [(file, source.nbytes)], write_rows([0], [source]), files_ready=False)
+    rows = write_rows([0], [source])
+    job = engine.write(arena, [(file, source.nbytes)], rows, native.WriteOptions(files_ready=False))
     assert job.wait_captured(60)
     source[:] = 0
     assert not job.wait(0)
@@ -334,7 +335,8 @@ def test_capture_needs_no_files_and_nothing_is_written_before_they_are_ready(eng
 def test_a_job_whose_files_never_are_ready_ends_by_cancel(engine, arena, tmp_path, captured):
     source = random_bytes(64 * MIB if not captured else MIB)
     fd, file = open_file(tmp_path / "segment", source.nbytes, direct=False)
-    job = engine.write(arena, [(file, source.nbytes)], write_rows([0], [source]), files_ready=False)
+    rows = write_rows([0], [source])
+    job = engine.write(arena, [(file, source.nbytes)], rows, native.WriteOptions(files_ready=False))
     assert not captured or job.wait_captured(60)
     job.cancel()
     assert job.wait(60)
@@ -363,11 +365,11 @@ def test_cancel_ends_the_job_without_a_fault(engine, arena, tmp_path):
         ({"offset": np.array([4096, 0], np.uint64)}, "not sorted"),
         ({"offset": np.array([0, 50], np.uint64)}, "overlap"),
         ({"offset": np.array([0, 8190], np.uint64)}, "beyond the file"),
-        ({"offset": np.array([0, 2**64 - 1], np.uint64)}, "beyond any file"),
-        ({"file": np.array([0, 1], np.uint32)}, "file is no index"),
-        ({"layout": np.array([-1, 0], np.int64)}, "layout is no index"),
-        ({"layout": np.array([-2, -1], np.int64)}, "layout is no index"),
-        ({"chunk": np.array([0, 2], np.uint64)}, "beyond chunks"),
+        ({"offset": np.array([0, 2**64 - 1], np.uint64)}, "beyond the largest file"),
+        ({"file": np.array([0, 1], np.uint32)}, "file is not an index"),
+        ({"layout": np.array([-1, 0], np.int64)}, "layout is not an index"),
+        ({"layout": np.array([-2, -1], np.int64)}, "layout is not an index"),
+        ({"chunk": np.array([0, 2], np.uint64)}, "beyond the number of chunks"),
         ({"address": np.array([0, 0], np.uint64)}, "null"),
     ],
 )
@@ -388,6 +390,19 @@ def test_wrong_columns_are_value_errors():
         read_rows([0], [random_bytes(1)], np.zeros(1, np.int64))
     strided = np.arange(4, dtype=np.uint64)[::2]
     write_rows([0, 2], [random_bytes(1), random_bytes(1)], offset=strided)  # any stride will do
+
+
+def test_rows_of_a_supply_are_on_the_host_and_not_lazy(engine, arena, tmp_path):
+    fd, file = open_file(tmp_path / "segment", 8192, direct=False)
+    source = random_bytes(100)
+    rows = write_rows([0], [source])
+    with pytest.raises(ValueError, match="a different number of rows"):
+        rows.attach_supply(native.SourceSupply(np.zeros(2, np.uint64)))
+    rows.attach_supply(native.SourceSupply(np.array([source.nbytes], np.uint64)))
+    rows.mark_lazy(np.ones(1, np.bool_))
+    with pytest.raises(ValueError, match="must be on the host, and not lazy"):
+        engine.write(arena, [(file, 8192)], rows)
+    os.close(fd)
 
 
 def test_wrong_options_are_value_errors(engine, arena, tmp_path):
@@ -435,21 +450,22 @@ def _rows_beyond_the_limit():
 
 
 def test_memory_that_the_system_refuses_is_an_os_error():
-    assert apart(_rows_beyond_the_limit) == errno.ENOMEM
+    assert run_in_own_process(_rows_beyond_the_limit) == errno.ENOMEM
 
 
 @pytest.mark.parametrize("how", ["samples", "auto"])
 def test_rows_are_watched_from_before_their_job_on(engine, arena, tmp_path, how):
     source = np.arange(1_000_000, dtype=np.uint64)
     fd, file = open_file(tmp_path / "file", 8 * MIB, direct=False)
-    rows = write_rows([0], [source], lazy=np.array([True]))
+    rows = write_rows([0], [source])
+    rows.mark_lazy(np.array([True]))
     rows.watch(how)
     source += 1
-    job = engine.write(arena, [(file, 8 * MIB)], rows, watch=how)
+    job = engine.write(arena, [(file, 8 * MIB)], rows, native.WriteOptions(watch=how))
     assert job.wait(60)
     assert job.fault is not None
     assert job.fault.operation == "capture"
-    again = engine.write(arena, [(file, 8 * MIB)], rows, watch=how)  # each watch is of one job
+    again = engine.write(arena, [(file, 8 * MIB)], rows, native.WriteOptions(watch=how))  # each watch is of one job
     assert again.wait(60)
     assert again.fault is None
     assert os.pread(fd, source.nbytes, 0) == source.tobytes()
@@ -460,12 +476,14 @@ def test_rows_are_watched_from_before_their_job_on(engine, arena, tmp_path, how)
 def test_rows_that_were_written_since_their_watch_began_are_known_without_a_job():
     sources = [np.arange(100_000, dtype=np.uint64) for _ in range(4)]
     places = np.cumsum([0, *(1 << 20 for _ in sources[1:])]) + [source.ctypes.data % 4096 for source in sources]
-    rows = write_rows(places, sources, lazy=np.ones(4, np.bool_))
+    rows = write_rows(places, sources)
+    rows.mark_lazy(np.ones(4, np.bool_))
     with pytest.raises(ValueError, match="not watched"):
         rows.changed_rows()
     rows.watch("auto")
     assert rows.changed_rows() == []
-    other = write_rows(places, sources, lazy=np.ones(4, np.bool_))
+    other = write_rows(places, sources)
+    other.mark_lazy(np.ones(4, np.bool_))
     sources[1][50_000] = 7
     other.watch("auto")  # a second watch hides nothing
     sources[3][-1] = 7  # on a page that it shares with other memory

@@ -1,7 +1,7 @@
-"""Any layout loads any layout: from what ranks hold to what other ranks want, in one process, a dictionary as disk.
+"""Any layout loads any layout: ranks load a state of other ranks, in one process, with a dictionary as disk.
 
-All that is planned is played, byte by byte: who writes what, slots, the index, chunks and their digests, which chunks
-to read for which box. Chunks are small here, so that tensors have many. A failure prints LAYOUT=<number>;
+The complete plan is executed byte by byte: writers, slots, the index, chunks and their digests, the chunks to read for
+each box. Chunks are small here, so that tensors have many. A failure prints LAYOUT=<number>;
 `LAYOUT=<number> pytest tests/plan/test_any_layout.py` repeats exactly that case.
 """
 
@@ -15,21 +15,21 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from unittest import mock
 
-import layouts
 import numpy as np
 import pytest
-from layouts import Case, inside
 
+import layouts
 from flowstone import _native
+from flowstone.coordination.messages import PlanTerms, assignment_of, parts_of
 from flowstone.format.index import Index, decode_index
 from flowstone.format.manifest import SegmentRow
-from flowstone.pipeline.messages import Terms, assignment_of, parts_of
 from flowstone.plan.assign_writers import WriterAssignment, assign_writers
 from flowstone.plan.global_index import global_index
 from flowstone.plan.read import plan_reads
 from flowstone.plan.write import WritePlan, Writer, data_offsets, plan_writes
 from flowstone.table.box import Box
 from flowstone.table.pieces import Layout, Piece, Pieces
+from layouts import Case, inside
 
 SHORT, ALL = 250, 2000
 CHUNK_BYTES, PACKED_BELOW_BYTES = 256, 700
@@ -60,29 +60,29 @@ class Disk:
 
 def pieces_of(case: Case, layout: layouts.Layout, rank: int) -> Pieces:
     return Pieces.of([
-        Piece(one.name, one.dtype, one.shape, box)
-        for one, lies in zip(case.tensors, layout.lies, strict=True) for box in lies.boxes[rank]
+        Piece(tensor.name, tensor.dtype, tensor.shape, box)
+        for tensor, lies in zip(case.tensors, layout.lies, strict=True) for box in lies.boxes[rank]
     ])
 
 
 def shared_out(ranks: Sequence[Pieces], chance: random.Random) -> WriterAssignment:
     """Who writes what, replicas cut or not; sometimes as it is shared out again, on other nodes, among those that have
     not begun."""
-    held, nodes = [one.compact() for one in ranks], [chance.randrange(3) for _ in ranks]
-    found = assign_writers(
+    held, nodes = [rank.compact() for rank in ranks], [chance.randrange(3) for _ in ranks]
+    assigned = assign_writers(
         held, nodes, worth_bytes=chance.choice((1, 1 << 30)), block_bytes_min=chance.choice((1, 100, 1000))
     )
     if chance.random() < 0.3:
         begun = [rank for rank in range(len(ranks)) if chance.random() < 0.5]
-        kept = {rank: found.writes[rank] for rank in begun}
-        again = assign_writers(held, nodes[::-1], kept, kept_split=found.split if begun else None)
-        assert all(np.array_equal(again.writes[rank], found.writes[rank]) for rank in begun)
+        kept = {rank: assigned.writes[rank] for rank in begun}
+        again = assign_writers(held, nodes[::-1], kept, begun_split=assigned.split if begun else None)
+        assert all(np.array_equal(again.writes[rank], assigned.writes[rank]) for rank in begun)
         return again
-    return found
+    return assigned
 
 
 def digests_of(data: bytes) -> list[int]:
-    return [_native.xxh3_64(data[at : at + CHUNK_BYTES]) for at in range(0, len(data), CHUNK_BYTES)]
+    return [_native.xxh3_64(data[offset : offset + CHUNK_BYTES]) for offset in range(0, len(data), CHUNK_BYTES)]
 
 
 def save(case: Case, values: dict[str, np.ndarray], chance: random.Random) -> Disk:
@@ -94,10 +94,10 @@ def save(case: Case, values: dict[str, np.ndarray], chance: random.Random) -> Di
     offsets, digests, numbers = [], [], []
     for rank, (pieces, part) in enumerate(zip(ranks, parts_of(shared), strict=True)):
         assert part.positions is not None
-        writes = assignment_of(Terms("plan", "job", 0, None), Layout(pieces, (), ()), part)
+        writes = assignment_of(PlanTerms("plan", "job", 0, None), Layout(pieces, (), ()), part)
         mine = pieces.take(writes.positions.tolist(), writes.blocks)
-        room = chance.choice((1 << 20, 1 << 20, 8192))
-        plan = plan_writes(mine, writer=Writer(rank), alone=False, header_bytes_max=room)
+        position = chance.choice((1 << 20, 1 << 20, 8192))
+        plan = plan_writes(mine, writer=Writer(rank), is_complete=False, header_bytes_max=position)
         where = data_offsets(plan, np.array([chance.randrange(4096) for _ in mine], np.uint64))
         numbers.append(plan.segment + np.uint32(len(rows)))
         for file in plan.segments:
@@ -114,21 +114,21 @@ def put(
     plan: WritePlan, offsets: np.ndarray, pieces: Pieces, values: dict[str, np.ndarray], segments: dict[str, bytearray]
 ) -> list[int]:
     """The bytes of each piece to where the plan has them; the digests of its chunks."""
-    found = []
-    for at, piece in enumerate(pieces):
-        data, begin = values[piece.name][inside(piece.box)].tobytes(), int(offsets[at])
-        file = plan.segments[int(plan.segment[at])]
+    collected = []
+    for index, piece in enumerate(pieces):
+        data, begin = values[piece.name][inside(piece.box)].tobytes(), int(offsets[index])
+        file = plan.segments[int(plan.segment[index])]
         assert file.header_bytes <= begin <= begin + len(data) <= file.bytes
         segments[file.name][begin : begin + len(data)] = data
-        found += digests_of(data)
-    return found
+        collected += digests_of(data)
+    return collected
 
 
 def load(case: Case, disk: Disk, rank: int) -> None:
     """What a rank of the target reads is what was saved, in every bit, and each element comes once."""
-    wanted = pieces_of(case, case.target, rank)
+    expected = pieces_of(case, case.target, rank)
     index, values = disk.index, case.values()
-    plan = plan_reads(index, wanted, [index.rows()[name] for name in wanted.names])
+    plan = plan_reads(index, expected, [index.rows()[name] for name in expected.names])
     fetched: dict[tuple[int, int], tuple[np.ndarray, np.ndarray, Box]] = {}
     total = 0
     for row in range(len(plan.piece)):
@@ -146,26 +146,26 @@ def load(case: Case, disk: Disk, rank: int) -> None:
             known[0][begin:stop], known[1][begin:stop] = data, True
             total += stop - begin
     assert total == plan.bytes
-    for at, one in enumerate(wanted):
-        found = np.full((*one.box.shape, one.dtype.item_bytes), POISON, np.uint8)
-        times = np.zeros(one.box.shape, int)
+    for number, item in enumerate(expected):
+        actual = np.full((*item.box.shape, item.dtype.item_bytes), POISON, np.uint8)
+        times = np.zeros(item.box.shape, int)
         for (piece, target), (data, there, region) in fetched.items():
-            if target == at:
-                source, within = index.pieces.box(piece), inside(region.within(one.box))
+            if target == number:
+                source, within = index.pieces.box(piece), inside(region.within(item.box))
                 lies = inside(region.within(source))
-                shape = (*source.shape, one.dtype.item_bytes)
+                shape = (*source.shape, item.dtype.item_bytes)
                 assert there.reshape(shape)[lies].all(), "a chunk that is needed is not read"
-                found[within] = data.reshape(shape)[lies]
+                actual[within] = data.reshape(shape)[lies]
                 times[within] += 1
-        assert (times == 1).all(), f"{one.name} {one.box} on rank {rank}"
-        assert np.array_equal(found, values[one.name][inside(one.box)]), f"{one.name} {one.box} on rank {rank}"
+        assert (times == 1).all(), f"{item.name} {item.box} on rank {rank}"
+        assert np.array_equal(actual, values[item.name][inside(item.box)]), f"{item.name} {item.box} on rank {rank}"
 
 
 def chunk_of(disk: Disk, piece: int, chunk: int, begin: int, stop: int) -> np.ndarray:
     """A chunk of a stored piece, verified."""
     index = disk.index
-    at = int(index.chunks.offset[piece])
-    data = bytes(disk.segments[disk.rows[int(index.chunks.segment[piece])].name][at + begin : at + stop])
+    offset = int(index.chunks.offset[piece])
+    data = bytes(disk.segments[disk.rows[int(index.chunks.segment[piece])].name][offset + begin : offset + stop])
     number = int(index.chunks.first[piece]) + chunk
     run = np.array([piece]), np.array([chunk]), np.array([chunk + 1])
     assert index.chunks.stored_bytes(*run).tolist() == [stop - begin]
@@ -205,16 +205,16 @@ def test_case_of_layout() -> None:
 def test_the_cases_are_as_awkward_as_they_should_be() -> None:
     cases = [layouts.make(seed) for seed in range(SHORT)]
     lies = [
-        (one, lying, layout.size) for case in cases for layout in (case.source, case.target)
-        for one, lying in zip(case.tensors, layout.lies, strict=True)
+        (tensor, lying, layout.size) for case in cases for layout in (case.source, case.target)
+        for tensor, lying in zip(case.tensors, layout.lies, strict=True)
     ]
     ranks = set(range(1, layouts.RANKS_MAX + 1))
     assert {case.source.size for case in cases} == {case.target.size for case in cases} == ranks
     assert {lying.how.partition(" ")[0] for _, lying, _ in lies} == {"mesh", "flat", "tiles", "whole", "everywhere"}
-    assert {len(one.shape) for one, _, _ in lies} == {0, 1, 2, 3, 4}
-    sides = {n for one, _, _ in lies for n in one.shape}
+    assert {len(tensor.shape) for tensor, _, _ in lies} == {0, 1, 2, 3, 4}
+    sides = {n for tensor, _, _ in lies for n in tensor.shape}
     assert {0, 1, 2, 3, 7, 13, 31} <= sides, "nothing, ones, primes"
-    assert sum(0 < one.shape[0] < size for one, _, size in lies if one.shape) > SHORT // 2, "fewer rows than ranks"
+    assert sum(0 < box.shape[0] < size for box, _, size in lies if box.shape) > SHORT // 2, "fewer rows than ranks"
     strided = [lying for _, lying, _ in lies if lying.mesh and any(p.factor > 1 for p in lying.mesh.placements)]
     assert sum(max(map(len, lying.boxes)) > 1 for lying in strided) > SHORT // 10, "several boxes on one rank"
     replicas = [lying for _, lying, _ in lies if len(set(sum(lying.boxes, ()))) < sum(map(len, lying.boxes))]

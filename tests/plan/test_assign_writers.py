@@ -1,4 +1,4 @@
-"""Who writes what: every element once, whoever holds it, and nobody much more than the others."""
+"""Which rank writes what: every element once, by a rank that holds it, and balanced over the ranks."""
 
 from __future__ import annotations
 
@@ -26,42 +26,42 @@ F32 = DTYPES["float32"]
 def held(pieces: Sequence[tuple[str, tuple[int, ...], Box | None]]) -> Pieces:
     """What a rank holds: (name, global shape, box, or None for all of it)."""
     names = TensorColumns(tuple(p[0] for p in pieces), (F32,) * len(pieces), tuple(p[1] for p in pieces))
-    parts = [at for at, p in enumerate(pieces) if p[2] is not None]
+    parts = [index for index, p in enumerate(pieces) if p[2] is not None]
     boxes = [n for p in pieces if p[2] is not None for n in (*p[2].offset, *p[2].shape)]
     return Pieces(names, np.array(parts, np.int64), np.array(boxes, np.int64))
 
 
-def boxes(one: Pieces) -> list[tuple[str, Box]]:
+def boxes(pieces: Pieces) -> list[tuple[str, Box]]:
     """The pieces of a rank, as records."""
-    found = list(zip(one.names, map(Box.whole, one.shapes), strict=True))
-    kinds = np.arange(len(one.parts)) if one.kinds is None else one.kinds
-    numbers, at = one.boxes.tolist(), 0
+    boxes = list(zip(pieces.names, map(Box.whole, pieces.shapes), strict=True))
+    kinds = np.arange(len(pieces.parts)) if pieces.kinds is None else pieces.kinds
+    numbers, index = pieces.boxes.tolist(), 0
     for kind in range(int(kinds.max(initial=-1)) + 1):
-        for part in one.parts[kinds == kind].tolist():
-            name, n = found[part][0], len(one.shapes[part])
-            found[part] = name, Box(tuple(numbers[at : at + n]), tuple(numbers[at + n : at + 2 * n]))
-        at += 2 * n
-    return found
+        for part in pieces.parts[kinds == kind].tolist():
+            name, n = boxes[part][0], len(pieces.shapes[part])
+            boxes[part] = name, Box(tuple(numbers[index : index + n]), tuple(numbers[index + n : index + 2 * n]))
+        index += 2 * n
+    return boxes
 
 
-def check(ranks: Sequence[Pieces], found: WriterAssignment) -> None:
+def check(ranks: Sequence[Pieces], assignment: WriterAssignment) -> None:
     """Every element of every tensor is written once, by a rank that holds it."""
     counts: dict[str, np.ndarray] = {}
     sums = []
-    for one, writes in zip(ranks, found.writes, strict=True):
-        pieces, shapes = boxes(one), dict(zip(one.names, one.shapes, strict=True))
+    for rank, writes in zip(ranks, assignment.writes, strict=True):
+        pieces, shapes = boxes(rank), dict(zip(rank.names, rank.shapes, strict=True))
         assert writes.tolist() == sorted(set(writes.tolist()))
-        sums.append(sum(4 * pieces[at][1].elements for at in writes.tolist()))
-        for at in writes.tolist():
-            name, box = pieces[at]
+        sums.append(sum(4 * pieces[write][1].elements for write in writes.tolist()))
+        for write in writes.tolist():
+            name, box = pieces[write]
             shape = shapes[name]
             count = counts.setdefault(name, np.zeros(shape, int))
             count[tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))] += 1
-    for one in ranks:
-        for name, shape in zip(one.names, one.shapes, strict=True):
+    for rank in ranks:
+        for name, shape in zip(rank.names, rank.shapes, strict=True):
             if math.prod(shape):
                 assert (counts[name] == 1).all(), name
-    assert found.bytes.tolist() == sums
+    assert assignment.bytes.tolist() == sums
 
 
 @st.composite
@@ -82,11 +82,11 @@ def _cut(box: Box, chance: random.Random, times: int) -> list[Box]:
     if not times or not longest:
         return [box]
     dim = chance.choice(longest)
-    at = chance.randint(1, box.shape[dim] - 1)
+    position = chance.randint(1, box.shape[dim] - 1)
     low, high = list(box.shape), list(box.shape)
-    low[dim], high[dim] = at, box.shape[dim] - at
+    low[dim], high[dim] = position, box.shape[dim] - position
     offset = list(box.offset)
-    offset[dim] += at
+    offset[dim] += position
     halves = (Box(box.offset, tuple(low)), Box(tuple(offset), tuple(high)))
     return [part for half in halves for part in _cut(half, chance, times - 1)]
 
@@ -107,42 +107,42 @@ def test_every_element_is_written_once(ranks: list[Pieces], alike: bool) -> None
 def test_ranks_that_have_begun_keep_what_they_write(ranks: list[Pieces], chance: random.Random) -> None:
     before = assign_writers(ranks)
     begun = [rank for rank in range(len(ranks)) if chance.random() < 0.5]
-    found = assign_writers(ranks, kept={rank: before.writes[rank] for rank in begun})
-    check(ranks, found)
+    assigned = assign_writers(ranks, begun={rank: before.writes[rank] for rank in begun})
+    check(ranks, assigned)
     for rank in begun:
-        assert found.writes[rank].tolist() == before.writes[rank].tolist()
+        assert assigned.writes[rank].tolist() == before.writes[rank].tolist()
 
 
 def test_what_nobody_can_write_any_more_is_told() -> None:
     both = [held([("w", (4,), None)])] * 2
-    with pytest.raises(CoverageError, match="'w' is held only by ranks that have begun"):
-        assign_writers(both, kept={0: np.zeros(0, np.int64), 1: np.zeros(0, np.int64)})
-    with pytest.raises(CoverageError, match="two ranks are writing 'w'"):
-        assign_writers(both, kept={0: np.array([0]), 1: np.array([0])})
+    with pytest.raises(CoverageError, match="'w': all ranks that hold it began to write with a plan that lacks it"):
+        assign_writers(both, begun={0: np.zeros(0, np.int64), 1: np.zeros(0, np.int64)})
+    with pytest.raises(CoverageError, match="two ranks are writing the same elements of 'w'"):
+        assign_writers(both, begun={0: np.array([0]), 1: np.array([0])})
 
 
 def test_replicas_are_spread_by_bytes() -> None:
     chance = random.Random(1)
     pieces = [(f"layer{i}", (chance.randint(1, 100_000),), None) for i in range(300)]
-    found = assign_writers([held(pieces)] * 8)
+    assigned = assign_writers([held(pieces)] * 8)
     largest = max(4 * shape[0] for _, shape, _ in pieces)
-    assert found.bytes.max() - found.bytes.min() <= largest
-    assert found.bytes.sum() == sum(4 * shape[0] for _, shape, _ in pieces)
+    assert assigned.bytes.max() - assigned.bytes.min() <= largest
+    assert assigned.bytes.sum() == sum(4 * shape[0] for _, shape, _ in pieces)
 
 
 def test_what_one_rank_alone_holds_counts_before_replicas_are_spread() -> None:
     common = [(f"common{i}", (1000,), None) for i in range(30)]
     ranks = [held([*common, ("own", (10_000,), None)]), held(common), held(common)]
-    found = assign_writers(ranks)
-    check(ranks, found)
-    assert found.bytes.tolist() == [4 * 14_000, 4 * 13_000, 4 * 13_000] or max(found.bytes) - min(found.bytes) <= 4000
+    plan = assign_writers(ranks)
+    check(ranks, plan)
+    assert plan.bytes.tolist() == [4 * 14_000, 4 * 13_000, 4 * 13_000] or max(plan.bytes) - min(plan.bytes) <= 4000
 
 
 def test_no_node_writes_more_than_its_part() -> None:
     pieces = [(f"layer{i}", (1000,), None) for i in range(120)]
     nodes = [0, 0, 0, 0, 1, 1]  # four ranks on one node, two on the other
-    found = assign_writers([held(pieces)] * 6, nodes)
-    by_node = np.bincount(nodes, found.bytes)
+    assigned = assign_writers([held(pieces)] * 6, nodes)
+    by_node = np.bincount(nodes, assigned.bytes)
     assert by_node[0] == by_node[1]
 
 
@@ -152,9 +152,9 @@ def test_hybrid_sharding_spreads_each_group_of_replicas() -> None:
     ranks = [
         held([(name, shape, Box((16 * (rank % 4), 0), (16, 8))) for name, shape in shapes]) for rank in range(8)
     ]
-    found = assign_writers(ranks)
-    check(ranks, found)
-    assert found.bytes.max() == found.bytes.min()
+    assigned = assign_writers(ranks)
+    check(ranks, assigned)
+    assert assigned.bytes.max() == assigned.bytes.min()
 
 
 @pytest.mark.parametrize(
@@ -194,8 +194,8 @@ def test_a_grid_of_many_ranks_is_proved_quickly() -> None:
     for tp, dp in itertools.product(range(16), range(64)):
         ranks.append(Pieces(names, parts, np.tile(np.array([64 * dp, 32 * tp, 64, 32]), 40)))
     with mock.patch.object(sharing, "check_tiling", side_effect=AssertionError("the slow way")):
-        found = assign_writers(ranks)
-    assert set(found.bytes.tolist()) == {40 * 64 * 32 * 4}
+        assigned = assign_writers(ranks)
+    assert set(assigned.bytes.tolist()) == {40 * 64 * 32 * 4}
 
 
 def alike(chance: random.Random) -> list[Pieces]:
@@ -206,37 +206,37 @@ def alike(chance: random.Random) -> list[Pieces]:
         lambda rank: Box((0, 4 * (rank % 2)), (8, 4)),
     ]
     chosen = [chance.choice(ways) for _ in range(60)]
-    return [held([(f"w{at}", (8, 8), way(rank)) for at, way in enumerate(chosen)]) for rank in range(4)]
+    return [held([(f"w{index}", (8, 8), way(rank)) for index, way in enumerate(chosen)]) for rank in range(4)]
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_tensors_of_one_shape_may_be_cut_in_several_ways(seed: int) -> None:
     ranks = alike(random.Random(seed))
-    found = assign_writers(ranks)
-    check(ranks, found)
-    assert found.bytes.max() - found.bytes.min() <= 4 * 64
-    compact = [one.compact() for one in ranks]
-    assert [of.tolist() for of in assign_writers(compact).writes] == [of.tolist() for of in found.writes]
+    assigned = assign_writers(ranks)
+    check(ranks, assigned)
+    assert assigned.bytes.max() - assigned.bytes.min() <= 4 * 64
+    compact = [rank.compact() for rank in ranks]
+    assert [of.tolist() for of in assign_writers(compact).writes] == [of.tolist() for of in assigned.writes]
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_of_tensors_cut_alike_some_may_have_been_begun(seed: int) -> None:
     ranks = alike(random.Random(seed))
     names = ranks[0].tensors  # the same on all ranks, as in a job
-    ranks = [Pieces(names, one.parts, one.boxes).compact() for one in ranks]
+    ranks = [Pieces(names, rank.parts, rank.boxes).compact() for rank in ranks]
     before = assign_writers(ranks)
     for begun in ([1], [0, 3], [0, 1, 2]):
         kept = {rank: before.writes[rank] for rank in begun}
-        after = assign_writers(ranks, kept=kept)
+        after = assign_writers(ranks, begun=kept)
         for rank in begun:
             assert after.writes[rank].tolist() == before.writes[rank].tolist()
-        plain = [Pieces(names, one.parts, np.concatenate([_box(one, kind) for kind in one.kinds.tolist()]))
-                 for one in ranks if one.kinds is not None]
+        plain = [Pieces(names, rank.parts, np.concatenate([_box(rank, kind) for kind in rank.kinds.tolist()]))
+                 for rank in ranks if rank.kinds is not None]
         check(plain, after)
 
 
-def _box(one: Pieces, kind: int) -> np.ndarray:
-    return one.boxes[4 * kind : 4 * kind + 4]
+def _box(pieces: Pieces, kind: int) -> np.ndarray:
+    return pieces.boxes[4 * kind : 4 * kind + 4]
 
 
 def test_buffers_are_the_lowest_ranks_however_they_differ() -> None:
@@ -249,18 +249,18 @@ def test_buffers_are_the_lowest_ranks_however_they_differ() -> None:
         held = Pieces(TensorColumns(names, (F32,) * 3, shapes, frozenset({1, 2})), none, none)
         return held, np.array([7, sample, sample], np.uint16)
 
-    ranks = [rank(stage, at) for at, stage in enumerate((0, 1, 0, 1, 1))]
+    ranks = [rank(stage, index) for index, stage in enumerate((0, 1, 0, 1, 1))]
     check_replicas([held for held, _ in ranks], [samples for _, samples in ranks])
-    found = assign_writers([held for held, _ in ranks])
-    check([held for held, _ in ranks], found)
-    assert found.buffers == 4
-    writes = [set(one.tolist()) - {0} for one in found.writes]
+    assigned = assign_writers([held for held, _ in ranks])
+    check([held for held, _ in ranks], assigned)
+    assert assigned.buffers == 4
+    writes = [set(write.tolist()) - {0} for write in assigned.writes]
     assert writes == [{1, 2}, {1, 2}, set(), set(), set()]
 
 
 def test_what_is_a_buffer_on_one_rank_alone_is_a_replica() -> None:
     none = np.zeros(0, np.int64)
-    one = Pieces(TensorColumns(("w",), (F32,), ((64,),), frozenset({0})), none, none)
+    pieces = Pieces(TensorColumns(("w",), (F32,), ((64,),), frozenset({0})), none, none)
     other = Pieces(TensorColumns(("w",), (F32,), ((64,),)), none, none)
     with pytest.raises(CollisionError, match="'w' is not the same on rank 1"):
-        check_replicas([one, other], [np.array([1], np.uint16), np.array([2], np.uint16)])
+        check_replicas([pieces, other], [np.array([1], np.uint16), np.array([2], np.uint16)])

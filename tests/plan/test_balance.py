@@ -1,4 +1,4 @@
-"""Spreading replicas: nobody writes much more than the least that ownership allows, found by maximum flow."""
+"""Balancing replicas: no rank writes much more than the least that ownership allows, found by maximum flow."""
 
 from __future__ import annotations
 
@@ -30,34 +30,34 @@ def owned(ranks: list[list[tuple[str, int]]]) -> list[Pieces]:
 
 def at_random(chance: random.Random, ranks: int, tensors: int) -> list[Pieces]:
     """Sets of ranks of any size and overlap, each with many tensors of its own."""
-    found: list[list[tuple[str, int]]] = [[] for _ in range(ranks)]
+    rows: list[list[tuple[str, int]]] = [[] for _ in range(ranks)]
     sets = [chance.sample(range(ranks), chance.randint(1, ranks)) for _ in range(chance.randint(1, 12))]
     for number in range(tensors):
         bytes_ = chance.choice([chance.randint(1, 1000), 4, 500])
         for rank in chance.choice(sets):
-            found[rank].append((f"t{number}", bytes_))
-    return owned(found)
+            rows[rank].append((f"t{number}", bytes_))
+    return owned(rows)
 
 
 @pytest.mark.parametrize("seed", [*range(20), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(20, 200))])
 def test_the_largest_writer_is_within_a_fiftieth_of_what_ownership_allows(seed: int) -> None:
     chance = random.Random(seed)
     held = at_random(chance, chance.randint(2, 24), 3000)
-    found = assign_writers(held)
+    assigned = assign_writers(held)
     bound = least_largest(ownership(held)[0], len(held))
-    assert bound <= found.bytes.max() <= 1.02 * bound
+    assert bound <= assigned.bytes.max() <= 1.02 * bound
 
 
 def test_a_chain_of_overlapping_pairs_is_levelled_from_end_to_end() -> None:
     """All that is heavy lies at one end: only by moving every pair's pieces along can the other end take its part."""
     ranks = 16
-    found: list[list[tuple[str, int]]] = [[] for _ in range(ranks)]
-    found[0] += [(f"own{i}", 100) for i in range(400)]
-    for at in range(ranks - 1):
+    rows: list[list[tuple[str, int]]] = [[] for _ in range(ranks)]
+    rows[0] += [(f"own{i}", 100) for i in range(400)]
+    for index in range(ranks - 1):
         for i in range(400):
-            for rank in (at, at + 1):
-                found[rank].append((f"pair{at}.{i}", 100))
-    held = owned(found)
+            for rank in (index, index + 1):
+                rows[rank].append((f"pair{index}.{i}", 100))
+    held = owned(rows)
     bound = least_largest(ownership(held)[0], ranks)
     assert assign_writers(held).bytes.max() <= 1.02 * bound
 
@@ -82,8 +82,8 @@ def test_loads_are_those_of_assigning_piece_after_piece_to_the_rank_with_the_lea
 ) -> None:
     pieces = sorted(dict(pieces).items(), reverse=True)
     node = np.arange(len(own)) % nodes
-    one = Replicas(np.arange(len(own)), np.array([b for b, _ in pieces]), np.array([n for _, n in pieces]))
-    (counts,) = balance([one], np.array(own), node).counts
+    replicas = Replicas(np.arange(len(own)), np.array([b for b, _ in pieces]), np.array([n for _, n in pieces]))
+    (counts,) = balance([replicas], np.array(own), node).counts
     assert counts.sum(axis=1).tolist() == [n for _, n in pieces]
     loads = list(own)
     for bytes_, count in pieces:
@@ -91,12 +91,12 @@ def test_loads_are_those_of_assigning_piece_after_piece_to_the_rank_with_the_lea
             by_node = np.bincount(node, loads)
             best = min(range(len(own)), key=lambda r: (by_node[node[r]], loads[r]))
             loads[best] += bytes_
-    found = np.array(own) + one.length @ counts
-    assert np.bincount(node, found).max() <= 1.01 * np.bincount(node, loads).max()
+    actual = np.array(own) + replicas.length @ counts
+    assert np.bincount(node, actual).max() <= 1.01 * np.bincount(node, loads).max()
     # Equal pieces are assigned together, to nodes first: a rank may have a part of a piece more, never a whole one.
-    assert found.max() < max(loads) + pieces[0][0] or found.max() <= max(loads)
+    assert actual.max() < max(loads) + pieces[0][0] or actual.max() <= max(loads)
     if nodes == 1:
-        assert sorted(found) == sorted(loads)
+        assert sorted(actual) == sorted(loads)
 
 
 @settings(deadline=None)

@@ -1,4 +1,4 @@
-"""Boxes: what is left of one without others, and what tiles a tensor."""
+"""Boxes: the rest of one without others, and sets that tile a tensor."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ def test_uncovered_is_a_hole_or_none(case: tuple[Box, list[Box]]) -> None:
 
 @given(PAIRS)
 def test_intersect_is_what_both_hold(pair: tuple[Box, Box]) -> None:
-    one, other = pair
-    ndim = len(one.shape)
-    both = painted(ndim, one) * painted(ndim, other)
-    common = one.intersect(other)
+    tensor, other = pair
+    ndim = len(tensor.shape)
+    both = painted(ndim, tensor) * painted(ndim, other)
+    common = tensor.intersect(other)
     assert np.array_equal(painted(ndim) if common is None else painted(ndim, common), both)
 
 
@@ -84,7 +84,7 @@ def test_an_overlap_is_named() -> None:
 def test_a_box_outside_is_named() -> None:
     with pytest.raises(CoverageError, match=r"cannot save 'w': box \[2:4\] lies outside the tensor") as caught:
         check_tiling("w", (3,), [Box((0,), (2,)), Box((2,), (2,))])
-    assert caught.value.facts["expected"] == "inside shape (3,)"
+    assert caught.value.facts["expected"] == "a box inside shape (3,)"
 
 
 def test_a_box_of_negative_or_uneven_numbers_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""The global index of several ranks, and what it rests on, against plain loops over records."""
+"""The global index of several ranks and its parts, compared with plain loops over records."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def decoded(held: Sequence[Pieces], writes: Sequence[np.ndarray], aliases: Seque
     segment = np.repeat(np.arange(len(held), dtype=np.uint32), list(map(len, writes)))
     frame, order, chunk_order = global_index(held, writes, aliases, segment)
     offsets, segments = [], []
-    for rank, (one, of) in enumerate(zip(held, writes, strict=True)):
-        at = 4096
-        pieces = boxes(one) if one.kinds is None else []
+    for rank, (item, of) in enumerate(zip(held, writes, strict=True)):
+        index = 4096
+        pieces = boxes(item) if item.kinds is None else []
         for position in of.tolist():
-            offsets.append(at)
-            at += pieces[position][1].elements * one.dtypes[position].item_bytes
-        segments.append(SegmentRow(rank, None, f"r{rank}", at, 4096, "0" * 16))
+            offsets.append(index)
+            index += pieces[position][1].elements * item.dtypes[position].item_bytes
+        segments.append(SegmentRow(rank, None, f"r{rank}", index, 4096, "0" * 16))
     digests = np.arange(len(chunk_order), dtype=np.uint64)
     file = frame.fill(np.array(offsets, np.uint64)[order], digests[chunk_order])
     return decode_index(file, segments=segments, path="index")
@@ -47,19 +47,19 @@ def decoded(held: Sequence[Pieces], writes: Sequence[np.ndarray], aliases: Seque
 def test_every_piece_is_listed_as_a_loop_would(held: list[Pieces]) -> None:
     writes = assign_writers(held).writes
     index = decoded(held, writes)
-    wanted: dict[str, list[tuple[int, Box]]] = {}
-    for rank, (one, of) in enumerate(zip(held, writes, strict=True)):
-        pieces = boxes(one)
+    expected: dict[str, list[tuple[int, Box]]] = {}
+    for rank, (item, of) in enumerate(zip(held, writes, strict=True)):
+        pieces = boxes(item)
         for position in of.tolist():
-            wanted.setdefault(pieces[position][0], []).append((rank, pieces[position][1]))
-    assert set(index.tensors.names) == {name for one in held for name in one.names}
+            expected.setdefault(pieces[position][0], []).append((rank, pieces[position][1]))
+    assert set(index.tensors.names) == {name for pieces in held for name in pieces.names}
     for row, name in enumerate(index.tensors.names):
-        found = [(int(index.chunks.segment[piece]), index.pieces.box(piece)) for piece in index.pieces_of(row)]
-        assert found == wanted[name]
+        actual = [(int(index.chunks.segment[piece]), index.pieces.box(piece)) for piece in index.pieces_of(row)]
+        assert actual == expected[name]
         length = [int(index.chunks.length[piece]) for piece in index.pieces_of(row)]
-        assert length == [4 * box.elements for _, box in wanted[name]]
+        assert length == [4 * box.elements for _, box in expected[name]]
     # A digest is its number among the chunks of all ranks, one after the other; no piece has more than one.
-    lengths = [boxes(one)[at][1].elements for one, of in zip(held, writes, strict=True) for at in of.tolist()]
+    lengths = [boxes(entry)[index][1].elements for entry, of in zip(held, writes, strict=True) for index in of.tolist()]
     ranks = np.repeat(np.arange(len(held)), list(map(len, writes)))[np.flatnonzero(lengths)]
     chunks = np.searchsorted(index.chunks.first, np.arange(len(index.chunks.digest)), side="right") - 1
     assert index.chunks.segment[chunks].tolist() == ranks[index.chunks.digest.astype(int)].tolist()
@@ -72,7 +72,7 @@ def test_chunks_keep_their_digests_when_pieces_are_put_in_order() -> None:
     half = {"a": (0, CHUNK_BYTES + 5), "b": (0, 4), "c": (0, 0)}
 
     def rank(names: str, rest: bool) -> Pieces:
-        parts = [at for at, name in enumerate(names) if name == "b"]
+        parts = [index for index, name in enumerate(names) if name == "b"]
         box = [4, 3] if rest else list(half["b"])
         shapes = tuple((sizes[name],) for name in names)
         return Pieces(TensorColumns(tuple(names), (U8,) * len(names), shapes), np.array(parts), np.array(box))
@@ -89,9 +89,9 @@ def test_chunks_keep_their_digests_when_pieces_are_put_in_order() -> None:
 @settings(deadline=None)
 @given(jobs())
 def test_compact_columns_are_shared_out_like_plain_ones(held: list[Pieces]) -> None:
-    plain, found = assign_writers(held), assign_writers([one.compact() for one in held])
-    assert [of.tolist() for of in found.writes] == [of.tolist() for of in plain.writes]
-    assert found.bytes.tolist() == plain.bytes.tolist()
+    plain, assigned = assign_writers(held), assign_writers([pieces.compact() for pieces in held])
+    assert [of.tolist() for of in assigned.writes] == [of.tolist() for of in plain.writes]
+    assert assigned.bytes.tolist() == plain.bytes.tolist()
 
 
 def test_compact_columns_name_each_box_once() -> None:
@@ -107,10 +107,10 @@ def test_compact_columns_name_each_box_once() -> None:
 def test_a_tensor_may_occur_twice_on_a_rank() -> None:
     """As a DTensor does whose local part is two regions."""
     names = TensorColumns(("w", "w", "v", "v"), (U8,) * 4, ((8,),) * 4)
-    held = [Pieces(names, np.arange(4), np.array([at, 2, at + 4, 2] * 2)) for at in (0, 2)]
-    found = assign_writers(held)
-    assert [of.tolist() for of in found.writes] == [[0, 1, 2, 3]] * 2
-    index = decoded(held, found.writes)
+    held = [Pieces(names, np.arange(4), np.array([position, 2, position + 4, 2] * 2)) for position in (0, 2)]
+    assigned = assign_writers(held)
+    assert [of.tolist() for of in assigned.writes] == [[0, 1, 2, 3]] * 2
+    index = decoded(held, assigned.writes)
     assert [str(index.pieces.box(piece)) for piece in range(8)] == ["[0:2]", "[4:6]", "[2:4]", "[6:8]"] * 2
 
 
@@ -151,13 +151,13 @@ def test_shares_of_many_layouts_are_shares_of_each(seed: int) -> None:
     names = TensorColumns(tuple(f"w{i}" for i in range(200)), (U8,) * 200, tuple(shapes))
     ranks = []
     for rank in range(8):
-        part = [at for at in range(200) if shapes[at][0] == 8 or seed % 2]
-        numbers = [n for at in part for n in (rank % 4 * shapes[at][0] // 4, 0, shapes[at][0] // 4, 4)]
+        part = [index for index in range(200) if shapes[index][0] == 8 or seed % 2]
+        numbers = [n for index in part for n in (rank % 4 * shapes[index][0] // 4, 0, shapes[index][0] // 4, 4)]
         ranks.append(Pieces(names, np.array(part, np.int64), np.array(numbers, np.int64)).compact())
-    found = assign_writers(ranks)
+    assigned = assign_writers(ranks)
     times = np.zeros((4, 200), int)
-    for rank, of in enumerate(found.writes):
-        for at in of.tolist():
-            times[rank % 4 if at in ranks[rank].parts else slice(None), at] += 1
+    for rank, of in enumerate(assigned.writes):
+        for position in of.tolist():
+            times[rank % 4 if position in ranks[rank].parts else slice(None), position] += 1
     assert (times == 1).all()
-    assert found.bytes.max() - found.bytes.min() <= 32
+    assert assigned.bytes.max() - assigned.bytes.min() <= 32

@@ -1,4 +1,4 @@
-"""Matching: strict, complete, and lenient only by a named rule."""
+"""Matching: strict, complete, and with exceptions only by a named rule."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from indexes import index_of
 
 from flowstone.errors import MismatchError
 from flowstone.format.index import Index
-from flowstone.plan.match import Available, Match, Requested, match, renamed
+from flowstone.plan.match import CheckpointTensors, Match, StateRequest, apply_renames, match
 from flowstone.plan.write import data_offsets, plan_writes
-from flowstone.rules import Cast, Init, Rename, Rule, Skip
+from flowstone.rules.load_rules import Cast, Init, Rename, Rule, Skip
 from flowstone.table.box import Box
 from flowstone.table.dtype import DTYPES
 from flowstone.table.pieces import Alias, Piece
+from indexes import index_of
 
 
 def piece(name: str, shape: tuple[int, ...] = (2,), kind: str = "float32") -> Piece:
@@ -24,19 +24,19 @@ def piece(name: str, shape: tuple[int, ...] = (2,), kind: str = "float32") -> Pi
 
 def index(*pieces: Piece, aliases: Sequence[Alias] = (), digests: Sequence[int] = ()) -> Index:
     plan = plan_writes(pieces)
-    found = np.array(digests or range(plan.chunks), np.uint64)
-    return index_of(plan, data_offsets(plan, np.zeros(len(pieces), np.uint64)), found, aliases)
+    result = np.array(digests or range(plan.chunks), np.uint64)
+    return index_of(plan, data_offsets(plan, np.zeros(len(pieces), np.uint64)), result, aliases)
 
 
 def matched(
-    wanted: Sequence[Piece],
+    expected: Sequence[Piece],
     stored: Index,
     *rules: Rule,
     aliases: Sequence[Alias] = (),
     sections: Sequence[str] = ("m",),
 ) -> Match:
-    names = renamed(stored.rows(), rules)
-    return match(Requested(wanted, aliases, sections), Available(stored, names), rules)
+    names = apply_renames(stored.rows(), rules)
+    return match(StateRequest(expected, aliases, sections), CheckpointTensors(stored, names), rules)
 
 
 def differences(*args: object, **more: object) -> list[str]:
@@ -46,14 +46,14 @@ def differences(*args: object, **more: object) -> list[str]:
 
 
 def test_rows_are_found_by_name_in_any_order() -> None:
-    found = matched([piece("m.b"), piece("m.a")], index(piece("m.a"), piece("m.b")))
-    assert (found.wanted, found.rows) == ((0, 1), (1, 0))
+    match = matched([piece("m.b"), piece("m.a")], index(piece("m.a"), piece("m.b")))
+    assert (match.positions, match.rows) == ((0, 1), (1, 0))
 
 
 def test_every_difference_is_listed_not_only_the_first() -> None:
     stored = index(piece("m.shape", (3,)), piece("m.kind", kind="int8"), piece("m.extra"), piece("m.same"))
-    wanted = [piece("m.gone"), piece("m.shape"), piece("m.kind"), piece("m.same")]
-    assert differences(wanted, stored) == [
+    expected = [piece("m.gone"), piece("m.shape"), piece("m.kind"), piece("m.same")]
+    assert differences(expected, stored) == [
         "missing     m.gone: float32 (2,), is not in the checkpoint",
         "shape       m.shape: wanted (2,), stored (3,)",
         "dtype       m.kind: wanted float32, stored int8",
@@ -78,20 +78,20 @@ def test_sections_that_are_not_asked_for_are_not_looked_at() -> None:
 
 
 def test_init_keeps_what_is_missing() -> None:
-    found = matched([piece("m.new"), piece("m.a")], index(piece("m.a")), Init("m.n*"))
-    assert (found.initialised, found.wanted, found.rows) == (("m.new",), (1,), (0,))
+    match = matched([piece("m.new"), piece("m.a")], index(piece("m.a")), Init("m.n*"))
+    assert (match.initialised, match.positions, match.rows) == (("m.new",), (1,), (0,))
     assert len(differences([piece("m.new")], index(), Init("M.N*"))) == 1, "patterns mind their case"
 
 
 def test_skip_passes_over_what_is_unexpected() -> None:
-    found = matched([piece("m.a")], index(piece("m.a"), piece("m.old.x"), piece("m.old.y")), Skip("m.old.*"))
-    assert found.skipped == ("m.old.x", "m.old.y")
+    match = matched([piece("m.a")], index(piece("m.a"), piece("m.old.x"), piece("m.old.y")), Skip("m.old.*"))
+    assert match.skipped == ("m.old.x", "m.old.y")
     assert differences([piece("m.a")], index(piece("m.a"), piece("m.other")), Skip("m.old.*")) != []
 
 
 def test_cast_allows_another_dtype_but_no_other_shape() -> None:
-    found = matched([piece("m.a")], index(piece("m.a", kind="bfloat16")), Cast("m.*"))
-    assert found.cast == ("m.a",)
+    match = matched([piece("m.a")], index(piece("m.a", kind="bfloat16")), Cast("m.*"))
+    assert match.cast == ("m.a",)
     assert differences([piece("m.a", (4,))], index(piece("m.a", kind="bfloat16")), Cast("m.*")) == [
         "shape       m.a: wanted (4,), stored (2,)"
     ]
@@ -99,12 +99,12 @@ def test_cast_allows_another_dtype_but_no_other_shape() -> None:
 
 def test_rename_moves_a_path_and_all_under_it() -> None:
     stored = index(piece("m.old.w"), piece("m.older.w"), piece("m.opt.state.m.old.w.exp_avg"))
-    names = renamed(stored.rows(), [Rename("m.old", "m.new")])
+    names = apply_renames(stored.rows(), [Rename("m.old", "m.new")])
     assert list(names) == ["m.new.w", "m.older.w", "m.opt.state.m.new.w.exp_avg"]
 
 
 def test_renames_apply_in_order() -> None:
-    names = renamed({"a.w": 0, "b.w": 1}, [Rename("a", "c"), Rename("b", "a"), Rename("c", "b")])
+    names = apply_renames({"a.w": 0, "b.w": 1}, [Rename("a", "c"), Rename("b", "a"), Rename("c", "b")])
     assert names == {"b.w": 0, "a.w": 1}
 
 
@@ -119,8 +119,8 @@ def test_names_that_change_places_are_compared_by_row_not_by_order() -> None:
 
 
 def test_a_rename_that_makes_two_names_one_is_refused() -> None:
-    with pytest.raises(MismatchError, match=r"rename rules give two stored tensors the name 'm\.b\.w'"):
-        renamed({"m.a.w": 0, "m.b.w": 1}, [Rename("m.a", "m.b")])
+    with pytest.raises(MismatchError, match=r"rules fs\.Rename give two stored tensors the name 'm\.b\.w'"):
+        apply_renames({"m.a.w": 0, "m.b.w": 1}, [Rename("m.a", "m.b")])
 
 
 def test_a_name_with_an_at_sign_is_a_name_like_any_other() -> None:
@@ -131,7 +131,7 @@ def test_a_name_with_an_at_sign_is_a_name_like_any_other() -> None:
 def test_a_tied_tensor_must_be_stored_under_both_names() -> None:
     tie = [Alias("m.tied", "m.a")]
     assert differences([piece("m.a")], index(piece("m.a")), aliases=tie) == [
-        "missing     m.tied (tied to m.a): is not in the checkpoint"
+        "missing     m.tied (shares memory with m.a): is not in the checkpoint"
     ]
     assert matched([piece("m.a")], index(piece("m.a"), aliases=tie), aliases=tie).rows == (0,)
     allowed = matched([piece("m.a")], index(piece("m.a")), Init("m.tied"), aliases=tie)
@@ -141,6 +141,6 @@ def test_a_tied_tensor_must_be_stored_under_both_names() -> None:
 def test_tied_memory_cannot_hold_two_values() -> None:
     tie, two = [Alias("m.tied", "m.a")], (piece("m.a"), piece("m.tied"))
     assert differences([piece("m.a")], index(*two, digests=(1, 2)), aliases=tie) == [
-        "tied        m.tied: shares memory with m.a, stored with different values"
+        "tied        m.tied: shares memory with m.a, but their stored values differ"
     ]
     assert matched([piece("m.a")], index(*two, digests=(5, 5)), aliases=tie).rows == (0,)

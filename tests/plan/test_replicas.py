@@ -1,4 +1,4 @@
-"""Pieces of one name and box on several ranks have to be the same, at every save."""
+"""Pieces with the same name and box on several ranks must be equal at every save."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from flowstone.coordination.messages import ReplicaDigests
 from flowstone.errors import CollisionError
-from flowstone.pipeline.messages import LookedAt
 from flowstone.plan.assign_writers import assign_writers, check_replicas
-from flowstone.plan.replicas import Compared, ReplicaSets, differing
+from flowstone.plan.replicas import ReplicaComparison, ReplicaSets, differ
 from flowstone.stage.piece_digests import whole_digests
 from flowstone.table.box import Box
 from flowstone.table.dtype import DTYPES
@@ -40,7 +40,7 @@ def test_replicas_with_equal_samples_are_the_same() -> None:
 
 def test_replicas_whose_samples_differ_are_named_with_their_ranks() -> None:
     ranks = [whole("a", "b", "c"), whole("a"), whole("b", "c")]
-    with pytest.raises(CollisionError, match=r"'b' is not the same on rank 2 as on rank 0; nor are 1 other tensors"):
+    with pytest.raises(CollisionError, match="'b' is not the same on rank 2 as on rank 0; 1 other"):
         check_replicas(ranks, [samples(1, 2, 4), samples(1), samples(3, 5)])
     many = [samples(1)] * 2 + [samples(2)] * 12
     with pytest.raises(CollisionError, match=r"'a' is not the same on ranks 2, 3, 4, .*, 9 and 4 more as on rank 0\n"):
@@ -66,7 +66,7 @@ def test_what_a_rank_does_not_know_is_compared_among_the_others() -> None:
 def test_buffers_are_not_compared() -> None:
     ranks = [whole("a", "b", buffers=[1])] * 2
     check_replicas(ranks, [samples(1, 2), samples(1, 3)])
-    assert [one.tolist() for one in assign_writers(ranks).replicas.number] == [[0, -1]] * 2
+    assert [array.tolist() for array in assign_writers(ranks).replicas.number] == [[0, -1]] * 2
 
 
 # By one number for each set
@@ -86,18 +86,18 @@ class Rank:
 
     @property
     def held(self) -> Pieces:
-        parts = {at: piece.box for at, piece in enumerate(self.pieces) if piece.box != Box.whole(piece.shape)}
+        parts = {index: piece.box for index, piece in enumerate(self.pieces) if piece.box != Box.whole(piece.shape)}
         boxes = [n for box in parts.values() for n in (*box.offset, *box.shape)]
         names = TensorColumns(self.layout.pieces.names, self.layout.pieces.dtypes, self.layout.pieces.shapes)
         return Pieces(names, np.array([*parts], np.int64), np.array(boxes, np.int64)).compact()
 
 
-def folded(ranks: Sequence[Rank], found: ReplicaSets, step: int, part: float | None = None) -> list[NDArray[np.uint64]]:
+def folded(ranks: Sequence[Rank], sets: ReplicaSets, step: int, part: float | None = None) -> list[NDArray[np.uint64]]:
     folds = []
-    for one, number in zip(ranks, found.number, strict=True):
-        compared = Compared.of(one.layout, number, part)
-        at = compared.looked_at(step)
-        folds.append(compared.folded(at, one.seen[compared.rows[at]], None))
+    for rank, number in zip(ranks, sets.number, strict=True):
+        compared = ReplicaComparison.of(rank.layout, number, part)
+        index = compared.sampled_rows(step)
+        folds.append(compared.fold(index, rank.seen[compared.rows[index]], None))
     return folds
 
 
@@ -122,103 +122,103 @@ def drawn(chance: random.Random) -> list[Rank]:
 def test_one_number_for_each_set_tells_every_difference_and_no_other(seed: int) -> None:
     chance = random.Random(seed)
     ranks = drawn(chance)
-    found = assign_writers([one.held for one in ranks]).replicas
-    assert not differing(found.sets, folded(ranks, found, step=seed))
-    places = [(rank, at) for rank, one in enumerate(ranks) for at in range(len(one.pieces))]
-    for rank, at in chance.sample(places, min(8, len(places))):
-        piece = ranks[rank].pieces[at]
-        shared = sum(other.box == piece.box for one in ranks for other in one.pieces if other.name == piece.name) > 1
-        assert (found.number[rank][at] >= 0) == shared
-        ranks[rank].seen[at] ^= 1 << chance.randrange(16)
-        assert differing(found.sets, folded(ranks, found, step=seed)) == shared
-        ranks[rank].seen[at] = seen(piece)
+    replicas = assign_writers([rank.held for rank in ranks]).replicas
+    assert not differ(replicas.sets, folded(ranks, replicas, step=seed))
+    places = [(rank, index) for rank, own in enumerate(ranks) for index in range(len(own.pieces))]
+    for rank, index in chance.sample(places, min(8, len(places))):
+        piece = ranks[rank].pieces[index]
+        shared = sum(other.box == piece.box for rank in ranks for other in rank.pieces if other.name == piece.name) > 1
+        assert (replicas.number[rank][index] >= 0) == shared
+        ranks[rank].seen[index] ^= 1 << chance.randrange(16)
+        assert differ(replicas.sets, folded(ranks, replicas, step=seed)) == shared
+        ranks[rank].seen[index] = seen(piece)
 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_of_pieces_that_both_have_digested_each_difference_is_told_and_no_other(seed: int) -> None:
     chance = random.Random(seed)
     ranks = drawn(chance)
-    found = assign_writers([one.held for one in ranks]).replicas
+    replicas = assign_writers([rank.held for rank in ranks]).replicas
     # Some sets are digested by all ranks alike; of others each rank has digested some pieces, or none.
-    alike = {key: chance.random() < 0.5 for one in found.sets for key in one.tolist()}
+    alike = {key: chance.random() < 0.5 for array in replicas.sets for key in array.tolist()}
     digested = [
-        [at for at, n in enumerate(number.tolist()) if n < 0 or alike[sets[n]] or chance.random() < 0.5]
-        for number, sets in zip(found.number, found.sets, strict=True)
+        [index for index, n in enumerate(number.tolist()) if n < 0 or alike[sets[n]] or chance.random() < 0.5]
+        for number, sets in zip(replicas.number, replicas.sets, strict=True)
     ]
 
-    def differ() -> bool:
+    def has_difference() -> bool:
         folds = []
-        for one, number, chosen in zip(ranks, found.number, digested, strict=True):
+        for rank, number, chosen in zip(ranks, replicas.number, digested, strict=True):
             rows = np.array(chance.sample(chosen, len(chosen)), np.int64)
-            whole = rows, one.seen[rows].astype(np.uint64)
-            folds.append(Compared.of(one.layout, number, None).folded(NONE, one.seen[NONE], whole))
-        return differing(found.sets, folds)
+            whole = rows, rank.seen[rows].astype(np.uint64)
+            folds.append(ReplicaComparison.of(rank.layout, number, None).fold(NONE, rank.seen[NONE], whole))
+        return differ(replicas.sets, folds)
 
-    assert not differ()
-    places = [(rank, at) for rank, one in enumerate(ranks) for at in range(len(one.pieces))]
-    for rank, at in chance.sample(places, min(8, len(places))):
-        number = found.number[rank][at]
-        ranks[rank].seen[at] ^= 1 << chance.randrange(16)
-        if number >= 0 and alike[found.sets[rank][number]]:
-            assert differ()
-        elif at not in digested[rank] or number < 0:
-            assert not differ()
-        ranks[rank].seen[at] = seen(ranks[rank].pieces[at])
+    assert not has_difference()
+    places = [(rank, index) for rank, own in enumerate(ranks) for index in range(len(own.pieces))]
+    for rank, index in chance.sample(places, min(8, len(places))):
+        number = replicas.number[rank][index]
+        ranks[rank].seen[index] ^= 1 << chance.randrange(16)
+        if number >= 0 and alike[replicas.sets[rank][number]]:
+            assert has_difference()
+        elif index not in digested[rank] or number < 0:
+            assert not has_difference()
+        ranks[rank].seen[index] = seen(ranks[rank].pieces[index])
 
 
 def test_a_digest_of_chunks_tells_their_order_and_number_and_is_never_zero() -> None:
     chunks, counts = np.arange(20, dtype=np.uint64), np.array([1, 3, 2, 14])
-    found = whole_digests(chunks, counts)
-    assert whole_digests(chunks[1:4], counts[1:2])[0] == found[1]
+    actual = whole_digests(chunks, counts)
+    assert whole_digests(chunks[1:4], counts[1:2])[0] == actual[1]
     for other in (chunks[[2, 1, 3]], chunks[1:3], chunks[1:5]):
-        assert whole_digests(other, np.array([len(other)]))[0] != found[1]
-    assert (found != 0).all()
+        assert whole_digests(other, np.array([len(other)]))[0] != actual[1]
+    assert (actual != 0).all()
 
 
 def test_differences_that_two_ranks_share_are_found_and_those_not_asked_are_left_out() -> None:
     ranks = [Rank([Piece(name, F32, (4,), Box.whole((4,))) for name in "ab"]) for _ in range(4)]
-    found = assign_writers([one.held for one in ranks]).replicas
-    for one in ranks[2:]:
-        one.seen[0] += 1
-        one.seen[1] -= 1
-    folds: list[NDArray[np.uint64] | None] = [*folded(ranks, found, step=1)]
-    assert differing(found.sets, folds)
+    replicas = assign_writers([rank.held for rank in ranks]).replicas
+    for rank in ranks[2:]:
+        rank.seen[0] += 1
+        rank.seen[1] -= 1
+    folds: list[NDArray[np.uint64] | None] = [*folded(ranks, replicas, step=1)]
+    assert differ(replicas.sets, folds)
     folds[:2] = None, None
-    assert not differing(found.sets, folds)
-    assert not differing(found.sets, [None] * 4)
+    assert not differ(replicas.sets, folds)
+    assert not differ(replicas.sets, [None] * 4)
 
 
 def test_a_part_of_them_is_looked_at_by_turns_the_same_on_all_ranks() -> None:
     pieces = [Piece(f"t{n}", F32, (16,), Box.whole((16,))) for n in range(400)]
     ranks = [Rank(pieces), Rank(pieces[::-1])]
-    found = assign_writers([one.held for one in ranks]).replicas
+    replicas = assign_writers([rank.held for rank in ranks]).replicas
     seen: set[str] = set()
     for step in range(200):
         names = []
-        for one, number in zip(ranks, found.number, strict=True):
-            compared = Compared.of(one.layout, number, 0.05)
-            names.append({one.pieces[at].name for at in compared.rows[compared.looked_at(step)].tolist()})
+        for rank, number in zip(ranks, replicas.number, strict=True):
+            compared = ReplicaComparison.of(rank.layout, number, 0.05)
+            names.append({rank.pieces[row].name for row in compared.rows[compared.sampled_rows(step)].tolist()})
         assert names[0] == names[1]
         assert 0 < len(names[0]) < 60
         seen |= names[0]
-        assert not differing(found.sets, folded(ranks, found, step, 0.05))
+        assert not differ(replicas.sets, folded(ranks, replicas, step, 0.05))
     assert len(seen) == 400, "in the course of many saves each is looked at"
     small = Rank([Piece("s", F32, (15,), Box.whole((15,)))])
-    compared = Compared.of(small.layout, np.zeros(1, np.int64), 1.0)
-    assert compared.looked_at(1).tolist() == [0], "what is shorter than a line is looked at whole"
+    compared = ReplicaComparison.of(small.layout, np.zeros(1, np.int64), 1.0)
+    assert compared.sampled_rows(1).tolist() == [0], "what is shorter than a line is looked at whole"
 
 
 def test_what_was_not_looked_at_is_known_to_be_so() -> None:
-    some = LookedAt((np.array([7, 2, 5]), samples(70, 20, 50)), None)
-    found = some.of(np.array([5, 7]))
-    assert found is not None
-    assert found.tolist() == [50, 70]
+    some = ReplicaDigests((np.array([7, 2, 5]), samples(70, 20, 50)), None)
+    array = some.of(np.array([5, 7]))
+    assert array is not None
+    assert array.tolist() == [50, 70]
     assert some.of(np.array([5, 6])) is None
     nothing = some.of(np.zeros(0, np.int64))
     assert nothing is not None
     assert not len(nothing)
-    assert LookedAt((np.zeros(0, np.int64), samples()), None).of(np.array([1])) is None
-    every = LookedAt((None, samples(1, 2, 3)), None).of(np.array([2, 0]))
+    assert ReplicaDigests((np.zeros(0, np.int64), samples()), None).of(np.array([1])) is None
+    every = ReplicaDigests((None, samples(1, 2, 3)), None).of(np.array([2, 0]))
     assert every is not None
     assert every.tolist() == [3, 1]
 
@@ -228,9 +228,9 @@ def test_ranks_that_number_alike_share_one_array() -> None:
     ranks = [
         Rank([Piece(f"t{n}", F32, (8, 4), Box((rank % 8, 0), (1, 4))) for n in range(300)]) for rank in range(8)
     ] * 64
-    held = [one.held for one in ranks[:8]] * 64
-    found = assign_writers(held).replicas
-    assert len({id(number) for number in found.number}) <= 8
-    sets = np.concatenate(found.sets)
+    held = [rank.held for rank in ranks[:8]] * 64
+    replicas = assign_writers(held).replicas
+    assert len({id(number) for number in replicas.number}) <= 8
+    sets = np.concatenate(replicas.sets)
     assert (len(sets), len({*sets.tolist()})) == (512, 8)
     assert np.array_equal(sets[:8], sets[-8:])

@@ -1,4 +1,4 @@
-"""Write plans: slots, phases, packing, sizes, the index of what was written."""
+"""Write plans: slots, phases, packing, sizes, the index of the written pieces."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from indexes import index_of
 
 from flowstone.config import BLOCK_BYTES, CHUNK_BYTES, PACKED_BELOW_BYTES
 from flowstone.errors import CollisionError, CoverageError
@@ -14,6 +13,7 @@ from flowstone.plan.write import Writer, data_offsets, plan_writes
 from flowstone.table.box import Box
 from flowstone.table.dtype import DTYPES
 from flowstone.table.pieces import Alias, Piece
+from indexes import index_of
 
 
 def whole(name: str, shape: tuple[int, ...], kind: str = "float32") -> Piece:
@@ -35,17 +35,17 @@ def test_extents_stay_in_their_slots_whatever_the_phases(pieces: list[Piece], da
     for segment in plan.segments:
         assert segment.bytes % BLOCK_BYTES == 0
         assert segment.header_bytes % BLOCK_BYTES == 0
-        at = segment.header_bytes
+        index = segment.header_bytes
         for position in segment.pieces:
             begin, length = int(offsets[position]), int(plan.length[position])
-            assert begin >= at, "an extent begins before the one in front of it ends"
-            at = begin + length
+            assert begin >= index, "an extent begins before the one in front of it ends"
+            index = begin + length
             if length >= PACKED_BELOW_BYTES:
                 assert int(plan.slot[position]) % BLOCK_BYTES == 0
                 assert begin % BLOCK_BYTES == int(phases[position])
             else:
                 assert begin == int(plan.slot[position])
-        assert at <= segment.bytes
+        assert index <= segment.bytes
     assert sorted(p for segment in plan.segments for p in segment.pieces) == list(range(len(pieces)))
 
 
@@ -58,9 +58,9 @@ def test_small_elements_lie_aligned_to_their_size(pieces: list[Piece]) -> None:
 
 @given(MANY)
 def test_file_size_depends_on_the_plan_alone(pieces: list[Piece]) -> None:
-    one, other = plan_writes(pieces), plan_writes(list(pieces))
-    assert one.segments == other.segments
-    assert one.file_bytes == other.file_bytes
+    writes, other = plan_writes(pieces), plan_writes(list(pieces))
+    assert writes.segments == other.segments
+    assert writes.file_bytes == other.file_bytes
 
 
 def test_stored_size_of_a_realistic_state_is_within_one_percent() -> None:
@@ -129,12 +129,12 @@ def test_a_missing_shard_is_refused() -> None:
 
 
 def test_a_tensor_whose_name_is_anothers_entry_is_refused() -> None:
-    parts = [Piece("w", DTYPES["float32"], (4,), Box((at,), (2,))) for at in (0, 2)]
-    with pytest.raises(CollisionError, match="two tensors have the same segment entry"):
+    parts = [Piece("w", DTYPES["float32"], (4,), Box((position,), (2,))) for position in (0, 2)]
+    with pytest.raises(CollisionError, match="would both be stored under the name"):
         plan_writes([*parts, whole("w[0:2]", (2,))])
 
 
 @pytest.mark.parametrize("name", ["__metadata__", "__pad__.0"])
 def test_a_tensor_whose_name_a_segment_needs_itself_is_refused(name: str) -> None:
-    with pytest.raises(CollisionError, match="the entry name '__"):
+    with pytest.raises(CollisionError, match="the name '__"):
         plan_writes([whole(name, (2,))])

@@ -1,4 +1,4 @@
-"""What ranks do in tests, each function on every rank of a job of real processes."""
+"""Functions that tests run on every rank of a job of real processes."""
 
 from __future__ import annotations
 
@@ -216,13 +216,13 @@ def different_steps(rank: int, path: str) -> str:
 def one_step_behind(rank: int, path: str) -> list[str]:
     """Rank 1 tries a step twice that rank 0 tries once: it lags, loses that call, and has caught up with the next."""
     state = state_of("rows")
-    told = []
+    reported = []
     with opened(path, on_error="continue") as checkpointer:
         for step in (1, 2, 2, 3) if rank == 1 else (1, 2, 3):
-            bad = {"extra": object()} if rank == 1 and step == 2 and len(told) == 1 else {}
+            bad = {"extra": object()} if rank == 1 and step == 2 and len(reported) == 1 else {}
             fill(state, step)
-            told.append(type(outcome(checkpointer, step, {**state, **bad})).__name__)
-    return told
+            reported.append(type(outcome(checkpointer, step, {**state, **bad})).__name__)
+    return reported
 
 
 def try_unequally(rank: int, checkpointer: fs.Checkpointer, state: dict[str, object]) -> None:
@@ -238,10 +238,10 @@ def unequal_tries(rank: int, path: str) -> list[str]:
     state = state_of("rows")
     with opened(path, on_error="continue") as checkpointer:
         try_unequally(rank, checkpointer, state)
-        told = [str(outcome(checkpointer, 2, state)) for _ in range(2)]
+        tries = [str(outcome(checkpointer, 2, state)) for _ in range(2)]
         fill(state, 3)
         checkpointer.save(3, state).committed.result(60)
-    return told
+    return tries
 
 
 def rewound_after_unequal_tries(rank: int, path: str) -> list[str]:
@@ -250,11 +250,11 @@ def rewound_after_unequal_tries(rank: int, path: str) -> list[str]:
     with opened(path, on_error="continue") as checkpointer:
         try_unequally(rank, checkpointer, state)
         checkpointer.rewind(1)
-        told = []
+        tries = []
         for step in (2, 3):
             fill(state, step)
-            told.append(str(outcome(checkpointer, step, state)))
-        return told
+            tries.append(str(outcome(checkpointer, step, state)))
+        return tries
 
 
 def other_values(rank: int, path: str) -> str:
@@ -267,16 +267,16 @@ def other_values(rank: int, path: str) -> str:
 def begin_afresh(rank: int, path: str) -> list[str]:
     """As a script does that may be the first: load, or begin where there is nothing. What it was told."""
     state = state_of("rows")
-    told = []
+    reported = []
     with opened(path) as checkpointer:
         for step in (None, 7, None):
             try:
                 checkpointer.load(state, step=step)
             except fs.NoCheckpointError as error:
-                told.append(str(error))
+                reported.append(str(error))
             if step is None:
-                checkpointer.save(len(told), state).committed.result(60)
-    return told
+                checkpointer.save(len(reported), state).committed.result(60)
+    return reported
 
 
 def wrong_shape(rank: int, path: str) -> str:

@@ -1,4 +1,4 @@
-"""What ranks do in tests of calls that one of them makes by itself, as it should and as it should not."""
+"""Functions that ranks run in tests of calls that one of them makes by itself, as it should and as it should not."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def rank_0_saves(rank: int, path: str) -> list[float]:
         for _ in range(3):
             dist.barrier()
     dist.barrier()
-    found = []
+    saves = []
     for options in ({}, {"alone": True}):
         fill(state, -1)
         with opened(path, **options) as loader:
             assert loader.load(state).step == 3
             latest = loader.latest()
             assert latest is not None
-            found += [float(tensors(state)[0].flatten()[0]), float(latest.step)]
-    return found
+            saves += [float(tensors(state)[0].flatten()[0]), float(latest.step)]
+    return saves
 
 
 def alone_with_a_part(rank: int, path: str) -> list[str]:
@@ -43,10 +43,10 @@ def alone_with_a_part(rank: int, path: str) -> list[str]:
     mesh = init_device_mesh("cpu", (2,))
     one_row = distribute_tensor(torch.ones(1, 8), mesh, [Shard(0)])
     flat = fs.Shard(torch.ones(4), (8,), (4 * rank,))
-    told = []
+    reported = []
     with opened(f"{path}-{rank}", alone=True, on_error="continue") as saver:
         for step, state in enumerate((state_of("rows"), state_of("flat"), {"x": {"one": one_row}}, {"x": {"w": flat}})):
-            told.append(str(outcome(saver, step, state)))
+            reported.append(str(outcome(saver, step, state)))
     with opened(path) as shared:
         state = state_of("rows")
         fill(state, 7)
@@ -55,7 +55,7 @@ def alone_with_a_part(rank: int, path: str) -> list[str]:
         fill(state, 0)
         loader.load(state)
         assert all(bool((tensor == 7).all()) for tensor in tensors(state))
-    return told
+    return reported
 
 
 def one_more_on_rank_0(rank: int, path: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""What ranks do in tests of saves that encode."""
+"""Functions that ranks run in tests of saves that encode."""
 
 from __future__ import annotations
 

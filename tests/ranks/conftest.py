@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 from threads import Clock, HeartbeatThreading, Job
 
-from flowstone.ranks import agreement, failure_detector, heartbeat, kv_store, wire
+from flowstone.ranks import agreement, exchange, failure_detector, heartbeat, kv_store
 
 
 @pytest.fixture
@@ -20,10 +20,10 @@ def impatient() -> Iterator[Clock]:
     """
     clock = Clock()
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.multiple(wire, DEADLINE_MARGIN_S=0.2, _RECHECK_S=0.01))
+        stack.enter_context(mock.patch.multiple(exchange, DEADLINE_MARGIN_S=0.2, _RECHECK_S=0.01))
         stack.enter_context(mock.patch.object(kv_store, "_POLL_LAST_S", 0.02))
         stack.enter_context(mock.patch.object(heartbeat, "threading", HeartbeatThreading(clock)))
         stack.enter_context(mock.patch.object(Job, "clock", clock))
-        for module in (agreement, failure_detector, kv_store, wire):
+        for module in (agreement, failure_detector, kv_store, exchange):
             stack.enter_context(mock.patch.object(module, "time", clock))
         yield clock

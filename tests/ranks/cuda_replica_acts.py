@@ -1,4 +1,4 @@
-"""What ranks do in tests of replicas on a GPU, which all of them use."""
+"""Functions that ranks run in tests of replicas on a GPU, which all of them use."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from flowstone.config import Watch
 def one_byte_differs(rank: int, path: str, watch: Watch) -> dict[str, str]:
     """Of each tensor one byte is another one on rank 1, for one save; what is told of that save, and of the next."""
     state = {name: tensor.cuda() for name, tensor in replicas(None).items()}  # which keeps strides
-    told = {}
+    record = {}
     with opened(path, watch) as saver:
         for step, (name, place) in enumerate(PLACES.items()):
             if rank:
                 state[name].data[place] ^= 1
-            told[name] = str(outcome(saver, 2 * step, {"x": state}))
+            record[name] = str(outcome(saver, 2 * step, {"x": state}))
             if rank:
                 state[name].data[place] ^= 1
-            told[name] += f" / {outcome(saver, 2 * step + 1, {'x': state})}"
-    return told
+            record[name] += f" / {outcome(saver, 2 * step + 1, {'x': state})}"
+    return record

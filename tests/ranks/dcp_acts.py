@@ -1,4 +1,4 @@
-"""What ranks do in tests of DCP's files."""
+"""Functions that ranks run in tests of DCP's files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks do in tests of DistributedDataParallel: each trains on batches of its own."""
+"""Functions that ranks run in tests of DistributedDataParallel: each trains on batches of its own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from acts import local, opened
-from loops import CRAWL
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -20,8 +19,10 @@ import flowstone as fs
 from flowstone import Save
 from flowstone.config import EngineOptions
 from flowstone.errors import RankError, StateChangedError
-from flowstone.events import BuffersFromOneRank, Captured, Event, SaveStarted
-from flowstone.pipeline.pacing import Captures
+from flowstone.events.phases import Captured, Event, SaveStarted
+from flowstone.events.rare_events import BuffersFromOneRank
+from flowstone.save.pacing import Captures
+from lagging_loops import CRAWL
 
 
 def training(how: str = "ddp") -> dict[str, object]:
@@ -47,21 +48,21 @@ def step(state: dict[str, object], seed: int) -> None:
 
 def statistics(state: dict[str, object]) -> list[float]:
     """A few of the running means that this rank has."""
-    found: list[float] = state["model"].module[1].running_mean[:4].tolist()  # type: ignore[attr-defined]
-    return found
+    statistics: list[float] = state["model"].module[1].running_mean[:4].tolist()  # type: ignore[attr-defined]
+    return statistics
 
 
 def save_statistics(rank: int, path: str, steps: int) -> dict[str, object]:
     """Train and save, each step; of each, what this rank's statistics were. And what was told of buffers."""
     state = training()
-    told: list[Event] = []
+    events: list[Event] = []
     held = []
-    with opened(path, on_event=told.append) as saver:
+    with opened(path, on_event=events.append) as saver:
         for number in range(1, steps + 1):
             step(state, 10 * number + rank)
             held.append(statistics(state))
             saver.save(number, state).committed.result(60)
-    buffers = [(event.step, event.tensors) for event in told if isinstance(event, BuffersFromOneRank)]
+    buffers = [(event.step, event.tensors) for event in events if isinstance(event, BuffersFromOneRank)]
     return {"held": held, "buffers": buffers}
 
 
@@ -70,7 +71,7 @@ def train_beside(rank: int, path: str, how: str) -> list[bool]:
 
     Of each save, whether it failed by the name of that row's tensor.
     """
-    state, found = training(how), []
+    state, collected = training(how), []
     engine = EngineOptions(request_bytes=2 << 20)
     still = mock.patch.object(Captures, "pace", return_value=CRAWL)
     with still, opened(path, on_error="continue", engine=engine) as saver:
@@ -82,8 +83,8 @@ def train_beside(rank: int, path: str, how: str) -> list[bool]:
                 spoil(state)
             state["optimizer"].step()  # type: ignore[attr-defined]
             state["optimizer"].zero_grad()  # type: ignore[attr-defined]
-            found.append(is_change(save.committed.exception(60)))
-    return found
+            collected.append(is_change(save.committed.exception(60)))
+    return collected
 
 
 @torch.no_grad()
@@ -108,14 +109,14 @@ def follow(rank: int, path: str, budget_bytes: int) -> list[object]:
     torch.manual_seed(5)
     model = nn.ModuleDict({"encoder": nn.Linear(512, 512), "follower": nn.Linear(512, 1024).requires_grad_(False)})
     state = {"model": model, "optimizer": torch.optim.SGD(model["encoder"].parameters(), lr=0.1)}
-    told: list[Event] = []
+    events: list[Event] = []
     has_followed = threading.Event()
 
     def hear(event: Event) -> None:
-        told.append(event)
+        events.append(event)
         assert not isinstance(event, SaveStarted) or event.step > 1 or has_followed.wait(60)
 
-    found: list[object] = []
+    collected: list[object] = []
     engine = EngineOptions(request_bytes=2 << 20)
     with opened(path, on_event=hear, on_error="continue", engine=engine, budget_bytes=budget_bytes) as saver:
         for number in (1, 2):
@@ -125,9 +126,9 @@ def follow(rank: int, path: str, budget_bytes: int) -> list[object]:
             has_followed.set()
             error = save.committed.exception(60)
             assert error is None or "model.follower.weight changed before it was captured" in str(error), error
-            found.append(error is not None)
-    early = [event.early_bytes >> 20 for event in told if isinstance(event, Captured)]
-    return [*found, max(early) > 1]
+            collected.append(error is not None)
+    early = [event.early_bytes >> 20 for event in events if isinstance(event, Captured)]
+    return [*collected, max(early) > 1]
 
 
 class _Said(logging.Handler):
@@ -149,8 +150,8 @@ def only_rank_0_saves(rank: int, path: str, steps: int, every: int) -> dict[str,
     """
     state, saves, took = training(), list[tuple[float, Save]](), []
     step(state, 0)
-    said = _Said()
-    logging.getLogger("flowstone").addHandler(said)
+    message = _Said()
+    logging.getLogger("flowstone").addHandler(message)
     with fs.Checkpointer(path, on_error="continue") as saver:
         for number in range(1, steps + 1):
             began = time.monotonic()
@@ -161,6 +162,6 @@ def only_rank_0_saves(rank: int, path: str, steps: int, every: int) -> dict[str,
             time.sleep(0.1)
         ended = time.monotonic()
     return {
-        "errors": [str(save.committed.exception(0)) for _, save in saves], "took": took, "said": said.lines,
+        "errors": [str(save.committed.exception(0)) for _, save in saves], "took": took, "said": message.lines,
         "end": time.monotonic() - ended,
     }

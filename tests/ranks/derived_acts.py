@@ -1,4 +1,4 @@
-"""What ranks do in tests of saves that leave out what follows from other tensors."""
+"""Functions that ranks run in tests of saves that leave out what follows from other tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def whole(step: int) -> dict[str, torch.Tensor]:
 
 def cut(rank: int, ranks: int, step: int) -> tuple[dict[str, object], dict[str, torch.Tensor]]:
     """What a rank holds of them, and its tensors."""
-    begin, end = (ROWS * at // ranks for at in (rank, rank + 1))
+    begin, end = (ROWS * offset // ranks for offset in (rank, rank + 1))
     mine = {name: tensor[begin:end].clone() for name, tensor in whole(step).items()}
     parts = {name: {"w": fs.Shard(tensor, (ROWS, COLUMNS), (begin, 0))} for name, tensor in mine.items()}
     return {**parts, "step": step}, mine
@@ -34,10 +34,10 @@ def saves(rank: int, path: str, ranks: int) -> None:
 def loads(rank: int, path: str, ranks: int, step: int) -> bool:
     """Whether a rank has its part of that step, bit for bit, in both orders of verification."""
     _, expected = cut(rank, ranks, step)
-    found = []
+    actual = []
     for verify_first in (False, True):
         state, mine = cut(rank, ranks, 9)
         with opened(path) as loader:
             loader.load(state, step=step, verify_first=verify_first)
-        found += [torch.equal(mine[name].view(torch.uint8), one.view(torch.uint8)) for name, one in expected.items()]
-    return all(found)
+        actual += [torch.equal(mine[name].view(torch.uint8), item.view(torch.uint8)) for name, item in expected.items()]
+    return all(actual)

@@ -1,13 +1,13 @@
-"""What ranks do in tests of replicas on devices, each rank with a simulated one of its own."""
+"""Functions that ranks run in tests of replicas on devices, each rank with a simulated one of its own."""
 
 from __future__ import annotations
 
 import torch
 from acts import outcome
-from far import Far, shown
 
 import flowstone as fs
 from flowstone.config import Watch
+from simulated_device import SimulatedDevice, visible_device
 
 MIB = 1 << 20
 LENGTHS = {"large": 3 * MIB, "long": 2 * MIB, "ragged": MIB + 100, "small": 5000, "tiny": 3}
@@ -21,7 +21,7 @@ def numbers(size: int) -> torch.Tensor:
     return torch.arange(size, dtype=torch.int64).mul_(2654435761).to(torch.uint8)
 
 
-def replicas(far: Far | None) -> dict[str, torch.Tensor]:
+def replicas(far: SimulatedDevice | None) -> dict[str, torch.Tensor]:
     """Alike on every rank; on the device, if there is one. One of them is strided."""
     made = {name: numbers(size) for name, size in LENGTHS.items()} | {"turned": numbers(1500 * 1100).view(1100, 1500)}
     made = made if far is None else {name: far.tensor(tensor) for name, tensor in made.items()}
@@ -35,22 +35,22 @@ def opened(path: str, watch: Watch) -> fs.Checkpointer:
 
 def one_byte_differs(rank: int, path: str, watch: Watch) -> dict[str, str]:
     """Of each tensor one byte is another one on rank 1, for one save; what is told of that save."""
-    with shown(Far(64 * MIB)) as far, opened(path, watch) as saver:
+    with visible_device(SimulatedDevice(64 * MIB)) as far, opened(path, watch) as saver:
         far.sync = False
-        state, told = replicas(far), {}
+        state, reported = replicas(far), {}
         for step, (name, place) in enumerate(PLACES.items()):
             if rank:
                 state[name].data[place] ^= 1
-            told[name] = str(outcome(saver, 2 * step, {"x": state}))
+            reported[name] = str(outcome(saver, 2 * step, {"x": state}))
             if rank:
                 state[name].data[place] ^= 1
-            told[name] += f" / {outcome(saver, 2 * step + 1, {'x': state})}"
-    return told
+            reported[name] += f" / {outcome(saver, 2 * step + 1, {'x': state})}"
+    return reported
 
 
 def save_waits_for_nothing(rank: int, path: str) -> list[bool]:
     """Whether `save` returned while the device stood still, without a copy; and what it led to."""
-    with shown(Far(64 * MIB)) as far, opened(path, "digests") as saver:
+    with visible_device(SimulatedDevice(64 * MIB)) as far, opened(path, "digests") as saver:
         far.sync = False
         state = {"x": replicas(far)}
         saver.prepare(state)
@@ -68,7 +68,7 @@ def save_waits_for_nothing(rank: int, path: str) -> list[bool]:
 
 def ranks_are_not_alike(rank: int, path: str, how: str) -> list[str]:
     """Rank 1 has its replicas, or some, on the host, or a device that digests nothing, or is told to sample."""
-    with shown(Far(64 * MIB)) as far:
+    with visible_device(SimulatedDevice(64 * MIB)) as far:
         far.sync = False
         state = replicas(None if rank and how == "host" else far)
         if rank and how == "partly":
@@ -76,7 +76,7 @@ def ranks_are_not_alike(rank: int, path: str, how: str) -> list[str]:
         if rank and how == "refused":
             far.native.limit_pinned(0)
         with opened(path, "auto" if rank and how == "sampled" else "digests") as saver:
-            told = [str(outcome(saver, step, {"x": state})) for step in (0, 1)]
+            reported = [str(outcome(saver, step, {"x": state})) for step in (0, 1)]
             if rank:
                 state["large"].data[: 2 * MIB] += 1
-            return [*told, str(outcome(saver, 2, {"x": state}))]
+            return [*reported, str(outcome(saver, 2, {"x": state}))]

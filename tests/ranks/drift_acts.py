@@ -1,4 +1,4 @@
-"""What ranks do in tests of replicas that drift apart."""
+"""Functions that ranks run in tests of replicas that drift apart."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def drifts(rank: int, path: str) -> list[str]:
     What is told of each save; they overlap, but for the one that fails.
     """
     state = training()
-    told = []
+    reported = []
     with opened(path, on_error="continue") as saver:
         for number in range(1, 6):
             if number == 3:
@@ -30,17 +30,17 @@ def drifts(rank: int, path: str) -> list[str]:
             elif number == 4:
                 for tensor, before in zip(tensors(state), kept, strict=True):
                     tensor.copy_(before)
-            told.append(str(outcome(saver, number, state)) if number == 3 else str(saver.save(number, state).step))
+            reported.append(str(outcome(saver, number, state)) if number == 3 else str(saver.save(number, state).step))
             if number != 3:
                 step(state)
-    return told
+    return reported
 
 
 def one_drifts_by_one_tensor(rank: int, path: str) -> list[str]:
     """Each save another one tensor is not what it is elsewhere."""
     torch.manual_seed(1)
     state = {"model": {f"w{n}": torch.randn(100, 200) for n in range(4)}}
-    told = []
+    reported = []
     with opened(path, on_error="continue") as saver:
         saver.save(0, state).committed.result(60)
         for number, (name, tensor) in enumerate(state["model"].items(), 1):
@@ -48,11 +48,11 @@ def one_drifts_by_one_tensor(rank: int, path: str) -> list[str]:
                 tensor.mul_(2)
             error = outcome(saver, number, state)
             assert isinstance(error, fs.FlowstoneError)
-            told.append(f"{name}: {error}")
+            reported.append(f"{name}: {error}")
             if rank == 1:
                 tensor.div_(2)
         saver.save(9, state).committed.result(60)
-    return told
+    return reported
 
 
 def inner_and_outer(rank: int, path: str, save: bool) -> list[float]:
@@ -71,8 +71,8 @@ def inner_and_outer(rank: int, path: str, save: bool) -> list[float]:
                 saver.save(number, state).committed.result(60)
         else:
             saver.load(state)
-    found = [*inner.parameters(), *inner.buffers(), *(m for of in optimizer.state.values() for m in of.values())]
-    return [float(np.float64(tensor.detach().double().sum())) for tensor in found]
+    result = [*inner.parameters(), *inner.buffers(), *(m for of in optimizer.state.values() for m in of.values())]
+    return [float(np.float64(tensor.detach().double().sum())) for tensor in result]
 
 
 def one_has_more_under_way(rank: int, path: str) -> list[str]:
@@ -88,6 +88,6 @@ def one_has_more_under_way(rank: int, path: str) -> list[str]:
             time.sleep(0.001)
         saves = [saver.save(number, state) for number in (2, 3)]
         flag.touch()
-        told = [str(save.committed.exception(60)) for save in saves]
-        told.append(str(saver.save(4, state).committed.exception(60)))
-    return told
+        reported = [str(save.committed.exception(60)) for save in saves]
+        reported.append(str(saver.save(4, state).committed.exception(60)))
+    return reported

@@ -1,4 +1,4 @@
-"""What ranks do in the test of layouts: real training, in jobs of 3, 2 and 1 ranks that the same processes make up."""
+"""Functions of the test of layouts: real training, in jobs of 3, 2 and 1 ranks in the same processes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ import flowstone as fs
 
 SIZES = (3, 2, 1)
 KINDS = ("plain", "zero", "fsdp2", "flat", "original")
-SAVES = {(kind, size): at for at, (size, kind) in enumerate(itertools.product(SIZES, KINDS), 1)}  # and their steps
+SAVES = {(kind, size): i for i, (size, kind) in enumerate(itertools.product(SIZES, KINDS), 1)}  # and their steps
 STRATEGIES = {"flat": ShardingStrategy.FULL_SHARD, "original": ShardingStrategy.SHARD_GRAD_OP}
 COLLECTIVES = [
     name for name in dir(dist.distributed_c10d) if name.startswith(
@@ -92,42 +92,42 @@ class Training:
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-        named = [(name.removeprefix("module."), one) for name, one in self.model.named_parameters()]
-        parameters = {name: one.detach() for name, one in named}
-        keeper = getattr(self.optimizer, "optim", self.optimizer)
-        slots = {name: dict(keeper.state[one]) for name, one in named if one in keeper.state}
-        if keeper is not self.optimizer:
+        named = [(name.removeprefix("module."), parameter) for name, parameter in self.model.named_parameters()]
+        parameters = {name: tensor.detach() for name, tensor in named}
+        owner = getattr(self.optimizer, "optim", self.optimizer)
+        slots = {name: dict(owner.state[item]) for name, item in named if item in owner.state}
+        if owner is not self.optimizer:
             parts: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(parts, slots)
             slots = {name: of for part in parts for name, of in part.items()}
-        found = {f"model.{name}": one for name, one in parameters.items()}
-        found |= {
+        result = {f"model.{name}": parameter for name, parameter in parameters.items()}
+        result |= {
             f"optimizer.state.model.{name}.{slot}": value for name, of in slots.items() for slot, value in of.items()
         }
-        return {name: (one.full_tensor() if isinstance(one, DTensor) else one).clone() for name, one in found.items()}
+        return {name: (t.full_tensor() if isinstance(t, DTensor) else t).clone() for name, t in result.items()}
 
     def _unflattened(self) -> dict[str, torch.Tensor]:
         """Of FSDP1: each slot is put where the parameters are, for a moment, and gathered as these are.
 
         Its own optim_state_dict() cannot be asked: with original parameters, exp_avg is what exp_avg_sq was.
         """
-        found = {}
-        own = [(one.data, self.optimizer.state.get(one, {})) for one in self.model.parameters()]
+        result = {}
+        own = [(parameter.data, self.optimizer.state.get(parameter, {})) for parameter in self.model.parameters()]
         before = [data.clone() for data, _ in own]
         for slot in (None, "exp_avg", "exp_avg_sq"):
             for data, slots in own:
                 data.copy_(slots.get(slot, data))
             with FullyShardedDataParallel.summon_full_params(self.model, writeback=False):
-                for key, one in self.model.named_parameters():
+                for key, parameter in self.model.named_parameters():
                     name = "model." + key.replace("_fsdp_wrapped_module.", "")
-                    found[name if slot is None else f"optimizer.state.{name}.{slot}"] = one.detach().clone()
+                    result[name if slot is None else f"optimizer.state.{name}.{slot}"] = parameter.detach().clone()
         for (data, _), was in zip(own, before, strict=True):
             data.copy_(was)
         steps: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(steps, [float(slots["step"]) for _, slots in own if slots])
-        (number,) = {one for of in steps for one in of}
-        names = [name for name in found if name.startswith("model.")]
-        return found | {f"optimizer.state.{name}.step": torch.tensor(number) for name in names}
+        (number,) = {item for of in steps for item in of}
+        names = [name for name in result if name.startswith("model.")]
+        return result | {f"optimizer.state.{name}.step": torch.tensor(number) for name in names}
 
 
 @contextmanager
@@ -239,8 +239,8 @@ def load_all(checkpointer: fs.Checkpointer, kind: str, beside: str) -> int:
         loss.backward()
         whole = training.whole()
         assert whole.keys() == right.keys(), whole.keys() ^ right.keys()
-        for name, one in right.items():
-            assert torch.equal(one, whole[name]), (kind, step, name)
+        for name, tensor in right.items():
+            assert torch.equal(tensor, whole[name]), (kind, step, name)
         torch.testing.assert_close([training.step(), training.step()], losses, rtol=1e-5, atol=0)
     return len(sources)
 
@@ -252,10 +252,10 @@ def noted(name: str) -> dict[str, object]:
 
 def slots_by_name(training: Training) -> dict[str, dict[Any, Any]]:
     """By name, the slots of the parameters of which this rank has something to keep."""
-    keeper = getattr(training.optimizer, "optim", training.optimizer)
-    named = [(name.replace("_fsdp_wrapped_module.", ""), one) for name, one in training.model.named_parameters()]
+    owner = getattr(training.optimizer, "optim", training.optimizer)
+    named = [(name.replace("_fsdp_wrapped_module.", ""), param) for name, param in training.model.named_parameters()]
     return {
-        name.removeprefix("module."): keeper.state[one] for name, one in named if one.numel() and one in keeper.state
+        name.removeprefix("module."): owner.state[part] for name, part in named if part.numel() and part in owner.state
     }
 
 
@@ -265,7 +265,7 @@ def slots_without_tensors(rank: int, path: str) -> dict[str, list[str]]:
     dist.destroy_process_group()
     kinds = ("original", "zero")
     loads = [(kind, into) for kind in kinds for into in (kind, "plain")]
-    found: dict[str, list[str]] = {}
+    tensors: dict[str, list[str]] = {}
     for number, size in enumerate((2, 1, 3)):
         if rank >= size:
             continue
@@ -278,8 +278,8 @@ def slots_without_tensors(rank: int, path: str) -> dict[str, list[str]]:
                 checkpointer.save(step, training.state).committed.result(60)
             for again, (kind, into) in enumerate(loads if number else (), 10 * number):
                 training = Training(into, seed=99)
-                for one in training.model.parameters() if into == "original" else ():
-                    training.optimizer.state[one] = {"mode": "made with the optimizer, also where nothing lies"}
+                for parameter in training.model.parameters() if into == "original" else ():
+                    training.optimizer.state[parameter] = {"mode": "made with the optimizer, also where nothing lies"}
                 checkpointer.load(training.state, step=1 + kinds.index(kind))
                 slots_of = slots_by_name(training)
                 for name, slots in slots_of.items():
@@ -289,5 +289,5 @@ def slots_without_tensors(rank: int, path: str) -> dict[str, list[str]]:
                 training.step()
                 checkpointer.save(again, training.state).committed.result(60)
                 checkpointer.load(training.state, step=again)
-                found[f"{kind} {into} {size}"] = sorted(slots_of)
-    return found
+                tensors[f"{kind} {into} {size}"] = sorted(slots_of)
+    return tensors

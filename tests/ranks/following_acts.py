@@ -1,4 +1,4 @@
-"""What ranks do in tests of the replicas of their state; the builders are those of the replicas."""
+"""Functions that ranks run in tests of the replicas of their state; the builders are those of the replicas."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from journal_acts import Training
 
 import flowstone as fs
-from flowstone.store.local_sockets import DIRECTORY_VARIABLE
+from flowstone.store.memory.local_sockets import DIRECTORY_VARIABLE
 
 
 def build_ddp() -> dict[str, object]:
@@ -51,8 +51,8 @@ def train(
 
     def note(event: fs.Event) -> None:
         if isinstance(event, fs.ReplicaFollows | fs.ReplicaBehind | fs.ReplicaLost):
-            with Path(f"{path}.events.{rank}").open("a") as told:
-                told.write(json.dumps([type(event).__name__, str(event)]) + "\n")
+            with Path(f"{path}.events.{rank}").open("a") as reported:
+                reported.write(json.dumps([type(event).__name__, str(event)]) + "\n")
 
     training = Training(how or build.removeprefix("build_"), rank)
     replica = fs.Replica(f"following_acts:{build}", tolerance=tolerance) if rank < on_ranks else True
@@ -63,7 +63,7 @@ def train(
         if checkpointer.latest() is not None:
             first = checkpointer.load(training.state()).step + 1
         for step in range(first, steps + 1):
-            training.learn()
+            training.train_step()
             save = checkpointer.save(step, training.state(step))
             if step == 1:
                 save.committed.result()

@@ -1,4 +1,4 @@
-"""What ranks do in tests of compressed gradients: each trains on batches of its own, and saves every step."""
+"""Functions for tests of compressed gradients: each rank trains on batches of its own, and saves every step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from forge import tensor_bytes
 from journal_acts import each_step
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -14,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 import flowstone as fs
 from flowstone.adapters.ddp import Int8Gradients, TopKGradients, exchange
 from flowstone.format.digest import digest
+from forge import tensor_bytes
 
 WIDTH = 256
 
@@ -37,7 +37,7 @@ class Training:
             "gradients": fs.PerRank(self.gradients),
         }
 
-    def learn(self) -> None:
+    def train_step(self) -> None:
         self.optimizer.zero_grad()
         self.model(torch.randn(4, WIDTH, generator=self.inputs)).square().mean().backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.01)
@@ -64,16 +64,16 @@ def train(rank: int, path: str, how: str, steps: int) -> dict[str, object]:
     with fs.Checkpointer(path, every_step=True, deadline_s=20.0, on_event=events.append) as checkpointer:
         done = 0 if checkpointer.latest() is None else checkpointer.load(training.state()).step
         for step in range(done + 1, steps + 1):
-            training.learn()
+            training.train_step()
             save = checkpointer.save(step, training.state())
             if step == 1:
                 save.committed.result()  # what all others begin with
             Path(f"{path}.begun.{rank}").write_text(str(step))
-    journaled = [one for one in events if isinstance(one, fs.Journaled)]
+    journaled = [event for event in events if isinstance(event, fs.Journaled)]
     return {
-        "done": done, "bits": training.bits(), "whole": [one.step for one in events if isinstance(one, fs.Committed)],
-        "journaled": [one.step for one in journaled], "bytes": max((one.bytes for one in journaled), default=0),
-        "uncompressed": [one.uncompressed for one in journaled if one.uncompressed],
+        "done": done, "bits": training.bits(), "whole": [e.step for e in events if isinstance(e, fs.Committed)],
+        "journaled": [event.step for event in journaled], "bytes": max((event.bytes for event in journaled), default=0),
+        "uncompressed": [event.uncompressed for event in journaled if event.uncompressed],
         "residual": float(training.residual().norm()) if training.gradients.state_dict()["residual"] else 0.0,
     }
 

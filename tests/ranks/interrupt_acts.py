@@ -1,4 +1,4 @@
-"""What ranks do in tests of a signal's handler that ends a call on one of them, which goes on afterwards."""
+"""Functions for tests in which a signal handler ends a call on one rank, which then continues."""
 
 from __future__ import annotations
 
@@ -13,21 +13,20 @@ import torch.distributed as dist
 from acts import fill, opened, state_of
 
 import flowstone as fs
-from flowstone.pipeline import capturing
-from flowstone.pipeline import load as loading
-from flowstone.pipeline import save as saving
+from flowstone.load import conductor as loading
 from flowstone.ranks import Mailbox, RankGroup
+from flowstone.save import capturing, planning
 
 # Where it comes: before which call, of how many.
 POINTS: dict[str, tuple[object, str, int]] = {
     "meeting": (Mailbox, "await_posted", 1),
     "within": (loading, "plan_load", 1),
     "reading": (loading, "read", 1),
-    "confirming": (RankGroup, "confirm", 1),
+    "confirming": (RankGroup, "confirm_all", 1),
     "waiting": (Mailbox, "await_posted", 1),
-    "describing": (saving, "describe", 1),
+    "describing": (planning, "describe", 1),
     "starting": (capturing, "start_capture", 1),
-    "newest": (RankGroup, "decide", 1),
+    "newest": (RankGroup, "decide_on_rank_zero", 1),
 }
 
 
@@ -67,9 +66,9 @@ def one_is_interrupted(rank: int, path: str, victim: int, point: str) -> list[ob
         try:
             with interrupted(point) if rank == victim else nullcontext():
                 act()
-            told = "nothing"
+            message = "nothing"
         except (fs.FlowstoneError, KeyboardInterrupt) as error:
-            told = f"{type(error).__name__}: {error}"
+            message = f"{type(error).__name__}: {error}"
         took_s = time.monotonic() - since
         dist.barrier()  # as training has them
         try:
@@ -79,4 +78,4 @@ def one_is_interrupted(rank: int, path: str, victim: int, point: str) -> list[ob
             again = str(error)
         fill(state, 3)
         assert saver.save(3, state).committed.result(60).step == 3
-    return [told, took_s < 20, again]
+    return [message, took_s < 20, again]

@@ -1,4 +1,4 @@
-"""What ranks do in tests of journals: each trains on batches of its own, and saves every step."""
+"""Functions that ranks run in tests of journals: each trains on batches of its own, and saves every step."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from forge import tensor_bytes
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import flowstone as fs
-from flowstone.events import Event
+from flowstone.events.phases import Event
 from flowstone.format.digest import digest
-from flowstone.store.appending import LocalAppending
+from flowstone.store.local_append import LocalAppendFile
+from forge import tensor_bytes
 
 
 class Training:
@@ -30,9 +30,9 @@ class Training:
         net: nn.Module = nn.Sequential(nn.Linear(96, 192), nn.ReLU(), nn.Linear(192, 96), nn.Linear(96, 8))
         if how == "fsdp":
             mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-            for one in (*net, net):  # type: ignore[misc]
-                if not isinstance(one, nn.ReLU):
-                    fully_shard(one, mesh=mesh)
+            for module in (*net, net):  # type: ignore[misc]
+                if not isinstance(module, nn.ReLU):
+                    fully_shard(module, mesh=mesh)
         elif how == "ddp":
             net = DistributedDataParallel(net)
         self.model, self.rank = net, rank
@@ -46,7 +46,7 @@ class Training:
             "inputs": fs.PerRank(self.inputs), "rng": fs.rng(), "step": step,
         }
 
-    def learn(self) -> None:
+    def train_step(self) -> None:
         self.model(torch.randn(4, 96, generator=self.inputs)).square().mean().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -57,23 +57,23 @@ class Training:
         parts = [self.inputs.get_state(), torch.get_rng_state(), torch.tensor(self.scheduler.get_last_lr())]
         for parameter in self.model.parameters():
             own = [parameter.detach(), *self.optimizer.state[parameter].values()]
-            parts += [one.to_local() if hasattr(one, "to_local") else one for one in own]
+            parts += [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in own]
         return digest(tensor_bytes(*parts))
 
 
 class Learns(Protocol):
-    def learn(self) -> None: ...
+    def train_step(self) -> None: ...
 
     def bits(self) -> str: ...
 
 
 def each_step(training: Learns, steps: int) -> list[str]:
     """What it is after each of them."""
-    found = []
+    collected = []
     for _ in range(steps):
-        training.learn()
-        found.append(training.bits())
-    return found
+        training.train_step()
+        collected.append(training.bits())
+    return collected
 
 
 def undisturbed(rank: int, how: str, steps: int) -> list[str]:
@@ -82,13 +82,13 @@ def undisturbed(rank: int, how: str, steps: int) -> list[str]:
 
 def slow_syncs(seconds: float) -> None:
     """Of this process' journals, as on a store that is slow at them."""
-    sync = LocalAppending.sync
+    sync = LocalAppendFile.sync
 
-    def slow(appending: LocalAppending) -> None:
+    def slow(appending: LocalAppendFile) -> None:
         time.sleep(seconds)
         sync(appending)
 
-    LocalAppending.sync = slow  # type: ignore[method-assign]
+    LocalAppendFile.sync = slow  # type: ignore[method-assign]
 
 
 def train(
@@ -107,22 +107,22 @@ def train(
         loaded = training.bits()
         Path(f"{path}.loaded.{rank}").write_text(str(done))
         for step in range(done + 1, steps + 1):
-            training.learn()
+            training.train_step()
             save = checkpointer.save(step, training.state(step))
             if step == 1:
                 save.committed.result()  # what all others begin with
             Path(f"{path}.begun.{rank}").write_text(str(step))
     return {
         "done": done, "loaded": loaded, "bits": training.bits(),
-        "whole": [one.step for one in events if isinstance(one, fs.Committed)],
-        "journaled": [one.step for one in events if isinstance(one, fs.Journaled)],
-        "bytes": sum(one.bytes for one in events if isinstance(one, fs.Journaled)),
-        "synced": max((one.synced for one in events if isinstance(one, fs.Journaled)), default=0),
-        "not_journaled": [(one.step, one.reason) for one in events if isinstance(one, fs.NotJournaled)],
+        "whole": [event.step for event in events if isinstance(event, fs.Committed)],
+        "journaled": [event.step for event in events if isinstance(event, fs.Journaled)],
+        "bytes": sum(event.bytes for event in events if isinstance(event, fs.Journaled)),
+        "synced": max((event.synced for event in events if isinstance(event, fs.Journaled)), default=0),
+        "not_journaled": [(event.step, event.reason) for event in events if isinstance(event, fs.NotJournaled)],
     }
 
 
-def upset(rank: int, path: str, what: str, lag_steps: int = 1, sync_s: float = 0.0) -> dict[str, object]:
+def upset(rank: int, path: str, kind: str, lag_steps: int = 1, sync_s: float = 0.0) -> dict[str, object]:
     """Eight steps; with the fourth something is wrong on rank 1 alone. What each save came to, and what was told.
 
     lag_steps  if more than 1, no step is waited for before the end, and all are 14
@@ -136,27 +136,27 @@ def upset(rank: int, path: str, what: str, lag_steps: int = 1, sync_s: float = 0
         path, every_step=True, lag_steps=lag_steps, on_error="continue", deadline_s=10.0, on_event=events.append
     ) as checkpointer:
         for step in range(1, 9 if lag_steps == 1 else 15):
-            training.learn()
+            training.train_step()
             is_upset = rank == 1 and step == 4
-            if is_upset and what == "changes":
+            if is_upset and kind == "changes":
                 with torch.no_grad():
                     next(training.model.parameters()).mul_(1.0)  # not by its optimizer
-            if is_upset and what == "full":
+            if is_upset and kind == "full":
                 checkpointer.fence()
                 saves[-1].committed.exception()
                 resource.setrlimit(resource.RLIMIT_FSIZE, (8192, limits[1]))
-            number = step + 1 if is_upset and what == "steps" else step
+            number = step + 1 if is_upset and kind == "steps" else step
             saves.append(checkpointer.save(number, training.state(step)))
             if step == 1 or lag_steps == 1:
                 saves[-1].committed.exception()
-            if is_upset and what == "full":
+            if is_upset and kind == "full":
                 saves[-1].committed.exception()
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        outcomes = [type(one.committed.exception()).__name__ for one in saves[1:]]
+        outcomes = [type(save.committed.exception()).__name__ for save in saves[1:]]
     return {
         "bits": training.bits(), "outcomes": outcomes,
-        "not_journaled": [(one.step, one.reason) for one in events if isinstance(one, fs.NotJournaled)],
-        "whole": [one.step for one in events if isinstance(one, fs.Committed)],
+        "not_journaled": [(event.step, event.reason) for event in events if isinstance(event, fs.NotJournaled)],
+        "whole": [event.step for event in events if isinstance(event, fs.Committed)],
     }
 
 

@@ -8,18 +8,18 @@ from datetime import timedelta
 from functools import partial
 from unittest import mock
 
-import layouts
 import numpy as np
 import torch
 import torch.distributed as dist
-from layouts import Case, Layout, Lies, Mesh, Tensor, inside
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 import flowstone as fs
+import layouts
 from flowstone.plan.assign_writers import assign_writers
-from flowstone.state.shards import boxes_of, runs_of
+from flowstone.torch.shards import boxes_of, runs_of
+from layouts import Case, Layout, Lies, Mesh, Tensor, inside
 
 POISON = 0xA5
 
@@ -34,13 +34,13 @@ class Boxes:
 @fs.register_provider(Boxes)
 class BoxesProvider(fs.Provider[Boxes]):
     def describe(self, value: Boxes) -> Sequence[fs.Part]:
-        return [fs.Part(one.name, one.dtype.name, one.shape, box) for one, box, _ in value.held]
+        return [fs.Part(tensor.name, tensor.dtype.name, tensor.shape, box) for tensor, box, _ in value.held]
 
     def chunks(self, value: Boxes) -> Iterable[object]:
         return [array for _, _, array in value.held]
 
-    def restore(self, value: Boxes, found: Mapping[str, object]) -> None:
-        assert not found
+    def restore(self, value: Boxes, stored: Mapping[str, object]) -> None:
+        assert not stored
 
 
 def play(rank: int, path: str, seeds: list[int], ranks_max: int) -> None:
@@ -57,12 +57,12 @@ def play(rank: int, path: str, seeds: list[int], ranks_max: int) -> None:
         try:
             if rank < case.source.size:
                 _as_job(store, f"{seed}/save", rank, case.source.size)
-                with mock.patch("flowstone.pipeline.rank_zero.assign_writers", cut if seed % 2 else assign_writers):
+                with mock.patch("flowstone.coordination.rank_zero.assign_writers", cut if seed % 2 else assign_writers):
                     save(case, rank, where)
                 dist.destroy_process_group()
                 store.set(f"{seed}/saved/{rank}", b"")
             if rank < case.target.size:
-                store.wait([f"{seed}/saved/{one}" for one in range(case.source.size)])
+                store.wait([f"{seed}/saved/{index}" for index in range(case.source.size)])
                 _as_job(store, f"{seed}/load", rank, case.target.size)
                 load(case, rank, where)
                 dist.destroy_process_group()
@@ -89,8 +89,8 @@ def load(case: Case, rank: int, path: str) -> None:
     with fs.Checkpointer(path, budget_bytes=32 << 20, deadline_s=60.0) as checkpointer:
         assert checkpointer.load(state).step == 2
     expected = contents(state_of(case, case.target, rank, case.values()))
-    found = contents(state)
-    wrong = [name for name in expected if found[name] != expected[name]]
+    actual = contents(state)
+    wrong = [name for name in expected if actual[name] != expected[name]]
     assert not wrong, f"{wrong} on rank {rank}"
 
 
@@ -98,16 +98,16 @@ def state_of(case: Case, layout: Layout, rank: int, values: Mapping[str, np.ndar
     """Tensors that lie on a mesh as DTensors, those of one box on each rank as shards, what lies otherwise as boxes."""
     tensors: dict[str, object] = {}
     boxes = Boxes()
-    for number, (one, lies) in enumerate(zip(case.tensors, layout.lies, strict=True)):
-        whole = values[one.name]
+    for number, (tensor, lies) in enumerate(zip(case.tensors, layout.lies, strict=True)):
+        whole = values[tensor.name]
         if not all(_has_a_name(of.lies[number]) for of in (case.source, case.target)):
-            for box in lies.boxes[rank] or (_nothing(one),):
-                boxes.held.append((one, box, _elements(one, whole[inside(box)])))
+            for box in lies.boxes[rank] or (_nothing(tensor),):
+                boxes.held.append((tensor, box, _elements(tensor, whole[inside(box)])))
         elif lies.mesh is not None:
-            tensors[one.name] = _dtensor(one, lies.mesh, rank, whole)
+            tensors[tensor.name] = _dtensor(tensor, lies.mesh, rank, whole)
         else:
-            box = lies.boxes[rank][0] if lies.boxes[rank] else _nothing(one)
-            tensors[one.name] = fs.Shard(_tensor(one, whole[inside(box)]), one.shape, box.offset)
+            box = lies.boxes[rank][0] if lies.boxes[rank] else _nothing(tensor)
+            tensors[tensor.name] = fs.Shard(_tensor(tensor, whole[inside(box)]), tensor.shape, box.offset)
     return {"tensors": tensors, "boxes": boxes}
 
 
@@ -116,11 +116,11 @@ def contents(state: dict[str, object]) -> dict[str, bytes]:
     tensors, boxes = state["tensors"], state["boxes"]
     assert isinstance(tensors, dict)
     assert isinstance(boxes, Boxes)
-    found = {f"{one.name} {box}": array.tobytes() for one, box, array in boxes.held}
+    contents = {f"{item.name} {box}": array.tobytes() for item, box, array in boxes.held}
     for name, value in tensors.items():
         local = value.to_local() if isinstance(value, DTensor) else value.tensor
-        found[name] = local.contiguous().flatten().view(torch.uint8).numpy().tobytes() if local.numel() else b""
-    return found
+        contents[name] = local.contiguous().flatten().view(torch.uint8).numpy().tobytes() if local.numel() else b""
+    return contents
 
 
 def _has_a_name(lies: Lies) -> bool:
@@ -128,30 +128,30 @@ def _has_a_name(lies: Lies) -> bool:
     return lies.mesh is not None or max(map(len, lies.boxes)) <= 1
 
 
-def _nothing(one: Tensor) -> fs.Box:
-    return fs.Box((0,) * len(one.shape), (0,) * len(one.shape))
+def _nothing(tensor: Tensor) -> fs.Box:
+    return fs.Box((0,) * len(tensor.shape), (0,) * len(tensor.shape))
 
 
-def _elements(one: Tensor, raw: np.ndarray) -> np.ndarray:
+def _elements(tensor: Tensor, raw: np.ndarray) -> np.ndarray:
     """Bytes as elements of the tensor's dtype."""
     if not raw.size:
-        return np.empty(raw.shape[:-1], one.dtype.name)
-    return np.ascontiguousarray(raw).view(one.dtype.name)[..., 0].copy()
+        return np.empty(raw.shape[:-1], tensor.dtype.name)
+    return np.ascontiguousarray(raw).view(tensor.dtype.name)[..., 0].copy()
 
 
-def _tensor(one: Tensor, raw: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(_elements(one, raw))
+def _tensor(tensor: Tensor, raw: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(_elements(tensor, raw))
 
 
-def _dtensor(one: Tensor, mesh: Mesh, rank: int, whole: np.ndarray) -> DTensor:
+def _dtensor(tensor: Tensor, mesh: Mesh, rank: int, whole: np.ndarray) -> DTensor:
     """What a rank holds of a tensor on a mesh, without a word to the others."""
-    splits = mesh.splits(rank, len(one.shape))
+    splits = mesh.splits(rank, len(tensor.shape))
     if splits is None:
-        raw = whole[tuple(slice(0, 0) for _ in one.shape)] if one.shape else whole[None][:0]
+        raw = whole[tuple(slice(0, 0) for _ in tensor.shape)] if tensor.shape else whole[None][:0]
     else:
-        held = [sum(b - a for a, b in runs_of(n, of)) for n, of in zip(one.shape, splits, strict=True)]
+        held = [sum(b - a for a, b in runs_of(n, of)) for n, of in zip(tensor.shape, splits, strict=True)]
         raw = np.full((*held, whole.shape[-1]), POISON, np.uint8)
-        for box, within in boxes_of(one.shape, splits):
+        for box, within in boxes_of(tensor.shape, splits):
             raw[inside(within)] = whole[inside(box)]
     devices = DeviceMesh("cpu", torch.tensor(mesh.ranks).view(mesh.shape), _init_backend=False)
     placements: list[Placement] = [
@@ -159,7 +159,7 @@ def _dtensor(one: Tensor, mesh: Mesh, rank: int, whole: np.ndarray) -> DTensor:
         else Shard(placed.dim) if placed.factor == 1 else _StridedShard(placed.dim, split_factor=placed.factor)
         for placed in mesh.placements
     ]
-    empty = torch.empty(one.shape, device="meta")
+    empty = torch.empty(tensor.shape, device="meta")
     return DTensor.from_local(
-        _tensor(one, raw), devices, placements, run_check=False, shape=empty.shape, stride=empty.stride()
+        _tensor(tensor, raw), devices, placements, run_check=False, shape=empty.shape, stride=empty.stride()
     )

@@ -1,4 +1,4 @@
-"""What ranks of one node do with checkpoints in its memory, each function on every rank of a job of real processes."""
+"""Functions for ranks of one node with checkpoints in its memory, run on every rank of a job of real processes."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from acts import as_it_lies, fill, local, opened, outcome, pattern, put, state_of, tensors
-from memory_agent import agent_process, kill
 
-from flowstone.store.local_sockets import DIRECTORY_VARIABLE
+from flowstone.store.memory.local_sockets import DIRECTORY_VARIABLE
+from memory_agent import agent_process, kill
 
 RUN = "memory://job"
 BUDGET_BYTES = 256 << 20  # with that of flushes
@@ -64,15 +64,15 @@ def outlive_the_agent(rank: int, agent: str) -> list[str]:
     """The agent is killed between two saves. What the saves after that come to; the last one is committed."""
     os.environ[DIRECTORY_VARIABLE] = agent
     state = state_of("rows")
-    told = []
+    reported = []
     with opened(RUN, on_error="continue") as checkpointer:
         for step in range(1, 5):
             put(state, _wholes(state, step))
             state["step"] = step
             error = outcome(checkpointer, step, state)
-            told.append("" if error is None else str(error))
+            reported.append("" if error is None else str(error))
             dist.barrier()
             if step == 1 and rank == 0:
                 kill(agent_process(Path(agent)), signal.SIGKILL)
             dist.barrier()
-    return told
+    return reported

@@ -1,4 +1,4 @@
-"""What ranks do whose nodes have networks of their own: see bench/networks.py."""
+"""Functions for ranks whose nodes have separate networks: see bench/networks.py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import flowstone as fs
-from flowstone.store.local_sockets import DIRECTORY_VARIABLE
+from flowstone.store.memory.local_sockets import DIRECTORY_VARIABLE
 
 SECRET = "a secret of 32 characters, or so"
 

@@ -1,4 +1,4 @@
-"""What ranks do in tests of what they read for each other."""
+"""Functions for tests in which ranks read for each other."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from acts import opened
 
 import flowstone as fs
 from flowstone.config import MIB, EngineOptions
-from flowstone.stage import node_reads
-from flowstone.store import shared_ring
+from flowstone.node_reads import node_reads, shared_ring
 from flowstone.store.local import LocalStore
 
 SIZES = [12 * MIB // 4 + 5, 700, 30 * MIB // 4, 3, 20 * MIB // 4 + 1, 0]
@@ -27,20 +26,20 @@ SIZES = [12 * MIB // 4 + 5, 700, 30 * MIB // 4, 3, 20 * MIB // 4 + 1, 0]
 def small_windows() -> Iterator[None]:
     """So that a few megabytes take several batches, wherever the store is."""
     with (
-        mock.patch("flowstone.pipeline.sharing.SHARED_READ_BYTES_MIN", 1),
+        mock.patch("flowstone.node_reads.sharing.SHARED_READ_BYTES_MIN", 1),
         mock.patch.object(node_reads, "RING_HALF_BYTES", 8 * MIB),
         mock.patch.object(LocalStore, "reads_past_cache", return_value=True),
     ):
         yield
 
 
-def pattern(at: int, size: int) -> torch.Tensor:
-    return torch.arange(size, dtype=torch.float32) + at
+def pattern(position: int, size: int) -> torch.Tensor:
+    return torch.arange(size, dtype=torch.float32) + position
 
 
 def state_of(rank: int, *, own: bool = True) -> dict[str, object]:
     """Replicas, one of them strided. `own`: also a shard of the rank's own, and a tensor that rank 0 alone wants."""
-    tensors: dict[str, object] = {f"t{at}": torch.full((size,), -1.0) for at, size in enumerate(SIZES)}
+    tensors: dict[str, object] = {f"t{index}": torch.full((size,), -1.0) for index, size in enumerate(SIZES)}
     tensors["t2"] = torch.full((SIZES[2], 2), -1.0)[:, 0]
     if own and rank != 0:
         del tensors["t4"]
@@ -51,15 +50,15 @@ def state_of(rank: int, *, own: bool = True) -> dict[str, object]:
 
 def save(rank: int, path: str) -> None:
     """One rank saves the whole."""
-    state: dict[str, object] = {f"t{at}": pattern(at, size) for at, size in enumerate(SIZES)}
+    state: dict[str, object] = {f"t{index}": pattern(index, size) for index, size in enumerate(SIZES)}
     state["shard"] = torch.arange(3 * MIB, dtype=torch.float32).view(MIB, 3)
     with opened(path) as checkpointer:
         checkpointer.save(1, state).committed.result(60)
 
 
 def check(rank: int, state: dict[str, object]) -> None:
-    for at, size in enumerate(SIZES):
-        assert torch.equal(state.get(f"t{at}", pattern(at, size)), pattern(at, size)), at  # type: ignore[arg-type]
+    for i, size in enumerate(SIZES):
+        assert torch.equal(state.get(f"t{i}", pattern(i, size)), pattern(i, size)), i  # type: ignore[arg-type]
     if "shard" in state:
         whole = torch.arange(3 * MIB, dtype=torch.float32).view(MIB, 3)
         assert torch.equal(state["shard"].tensor, whole[:, rank : rank + 1])  # type: ignore[attr-defined]
@@ -124,11 +123,11 @@ def load_damaged(rank: int, path: str) -> str:
         try:
             checkpointer.load(state, rules=[fs.Skip("shard")])
         except fs.FlowstoneError as error:
-            told = f"{type(error).__name__}: {error}"
+            message = f"{type(error).__name__}: {error}"
         try:
             checkpointer.save(2, state)
         except fs.DamagedError:
-            return told
+            return message
     return "saved"
 
 
@@ -136,13 +135,13 @@ def load_and_die(rank: int, path: str, victim: int) -> None:
     """One rank is killed when it has filled its first window. What the others are told."""
     state = state_of(rank, own=False)
     if rank == victim:
-        tell = shared_ring.SharedRing.tell
+        tell = shared_ring.SharedRing.set_counter
 
-        def die(self: shared_ring.SharedRing, counter: shared_ring.Counter, value: int) -> None:
+        def die(self: shared_ring.SharedRing, counter: shared_ring.RingCounter, value: int) -> None:
             tell(self, counter, value)
             os.kill(os.getpid(), signal.SIGKILL)
 
-        shared_ring.SharedRing.tell = die  # type: ignore[method-assign]
+        shared_ring.SharedRing.set_counter = die  # type: ignore[method-assign]
     with small_windows():
         checkpointer = opened(path, deadline_s=8.0)
         try:

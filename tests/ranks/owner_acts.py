@@ -1,4 +1,4 @@
-"""What ranks do in tests of which thread sets what."""
+"""Functions for tests of which thread sets which attribute."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from unittest import mock
 import torch
 from acts import opened, outcome
 
+from flowstone.codecs.unmatched_rules import UnmatchedRules
+from flowstone.coordination.rank_zero import RankZero
+from flowstone.coordination.save_coordinator import SaveCoordinator
 from flowstone.errors import FlowstoneError
-from flowstone.pipeline.rank_zero import RankZero
-from flowstone.pipeline.save_coordinator import SaveCoordinator
-from flowstone.pipeline.unmatched_rules import UnmatchedRules
 from flowstone.ranks import Agreement
 
 
@@ -36,7 +36,7 @@ def saves_of_all_kinds(rank: int, path: str) -> dict[str, list[str]]:
     torch.manual_seed(0)
     state: dict[str, object] = {"model": torch.nn.Linear(512, 512)}
     with (
-        mock.patch("flowstone.pipeline.save.SaveCoordinator", _Owned),
+        mock.patch("flowstone.save.conductor.SaveCoordinator", _Owned),
         opened(path, on_error="continue") as saver,
     ):
         for step in range(1, 13):

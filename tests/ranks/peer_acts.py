@@ -1,4 +1,4 @@
-"""What ranks do on several nodes: each rank is on a node of its own, by the directory of its memory agent."""
+"""Functions for ranks on several nodes: the directory of its memory agent determines each rank's node."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import flowstone as fs
-from flowstone.store.local_sockets import DIRECTORY_VARIABLE
+from flowstone.store.memory.local_sockets import DIRECTORY_VARIABLE
 
 SECRET = "a secret of 32 characters, or so"
 ROWS = 300_001
@@ -33,11 +33,11 @@ def _check(state: dict[str, object], rank: int, size: int) -> int:
     """The step whose values a loaded state has: all of them."""
     step = state["step"]
     assert isinstance(step, int)
-    wanted = _state(rank, size, step)["w"]
-    found = state["w"]
-    assert isinstance(found, fs.Shard)
-    assert isinstance(wanted, fs.Shard)
-    assert torch.equal(found.tensor, wanted.tensor), f"not what step {step} was"
+    expected = _state(rank, size, step)["w"]
+    actual = state["w"]
+    assert isinstance(actual, fs.Shard)
+    assert isinstance(expected, fs.Shard)
+    assert torch.equal(actual.tensor, expected.tensor), f"not what step {step} was"
     return step
 
 

@@ -1,6 +1,6 @@
 """Real ranks: processes with torch.distributed over gloo, each running the same function of a test module.
 
-All are forked from one nursery: a process without threads that has imported torch, which takes seconds, once for all.
+One fork server starts all of them. It is a process without threads that has imported torch, which takes seconds, once.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Ended:
 
 
 class Rank:
-    """A process, as subprocess.Popen shows them. Its parent is the nursery."""
+    """A process, as subprocess.Popen shows them. Its parent is the fork server."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -48,7 +48,7 @@ class Rank:
 
     def poll(self) -> int | None:
         if self.returncode is None:
-            self.returncode = nursery().ask("end", self.pid)
+            self.returncode = fork_server().ask("end", self.pid)
         return self.returncode
 
     def wait(self, timeout_s: float) -> int:
@@ -65,7 +65,7 @@ class Rank:
             os.kill(self.pid, how)
 
 
-class Nursery:
+class ForkServer:
     """Starts processes, and knows how they ended. They end when it does, and it when this process does."""
 
     def __init__(self) -> None:
@@ -81,14 +81,14 @@ class Nursery:
         self._process.stdin.write(json.dumps(words) + "\n")
         self._process.stdin.flush()
         answer = self._process.stdout.readline()
-        assert answer, "the nursery of ranks has died"
-        found: int | None = json.loads(answer)
-        return found
+        assert answer, "the fork server of the ranks has died"
+        result: int | None = json.loads(answer)
+        return result
 
 
 @functools.cache
-def nursery() -> Nursery:
-    return Nursery()
+def fork_server() -> ForkServer:
+    return ForkServer()
 
 
 class Ranks:
@@ -106,7 +106,7 @@ class Ranks:
         for rank in range(size):
             act = [module, function, json.dumps(arguments), self._file(rank)]
             where = ["127.0.0.1", ""] if networks is None else [networks.host, networks.names[rank]]
-            pid = nursery().ask("start", rank, size, [self._store.port, *where], *act)
+            pid = fork_server().ask("start", rank, size, [self._store.port, *where], *act)
             assert pid is not None
             self.processes.append(Rank(pid))
 
@@ -131,24 +131,24 @@ class Ranks:
             process.wait(TIMEOUT_S)
         ended = [self._ended(rank) for rank in range(len(self.processes))]
         self._desk.cleanup()
-        words = "\n".join(f"--- rank {rank}\n{one.said}" for rank, one in enumerate(ended))
+        words = "\n".join(f"--- rank {rank}\n{process.said}" for rank, process in enumerate(ended))
         assert not late, f"ranks {late} did not end\n{words}"
         return ended
 
     def results(self) -> list[object]:
         """What the function returned on each rank; a rank that fails fails the test, with what all have said."""
         ended = self.end()
-        words = "\n".join(f"--- rank {rank} ({one.code})\n{one.said}" for rank, one in enumerate(ended))
-        assert all(one.code == 0 for one in ended), words
-        return [one.result for one in ended]
+        words = "\n".join(f"--- rank {rank} ({process.code})\n{process.said}" for rank, process in enumerate(ended))
+        assert all(rank.code == 0 for rank in ended), words
+        return [rank.result for rank in ended]
 
     def _ended(self, rank: int) -> Ended:
         path = Path(self._file(rank))
         result = json.loads(path.read_text()) if path.exists() else None
-        said = Path(self._file(rank) + ".said").read_text(errors="replace")
+        text = Path(self._file(rank) + ".said").read_text(errors="replace")
         code = self.processes[rank].returncode
         assert code is not None
-        return Ended(code, result, said)
+        return Ended(code, result, text)
 
     def _file(self, rank: int) -> str:
         return f"{self._desk.name}/{rank}"
@@ -159,12 +159,12 @@ def run(size: int, module: str, function: str, *arguments: object) -> list[objec
     return Ranks(size, module, function, *arguments).results()
 
 
-# In the nursery
+# In the fork server
 
 
 def tend() -> None:
     """Fork what is asked for, and report how it ended, until the pipe is closed."""
-    sys.path[:0] = [str(HERE), str(HERE.parent)]
+    sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "support")]
     import acts
     import torch
 
@@ -184,10 +184,10 @@ def tend() -> None:
                 _become_rank(*words)
             alive.add(answer)
         else:
-            found, status = os.waitpid(words[0], os.WNOHANG)
-            answer = os.waitstatus_to_exitcode(status) if found else None
-            if found:
-                alive.discard(found)
+            result, status = os.waitpid(words[0], os.WNOHANG)
+            answer = os.waitstatus_to_exitcode(status) if result else None
+            if result:
+                alive.discard(result)
         print(json.dumps(answer), flush=True)
     for pid in alive:
         os.kill(pid, signal.SIGKILL)
@@ -197,9 +197,9 @@ def _become_rank(
     rank: int, size: int, where: tuple[int, str, str], module: str, function: str, arguments: str, path: str
 ) -> None:
     """This process is a rank from here on, and does not return."""
-    said = os.open(f"{path}.said", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    message = os.open(f"{path}.said", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     nothing = os.open(os.devnull, os.O_RDONLY)
-    for fd, own in ((nothing, 0), (said, 1), (said, 2)):
+    for fd, own in ((nothing, 0), (message, 1), (message, 2)):
         os.dup2(fd, own)
     try:
         result = _act(rank, size, where, module, function, arguments)

@@ -1,4 +1,4 @@
-"""What ranks do in tests of replicas that several ranks write."""
+"""Functions that ranks run in tests of replicas that several ranks write."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def train(rank: int, path: str) -> list[tuple[int, int]]:
     state, written = training(), []
     with (
         mock.patch(
-            "flowstone.pipeline.rank_zero.assign_writers", partial(assign_writers, worth_bytes=1, block_bytes_min=4096)
+            "flowstone.coordination.rank_zero.assign_writers",
+            partial(assign_writers, worth_bytes=1, block_bytes_min=4096),
         ),
         opened(path) as saver,
     ):
@@ -50,7 +51,7 @@ def train(rank: int, path: str) -> list[tuple[int, int]]:
             save = saver.save(number, dict(reversed(state.items())) if turned else state)
             step(state)
             save.committed.result(60)
-            assignment = saver._saves._coordinator.assignment(saver._saves._plan.layout)  # type: ignore[union-attr]
+            assignment = saver._saves._coordinator.assignment(saver._saves._planner.last.layout)  # type: ignore[union-attr]
             pieces = assignment.layout.pieces.take(assignment.positions.tolist(), assignment.blocks)  # type: ignore[union-attr]
             written.append((len(pieces), sum(piece.bytes for piece in pieces)))
     return written
@@ -69,6 +70,6 @@ def check(path: str) -> None:
         step(expected)
 
 
-def _compare(found: object, expected: object) -> None:
-    left, right = found.state_dict(), expected.state_dict()  # type: ignore[attr-defined]
+def _compare(actual: object, expected: object) -> None:
+    left, right = actual.state_dict(), expected.state_dict()  # type: ignore[attr-defined]
     torch.testing.assert_close(left, right, rtol=0, atol=0)

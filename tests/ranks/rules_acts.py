@@ -1,4 +1,4 @@
-"""What ranks do with a checkpoint whose tensors are laid out otherwise than theirs."""
+"""Functions for ranks with a checkpoint whose tensors have other layouts than theirs."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ def apart(shift: int = 0) -> Wholes:
         sides |= {f"norm{n}": (WIDTH,)} | {f"up{n}_{e}": (12, WIDTH) for e in range(EXPERTS)}
     sides |= {f"large{e}": (1024, 1024) for e in range(EXPERTS)}
     return {
-        name: torch.arange(math.prod(side), dtype=torch.float32).view(side) + at + shift
-        for at, (name, side) in enumerate(sides.items())
+        name: torch.arange(math.prod(side), dtype=torch.float32).view(side) + index + shift
+        for index, (name, side) in enumerate(sides.items())
     }
 
 
 def joined(shift: int = 0) -> Wholes:
     """The same as the other program has them."""
     own = apart(shift)
-    found = {"embed": torch.cat([own["embed"], torch.zeros(PADDED - WORDS, WIDTH)])}
+    result = {"embed": torch.cat([own["embed"], torch.zeros(PADDED - WORDS, WIDTH)])}
     for n in range(LAYERS):
         groups = [own[f"{part}{n}"].view(2, -1, WIDTH) for part in "qkv"]
-        found |= {f"qkv{n}": torch.cat(groups, 1).view(-1, WIDTH), f"out{n}": own[f"out{n}"].T.contiguous()}
-        found[f"ups{n}"] = torch.stack([own[f"up{n}_{e}"] for e in range(EXPERTS)])
-    found["norms"] = torch.stack([own[f"norm{n}"] for n in range(LAYERS)], 1)
-    return found | {"larges": torch.stack([own[f"large{e}"] for e in range(EXPERTS)])}
+        result |= {f"qkv{n}": torch.cat(groups, 1).view(-1, WIDTH), f"out{n}": own[f"out{n}"].T.contiguous()}
+        result[f"ups{n}"] = torch.stack([own[f"up{n}_{e}"] for e in range(EXPERTS)])
+    result["norms"] = torch.stack([own[f"norm{n}"] for n in range(LAYERS)], 1)
+    return result | {"larges": torch.stack([own[f"large{e}"] for e in range(EXPERTS)])}
 
 
 class Weights(nn.Module):
@@ -82,14 +82,14 @@ def put(state: dict[str, Any], program: Any) -> None:
 
 def pairs(state: dict[str, Any], program: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Every tensor, and what it is to hold: parameters, then both moments."""
-    found = []
+    pairs = []
     for number, shift in enumerate((0, 7, 13)):
         wholes = program(shift)
         for name, parameter in state["model"].named_parameters():
             slot = (None, "exp_avg", "exp_avg_sq")[number]
             tensor = parameter.data if slot is None else state["optimizer"].state[parameter][slot]
-            found.append((tensor, wholes[name]))
-    return found
+            pairs.append((tensor, wholes[name]))
+    return pairs
 
 
 PROGRAMS = {"apart": apart, "joined": joined}
@@ -110,10 +110,10 @@ def load(rank: int, path: str, which: str, how: str, step: int) -> list[int]:
     state = state_of({name: torch.full_like(whole, -3) for name, whole in program().items()}, how)
     with opened(path) as checkpointer:
         report = checkpointer.load(state, step=step, rules=RULES if which == "joined" else RULES.inverse)
-    for at, (tensor, whole) in enumerate(pairs(state, program)):
+    for index, (tensor, whole) in enumerate(pairs(state, program)):
         mine = distribute_tensor(whole, tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else whole
-        assert torch.equal(local(tensor), local(mine)), (which, at)
-    assert all(state["optimizer"].state[one]["step"] == 1 for one in state["model"].parameters())
+        assert torch.equal(local(tensor), local(mine)), (which, index)
+    assert all(state["optimizer"].state[parameter]["step"] == 1 for parameter in state["model"].parameters())
     return [report.bytes, report.shared_bytes]
 
 

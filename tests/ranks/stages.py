@@ -1,4 +1,4 @@
-"""What ranks do in tests of stages: each holds some layers of one model, by their global names."""
+"""Functions for tests of pipeline stages: each rank holds some layers of one model, by their global names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "RANKS.md"
 class Stage(nn.Module):
     def __init__(self, layers: range) -> None:
         super().__init__()
-        self.layers = nn.ModuleDict({str(at): nn.Linear(200, 97 + at) for at in layers})
+        self.layers = nn.ModuleDict({str(layer): nn.Linear(200, 97 + layer) for layer in layers})
 
 
 def stage_of(rank: int, size: int) -> range:
@@ -40,7 +40,7 @@ def state_of(layers: range, *, extra: bool = False) -> dict[str, object]:
     for parameter in named.values():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    parts: dict[str, object] = {f"part{at}": {"of": at, "scale": torch.ones(3)} for at in layers}
+    parts: dict[str, object] = {f"part{layer}": {"of": layer, "scale": torch.ones(3)} for layer in layers}
     return {"model": model, "optimizer": optimizer, "parts": parts, "step": 4} | ({"extra": 1} if extra else {})
 
 
@@ -65,8 +65,8 @@ def spoil(name: str, tensor: torch.Tensor, base: float) -> None:
 
 
 def check(name: str, tensor: torch.Tensor, base: float) -> None:
-    wanted = torch.arange(tensor.numel(), dtype=tensor.dtype).view(tensor.shape) + base
-    assert torch.equal(tensor, wanted), name
+    expected = torch.arange(tensor.numel(), dtype=tensor.dtype).view(tensor.shape) + base
+    assert torch.equal(tensor, expected), name
 
 
 def save(rank: int, path: str, size: int) -> None:
@@ -99,10 +99,10 @@ def load_part(rank: int, path: str) -> str:
         try:
             checkpointer.load(state)
         except fs.FlowstoneError as error:
-            told = f"{type(error).__name__}: {error}"
+            message = f"{type(error).__name__}: {error}"
         checkpointer.load(state, rules=[fs.Skip("*")])
     each(state, check)
-    return told
+    return message
 
 
 def same_local_names(rank: int, path: str) -> str:
@@ -110,10 +110,10 @@ def same_local_names(rank: int, path: str) -> str:
     torch.manual_seed(rank)
     state = {"model": Stage(range(2))}
     with opened(path, on_error="continue") as checkpointer:
-        told = str(outcome(checkpointer, 1, state))
+        names = str(outcome(checkpointer, 1, state))
         torch.manual_seed(0)
         assert outcome(checkpointer, 1, {"model": Stage(range(2))}) is None
-    return told
+    return names
 
 
 def loop(rank: int, path: str, size: int, steps: int, begins: bool) -> list[int]:

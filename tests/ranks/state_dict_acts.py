@@ -1,4 +1,4 @@
-"""What ranks do with the state dicts that torch gives of sharded modules and optimizers."""
+"""Functions for ranks with the state dicts that torch returns for sharded modules and optimizers."""
 
 from __future__ import annotations
 
@@ -79,13 +79,13 @@ def load_dicts_without_slots(rank: int, path: str, how: str) -> None:
     with opened(path) as checkpointer:
         with pytest.raises((fs.MismatchError, fs.RankError), match=r"missing .*body\.1\.weight\.exp_avg"):
             checkpointer.load_state_dict(dicts_of(state, "flat"))
-        assert all((local(one) == -1).all() for one in tensors(state) if one.dim()), "nothing was changed"
+        assert all((local(tensor) == -1).all() for tensor in tensors(state) if tensor.dim()), "nothing was changed"
         dicts = dicts_of(state, "named")
-        wanted = {name for name in dicts["optimizer"]["state"] if not name.startswith(UNUSED)}
+        names = {name for name in dicts["optimizer"]["state"] if not name.startswith(UNUSED)}
         report = checkpointer.load_state_dict(dicts)
     assert "removed from the state dict" in str(report.notes)
-    assert dicts["optimizer"]["state"].keys() == wanted
+    assert dicts["optimizer"]["state"].keys() == names
     options = StateDictOptions(strict=False)
     set_optimizer_state_dict(state["model"], state["optimizer"], dicts["optimizer"], options=options)
     named = dict(state["model"].named_parameters())
-    assert {name for name, one in named.items() if state["optimizer"].state.get(one)} == wanted
+    assert {name for name, item in named.items() if state["optimizer"].state.get(item)} == names

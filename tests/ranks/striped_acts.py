@@ -1,4 +1,4 @@
-"""What ranks do in tests of stores over several paths."""
+"""Functions that ranks run in tests of stores over several paths."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def day(rank: int, path: str, first: int) -> list[str]:
     torch.manual_seed(1)
     own = nn.Linear(600, 512, bias=False)
     common = nn.Linear(512, 512, bias=False)
-    parts = {f"rank{rank}.{at}": own.weight.detach()[128 * at : 128 * (at + 1)] for at in range(4)}
+    parts = {f"rank{rank}.{index}": own.weight.detach()[128 * index : 128 * (index + 1)] for index in range(4)}
     state = {"common": common, "own": parts, "step": first}
     store = fs.Striped([f"{path}/one", f"{path}/two"], weights=[1, 1])
     with opened(store, keep=2) as saver:

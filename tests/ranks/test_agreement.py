@@ -1,4 +1,4 @@
-"""Agreements: everybody learns the same, whatever happens to anybody."""
+"""Agreements: all ranks get the same result, whatever happens to any of them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from threads import Clock, Job
 
 from flowstone.errors import FullError, RankError
 from flowstone.ranks import Agreement, Decision, KeyValueStore, Timeouts
-from flowstone.ranks.agreement import Agreed
+from flowstone.ranks.agreement import AgreementResult
 from flowstone.ranks.heartbeat import Heartbeat
 
 MIB = 1 << 20
 
 
-def joined(said: Sequence[bytes]) -> Decision:
-    return Decision(b",".join(said), [b"for " + one for one in said])
+def joined(messages: Sequence[bytes]) -> Decision:
+    return Decision(b",".join(messages), [b"for " + message for message in messages])
 
 
 def name(rank: Agreement) -> bytes:
@@ -31,12 +31,12 @@ def test_everybody_learns_what_rank_0_decides_and_its_own(size: int, fan: int) -
     job = Job(size, fan=fan)
     everything = b",".join(f"{rank}".encode() for rank in range(size))
     for _ in range(3):
-        found = job.run(lambda rank: rank.agree("roll call", name(rank), joined))
-        assert found == [Agreed(everything, f"for {rank}".encode()) for rank in range(size)]
+        results = job.run(lambda rank: rank.agree("roll call", name(rank), joined))
+        assert results == [AgreementResult(everything, f"for {rank}".encode()) for rank in range(size)]
 
 
 def test_a_job_of_one_rank_needs_no_board() -> None:
-    assert Agreement(None, 0, 1).agree("alone", b"me", joined) == Agreed(b"me", b"for me")
+    assert Agreement(None, 0, 1).agree("alone", b"me", joined) == AgreementResult(b"me", b"for me")
     with pytest.raises(FullError):
         Agreement(None, 0, 1).agree("alone", FullError("no space"), joined)
 
@@ -44,8 +44,8 @@ def test_a_job_of_one_rank_needs_no_board() -> None:
 def test_messages_may_be_longer_than_a_value_of_the_store() -> None:
     job = Job(4, fan=1)
     long = [bytes([rank]) * (2 * MIB + rank) for rank in range(4)]
-    found = job.run(lambda rank: rank.agree("long", long[rank.rank], lambda said: Decision(b"".join(said))))
-    assert {one.common for one in found} == {b"".join(long)}
+    results = job.run(lambda rank: rank.agree("long", long[rank.rank], lambda message: Decision(b"".join(message))))
+    assert {result.common for result in results} == {b"".join(long)}
 
 
 def test_nothing_is_left_on_the_board_but_the_last_verdict() -> None:
@@ -62,7 +62,7 @@ def test_nothing_is_left_on_the_board_but_the_last_verdict() -> None:
 def test_a_failure_reaches_every_rank_as_the_same_error(failing: int) -> None:
     job = Job(7, fan=2)
 
-    def act(rank: Agreement) -> Agreed:
+    def act(rank: Agreement) -> AgreementResult:
         error = FullError("no space to write segment 3", errno=28, needed="5 bytes", next="free some")
         return rank.agree("commit", error if rank.rank == failing else b"fine", joined)
 
@@ -74,7 +74,7 @@ def test_a_failure_reaches_every_rank_as_the_same_error(failing: int) -> None:
     assert (error.rank, error.phase, error.errno, error.kind) == (failing, "commit", 28, "FullError")
     assert f"rank {failing} failed: no space to write segment 3" in str(error)
     assert "free some" in str(error)
-    assert job.run(lambda rank: rank.agree("next", b"", joined))[0] == Agreed(b"," * 6, b"for ")
+    assert job.run(lambda rank: rank.agree("next", b"", joined))[0] == AgreementResult(b"," * 6, b"for ")
 
 
 def test_of_several_failures_everybody_learns_the_same_one() -> None:
@@ -85,7 +85,7 @@ def test_of_several_failures_everybody_learns_the_same_one() -> None:
 
 
 def test_what_rank_0_cannot_decide_everybody_learns() -> None:
-    def refuse(said: Sequence[bytes]) -> Decision:
+    def refuse(messages: Sequence[bytes]) -> Decision:
         raise ValueError("two of them differ")
 
     errors = Job(3).run(lambda rank: rank.agree("plan", b"", refuse))
@@ -105,7 +105,7 @@ def test_a_rank_that_never_comes_is_named_by_all_and_may_come_later(impatient: C
     assert f"rank {absent} did not reach 'save 12'" in str(errors[0])
     late = job.run(lambda rank: rank.agree("save 12", b"", joined), ranks=[absent])
     assert str(late[0]) == str(errors[0])
-    assert all(isinstance(one, Agreed) for one in job.run(lambda rank: rank.agree("save 13", b"", joined)))
+    assert all(isinstance(value, AgreementResult) for value in job.run(lambda rank: rank.agree("save 13", b"", joined)))
 
 
 @pytest.mark.usefixtures("impatient")
@@ -121,20 +121,20 @@ def test_a_rank_0_that_comes_after_the_others_have_given_up_decides_nothing() ->
     job = Job(4, fan=2, deadline_s=0.2)
     given_up = job.run(lambda rank: rank.agree("save", b"", joined), ranks=[1, 2, 3])
     decided: list[object] = []
-    late = job.run(lambda rank: rank.agree("save", b"", lambda said: decided.append(said) or Decision()), ranks=[0])
+    late = job.run(lambda rank: rank.agree("save", b"", lambda output: decided.append(output) or Decision()), ranks=[0])
     assert {str(error) for error in (*given_up, *late)} == {str(late[0])}
     assert not decided
-    assert all(isinstance(one, Agreed) for one in job.run(lambda rank: rank.agree("save", b"", joined)))
+    assert all(isinstance(value, AgreementResult) for value in job.run(lambda rank: rank.agree("save", b"", joined)))
 
 
 def test_while_rank_0_decides_nobody_gives_up_on_it(impatient: Clock) -> None:
     job = Job(3, deadline_s=0.6)
 
-    def slowly(said: Sequence[bytes]) -> Decision:
+    def slowly(messages: Sequence[bytes]) -> Decision:
         impatient.sleep(1.3)  # longer than anybody would wait for it to begin
-        return joined(said)
+        return joined(messages)
 
-    assert {one.common for one in job.run(lambda rank: rank.agree("save", b"x", slowly))} == {b"x,x,x"}
+    assert {value.common for value in job.run(lambda rank: rank.agree("save", b"x", slowly))} == {b"x,x,x"}
 
 
 def test_a_silent_rank_is_known_long_before_the_deadline(impatient: Clock) -> None:
@@ -154,12 +154,12 @@ def test_a_slow_rank_that_is_alive_is_waited_for(impatient: Clock, caplog: pytes
     job = Job(3, deadline_s=600, silence_s=0.3, reminder_s=0.2)
     heartbeats = [Heartbeat(kv_store, rank, every_s=0.02) for rank, kv_store in enumerate(job.kv_stores)]
 
-    def act(rank: Agreement) -> Agreed:
+    def act(rank: Agreement) -> AgreementResult:
         impatient.sleep(1.0 if rank.rank == 2 else 0)
         return rank.agree("save 7", b"", joined)
 
     with caplog.at_level(logging.WARNING, "flowstone"):
-        assert all(isinstance(one, Agreed) for one in job.run(act))
+        assert all(isinstance(item, AgreementResult) for item in job.run(act))
     for heartbeat in heartbeats:
         heartbeat.stop()
     assert any("rank 0, save 7: waiting for rank 2 (" in record.getMessage() for record in caplog.records)
@@ -171,7 +171,7 @@ def test_without_the_store_a_rank_is_told_that_it_is_gone() -> None:
         def __getattr__(self, name: str) -> object:
             raise RuntimeError("Connection reset by peer\nand a page of addresses")
 
-    with pytest.raises(RankError, match="can no longer talk to each other, in 'save'") as caught:
+    with pytest.raises(RankError, match="can no longer reach the job's key-value store, in 'save'") as caught:
         Agreement(Gone(), 1, 2).agree("save", b"", joined)  # type: ignore[arg-type]
     assert "Connection reset by peer" in str(caught.value)
     assert "addresses" not in str(caught.value)
@@ -197,24 +197,24 @@ def test_what_a_rank_reads_of_its_children_is_not_taken_down_by_them(impatient: 
     looked, gone = threading.Event(), threading.Event()
     decided: list[bool] = []
 
-    def parent_looks(keys: list[str], found: bool) -> bool:
-        if keys == ["1/down"] and found:
-            decided.append(found)
+    def parent_looks(keys: list[str], looks: bool) -> bool:
+        if keys == ["1/down"] and looks:
+            decided.append(looks)
         if decided and keys == ["1/up/17"] and not looked.is_set():
-            assert found
+            assert looks
             looked.set()
             while not gone.is_set():
                 impatient.sleep(0.01)
-        return found
+        return looks
 
-    def child_looks(keys: list[str], found: bool) -> bool:
-        return found and (keys != ["1/down"] or looked.is_set())
+    def child_looks(keys: list[str], looks: bool) -> bool:
+        return looks and (keys != ["1/down"] or looked.is_set())
 
     for rank, look in ((1, parent_looks), (17, child_looks)):
         kv_store = cast("KeyValueStore", _Watched(job.kv_stores[rank], look))
         job.ranks[rank] = Agreement(kv_store, rank, 19, timeouts=Timeouts(0.3 if rank == 17 else 600))
 
-    def act(rank: Agreement) -> Agreed:
+    def act(rank: Agreement) -> AgreementResult:
         try:
             return rank.agree("save", b"", joined)
         finally:
@@ -239,6 +239,6 @@ def test_ranks_that_agree_on_different_things_are_told() -> None:
 
 def test_a_rank_reads_few_messages_however_many_ranks_there_are() -> None:
     job = Job(40, fan=4)
-    job.run(lambda rank: rank.agree("count", b"", lambda said: Decision(b"")))
+    job.run(lambda rank: rank.agree("count", b"", lambda message: Decision(b"")))
     sent = [rank.mailbox.sent for rank in job.ranks if rank.mailbox is not None]
     assert max(sent) <= 3

@@ -1,4 +1,4 @@
-"""One rank that saves, loads or looks by itself, in the midst of a job of several."""
+"""One rank that saves, loads or reads by itself, in a job of several."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ def test_rank_0_saves_what_is_replicated_by_itself_and_all_load_it(tmp_path: Pat
 
 
 def test_who_saves_alone_is_told_what_is_not_whole_there_and_loads_its_part(tmp_path: Path) -> None:
-    for rank, told in enumerate(run(2, "alone_acts", "alone_with_a_part", str(tmp_path / "run"))):
-        assert isinstance(told, list)
-        rows, flat, one, shard = told
+    for rank, reported in enumerate(run(2, "alone_acts", "alone_with_a_part", str(tmp_path / "run"))):
+        assert isinstance(reported, list)
+        rows, flat, entry, shard = reported
         assert "this process holds only a part of 'model.body.0.weight'; the rest is on other ranks" in rows
         assert "this process holds only a part of 'model.body." in flat
-        assert ("of 'x.one'" in one, "no element of it" in one) == ((True, True) if rank else (False, False)), one
+        assert ("of 'x.one'" in entry, "no element of it" in entry) == ((True, True) if rank else (False, False)), entry
         assert "this process holds only a part of 'x.w'" in shard
         assert f"[{4 * rank}:{4 * rank + 4}]" in shard
         for words in (rows, flat, shard):

@@ -1,4 +1,4 @@
-"""Any number of ranks saves in any layout, and any other loads it: real processes over gloo, through a real disk.
+"""Any number of ranks saves in any layout, and any other number loads it: real processes over gloo, on a real disk.
 
 The layouts are those of tests/plan/test_any_layout.py. A failure prints LAYOUT=<number>; with that in the environment
 `pytest tests/ranks/test_any_ranks.py` repeats exactly that case.
@@ -10,10 +10,10 @@ import os
 from pathlib import Path
 
 import pytest
-from layouts import RANKS_MAX
 from processes import run
 
 import flowstone as fs
+from layouts import RANKS_MAX
 
 ONLY = int(os.environ["LAYOUT"]) if "LAYOUT" in os.environ else None
 

@@ -1,4 +1,4 @@
-"""Saves of several ranks that write only what the one before does not have."""
+"""Saves of several ranks that write only the chunks that the previous checkpoint does not have."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from flowstone.config import MIB
 
 @pytest.mark.parametrize(("ranks", "changes"), [(2, 0), (2, 3), (3, 2)])
 def test_each_rank_refers_to_what_it_has_written_before(tmp_path: Path, ranks: int, changes: int) -> None:
-    told = run(ranks, "delta_acts", "saves", str(tmp_path / "run"), changes)
-    written = [sum(step) for step in zip(*told, strict=True)]
+    results = run(ranks, "delta_acts", "saves", str(tmp_path / "run"), changes)
+    written = [sum(step) for step in zip(*results, strict=True)]
     assert written[0] > 6 * MIB
     for step, bytes_ in enumerate(written[1:], 2):
         assert bytes_ < (3 * MIB if step == changes else MIB), written  # of what changes, 2 MiB are one tensor
@@ -27,8 +27,8 @@ def test_each_rank_refers_to_what_it_has_written_before(tmp_path: Path, ranks: i
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_that_restart_refer_to_what_each_has_written(tmp_path: Path, ranks: int) -> None:
-    told = [run(ranks, "delta_acts", "once", str(tmp_path / "run"), step) for step in (1, 2, 3)]
-    written = [sum(bytes_ for bytes_, _ in day) for day in told]
+    reported = [run(ranks, "delta_acts", "once", str(tmp_path / "run"), step) for step in (1, 2, 3)]
+    written = [sum(bytes_ for bytes_, _ in day) for day in reported]
     assert written[0] > 6 * MIB
     assert max(written[1:]) < MIB
     for step in (1, 2, 3):
@@ -41,8 +41,8 @@ def test_ranks_that_restart_refer_to_what_each_has_written(tmp_path: Path, ranks
 def test_another_number_of_ranks_refers_only_to_files_of_the_same_number(tmp_path: Path) -> None:
     run(2, "delta_acts", "once", str(tmp_path / "run"), 1)
     first = fs.open(tmp_path / "run", 1).manifest
-    told = run(1, "delta_acts", "once", str(tmp_path / "run"), 2)
-    assert told[0][0] > 2 * MIB, "what rank 1 had written"
+    results = run(1, "delta_acts", "once", str(tmp_path / "run"), 2)
+    assert results[0][0] > 2 * MIB, "what rank 1 had written"
     for ranks, step in ((1, 3), (3, 4), (3, 5)):
         run(ranks, "delta_acts", "once", str(tmp_path / "run"), step)
     for step in range(1, 6):

@@ -1,4 +1,4 @@
-"""Saves of several ranks that leave out what follows from other tensors, loaded by other numbers of ranks."""
+"""Saves of several ranks that leave out derived tensors, loaded by other numbers of ranks."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from pathlib import Path
 
 import torch
 from derived_acts import COLUMNS, ROWS, loads, whole
-from forge import stored_bytes
 from processes import run
 
 import flowstone as fs
+from forge import stored_bytes
 
 
 def test_what_two_ranks_derived_is_loaded_by_one_and_by_three(tmp_path: Path) -> None:
@@ -26,5 +26,5 @@ def test_what_two_ranks_derived_is_loaded_by_one_and_by_three(tmp_path: Path) ->
             assert torch.equal(checkpoint.read(f"{name}.w"), tensor)
     assert {"copies", "codec.cast"} <= set(checkpoint.manifest.critical), "the first plan is made without a look"
     assert stored_bytes(path, 2) < 4 * ROWS * COLUMNS + 60_000, "the masters alone"
-    made_up = {one.section: one for one in checkpoint.sections}
+    made_up = {section.section: section for section in checkpoint.sections}
     assert made_up["working"].derived == 2 * ROWS * COLUMNS

@@ -1,4 +1,4 @@
-"""Flattened and whole, sharded by whatever: real ranks train, save, load each other's checkpoints, and train on."""
+"""Flattened and unflattened, with any sharding: real ranks train, save, load each other's checkpoints, and continue."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def test_what_any_ranks_of_any_kind_save_any_ranks_of_any_kind_load_and_train_on
 
 def test_slots_that_are_no_tensors_come_to_whoever_keeps_their_parameter(tmp_path: Path) -> None:
     """Of a sharded parameter, or of a ZeroRedundancyOptimizer, no rank has them all."""
-    found = run(3, "flat_acts", "slots_without_tensors", str(tmp_path / "run"))
+    results = run(3, "flat_acts", "slots_without_tensors", str(tmp_path / "run"))
     layers = {f"{layer}.{name}" for layer in ("first", "conv", "last.0") for name in ("weight", "bias")}
     kept: dict[str, set[str]] = {}
-    for of_rank in found:
+    for of_rank in results:
         assert isinstance(of_rank, dict)
         for load, names in of_rank.items():
             kept[load] = kept.get(load, set()).union(names)

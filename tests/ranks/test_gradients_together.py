@@ -1,4 +1,4 @@
-"""Compressed gradients of several ranks: what all have got is logged once, and all replay it."""
+"""Compressed gradients of several ranks: the exchanged bytes are logged once, and all ranks replay them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STATE_BYTES = 3 * 4 * (2 * (256 * 256 + 256) + 256 * 8 + 8)
 
 
 def told(results: list[object], name: str) -> list[Any]:
-    return [one[name] for one in results]  # type: ignore[index]
+    return [result[name] for result in results]  # type: ignore[index]
 
 
 @pytest.mark.parametrize(("how", "share"), [("top-k+", 0.05), ("int8+", 0.2)])
@@ -53,4 +53,4 @@ def test_killed_ranks_lose_at_most_the_step_in_progress_and_end_as_if_nothing_ha
     end = reached + 3
     trained = run(2, "gradient_acts", "train", path, "top-k", end)
     assert min(told(trained, "done")) >= reached - 1 >= 3
-    assert told(trained, "bits") == [one[-1] for one in run(2, "gradient_acts", "undisturbed", "top-k", end)]
+    assert told(trained, "bits") == [item[-1] for item in run(2, "gradient_acts", "undisturbed", "top-k", end)]

@@ -1,4 +1,4 @@
-"""Files of ranks that contradict each other, or are damaged on one: both end alike, at a step that all have."""
+"""Files of ranks that contradict each other, or damage on one rank: all ranks end at the same step, which all have."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from journal_forgery import forge
 from processes import run
 
-from flowstone.commit import journals
+from flowstone.journal import journals
 from flowstone.store.local import LocalStore
+from journal_forgery import forge
 
 LAST = 5
 
@@ -33,41 +33,41 @@ def copied(saved: tuple[Path, list[list[str]]], tmp_path: Path) -> tuple[Path, P
     return tmp_path / "run", path, saved[1]
 
 
-def loads(root: Path, at: list[list[str]], *, fallback: bool = False) -> list[Any]:
+def loads(root: Path, rows: list[list[str]], *, fallback: bool = False) -> list[Any]:
     """On each rank the step that it loads, whose bits are what they were; or the name of the error."""
-    found: list[Any] = []
-    for rank, one in enumerate(run(2, "journal_acts", "load", str(root), "ddp", None, fallback)):
-        assert isinstance(one, dict)
-        if "error" in one:
-            found.append(one["error"])
+    collected: list[Any] = []
+    for rank, row in enumerate(run(2, "journal_acts", "load", str(root), "ddp", None, fallback)):
+        assert isinstance(row, dict)
+        if "error" in row:
+            collected.append(row["error"])
             continue
-        assert one["bits"] == at[rank][one["step"] - 1], f"step {one['step']} is not what it was"
-        found.append(one["step"])
-    return found
+        assert row["bits"] == rows[rank][row["step"] - 1], f"step {row['step']} is not what it was"
+        collected.append(row["step"])
+    return collected
 
 
 def test_a_tail_that_is_torn_on_one_rank_is_cut_on_both(copied: tuple[Path, Path, list[list[str]]]) -> None:
-    root, path, at = copied
+    root, path, position = copied
     store = LocalStore(root)
-    (journal,) = journals.listed(store)
-    last = journals.frames(store, journal, 1)[-1]
+    (journal,) = journals.list_journals(store)
+    last = journals.complete_frames(store, journal, 1)[-1]
     with path.open("r+b") as file:
         file.truncate(last.offset + last.frame.frame_bytes - 4096)
-    assert loads(root, at) == [LAST - 1] * 2
+    assert loads(root, position) == [LAST - 1] * 2
     path.unlink()
-    assert loads(root, at) == [1, 1], "without a file of one rank there is no step"
+    assert loads(root, position) == [1, 1], "without a file of one rank there is no step"
 
 
 def test_damage_in_the_file_of_one_rank_ends_both_alike(copied: tuple[Path, Path, list[list[str]]]) -> None:
-    root, path, at = copied
+    root, path, position = copied
     store = LocalStore(root)
-    (journal,) = journals.listed(store)
-    place = journals.frames(store, journal, 1)[2]  # of step 4
+    (journal,) = journals.list_journals(store)
+    place = journals.complete_frames(store, journal, 1)[2]  # of step 4
     content = bytearray(path.read_bytes())
     content[place.offset + place.frame.payload_offset + 4096] ^= 1
     path.write_bytes(content)
-    assert set(loads(root, at)) <= {"DamagedError", "RankError"}
-    assert loads(root, at, fallback=True) == [3, 3]
+    assert set(loads(root, position)) <= {"DamagedError", "RankError"}
+    assert loads(root, position, fallback=True) == [3, 3]
 
 
 FORGERIES: dict[str, Callable[[dict[str, Any]], object]] = {
@@ -85,7 +85,7 @@ FORGERIES: dict[str, Callable[[dict[str, Any]], object]] = {
 def test_a_forged_opening_of_one_rank_ends_both_with_an_error_or_at_the_checkpoint(
     copied: tuple[Path, Path, list[list[str]]], change: Callable[[dict[str, Any]], object]
 ) -> None:
-    root, path, at = copied
+    root, path, position = copied
     forge(path, 0, change)
-    found = loads(root, at)
-    assert found == [1, 1] or not any(isinstance(one, int) for one in found), found
+    actual = loads(root, position)
+    assert actual == [1, 1] or not any(isinstance(entry, int) for entry in actual), actual

@@ -1,4 +1,4 @@
-"""Ctrl-C on one rank of several: the others are told in seconds, by the rank and the reason, and all go on together."""
+"""Ctrl-C on one of several ranks: in seconds the others report the rank and the reason, and all continue together."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import flowstone as fs
 def test_a_load_that_is_interrupted_on_one_rank_is_told_to_all_in_seconds(
     tmp_path: Path, victim: int, point: str
 ) -> None:
-    told = run(2, "interrupt_acts", "one_is_interrupted", str(tmp_path / "run"), victim, point)
-    own, other = told[victim], told[1 - victim]
+    results = run(2, "interrupt_acts", "one_is_interrupted", str(tmp_path / "run"), victim, point)
+    own, other = results[victim], results[1 - victim]
     assert isinstance(own, list)
     assert isinstance(other, list)
     assert own[0].startswith("KeyboardInterrupt"), own
@@ -38,8 +38,8 @@ def test_a_load_that_is_interrupted_on_one_rank_is_told_to_all_in_seconds(
 def test_a_save_that_is_interrupted_on_one_rank_is_told_to_all_in_seconds(
     tmp_path: Path, victim: int, point: str
 ) -> None:
-    told = run(2, "interrupt_acts", "one_is_interrupted", str(tmp_path / "run"), victim, point)
-    own, other = told[victim], told[1 - victim]
+    results = run(2, "interrupt_acts", "one_is_interrupted", str(tmp_path / "run"), victim, point)
+    own, other = results[victim], results[1 - victim]
     assert isinstance(own, list)
     assert isinstance(other, list)
     assert own[0].startswith("KeyboardInterrupt")

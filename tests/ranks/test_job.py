@@ -1,4 +1,4 @@
-"""Who this process is, as torch.distributed has it."""
+"""The rank of this process, as torch.distributed has it."""
 
 from __future__ import annotations
 
@@ -45,6 +45,6 @@ def test_ranks_meet_whatever_their_processes_have_opened_before() -> None:
 
 def test_ranks_of_a_node_share_a_quarter_of_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arena, "available_bytes", lambda: 64 << 30)
-    for told, share in (("", 16), ("1", 16), ("8", 2), ("none", 16), ("0", 16)):
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", told)
+    for reported, share in (("", 16), ("1", 16), ("8", 2), ("none", 16), ("0", 16)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", reported)
         assert arena.default_budget_bytes() == share << 30

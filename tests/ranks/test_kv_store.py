@@ -1,4 +1,4 @@
-"""Waiting for messages: soon noticed, and seldom looked for."""
+"""Waiting for messages: they are noticed soon, with few requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A first save that one rank comes to late: the others' next step does not wait for it."""
+"""A first save for which one rank is late: the next step of the others does not wait for it."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ watched = pytest.mark.skipif(bool(_native.written_pages_refusal()), reason=_nati
 
 @pytest.mark.parametrize("saves", [1, 2])
 def test_a_step_after_a_first_save_does_not_wait_for_a_rank_that_is_late(tmp_path: Path, saves: int) -> None:
-    told = run(2, "late_acts", "rank_1_is_late", str(tmp_path / "run"), saves)
-    for one in told:
-        assert isinstance(one, dict)
-        assert one["equal"] == [True] * saves, "what is committed is what was saved, and not what the step made of it"
-        assert one["known"] == [True] * saves
-    first = told[0]
+    results = run(2, "late_acts", "rank_1_is_late", str(tmp_path / "run"), saves)
+    for row in results:
+        assert isinstance(row, dict)
+        assert row["equal"] == [True] * saves, "what is committed is what was saved, and not what the step made of it"
+        assert row["known"] == [True] * saves
+    first = results[0]
     assert isinstance(first, dict)
     assert len(first["fenced"]) == saves, "what a step waited for is told"
     assert max(first["fenced"]) < DEADLINE_S / 2, "who waits for the other one waits until the deadline"
@@ -34,10 +34,10 @@ def test_a_step_waits_for_ranks_that_are_late_where_no_copy_fits_the_budget_and_
     first, second = run(2, "late_acts", "no_room", str(tmp_path / "run"))
     assert second == [True, True]
     assert isinstance(first, list)
-    equal, captured, (said, was_unchanged) = first
+    equal, captured, (message, was_unchanged) = first
     assert (equal, captured, was_unchanged) == (True, True, True)
-    assert "step 1: the next step waits until other ranks have reached this save: copies of" in said
-    assert "raise budget_bytes" in said
+    assert "step 1: the next training step waits until other ranks reach this save: copies of" in message
+    assert "raise budget_bytes" in message
 
 
 def test_save_itself_waits_where_what_must_not_wait_does_not_fit_the_budget(tmp_path: Path) -> None:
@@ -46,13 +46,13 @@ def test_save_itself_waits_where_what_must_not_wait_does_not_fit_the_budget(tmp_
     assert isinstance(second, list)
     assert first[:4] == second[:4] == [True] * 4
     assert len(first) == 5, "it is told once"
-    assert "step 1: save waits until all ranks have reached it: copies of 12582952 bytes do not fit" in first[4]
+    assert "step 1: save waits until all ranks have called it: copies of 12582952 bytes do not fit" in first[4]
     assert "raise budget_bytes" in first[4]
 
 
 def test_small_tensors_have_room_for_copies_however_large_the_arena_has_become(tmp_path: Path) -> None:
-    for found in run(2, "late_acts", "no_room_but_for_small_ones", str(tmp_path / "run")):
-        assert found == [True, 0, 60 << 20]
+    for result in run(2, "late_acts", "no_room_but_for_small_ones", str(tmp_path / "run")):
+        assert result == [True, 0, 60 << 20]
 
 
 @pytest.mark.parametrize("when", ["before", "plan", "capture"])
@@ -89,6 +89,11 @@ def test_ctrl_c_while_save_waits_gives_that_save_up_on_all_ranks(tmp_path: Path,
     fs.open(tmp_path / "run").verify()
 
 
+def test_a_save_that_waits_for_room_hurries_the_captures_before_it(tmp_path: Path) -> None:
+    for result in run(2, "late_acts", "a_lazy_save_comes_first", str(tmp_path / "run")):
+        assert result == [True, 2, 3]
+
+
 def test_saves_of_several_layouts_wait_one_after_the_other(tmp_path: Path) -> None:
     for right, waits in run(2, "late_acts", "layouts_that_wait", str(tmp_path / "run")):  # type: ignore[misc]
         assert right == [True] * 16
@@ -99,7 +104,7 @@ def test_saves_of_several_layouts_wait_one_after_the_other(tmp_path: Path) -> No
     ("how", "words"),
     [("by numpy", "model.body.0.weight changed before it was captured"),
      ("in place", "model.body.0.weight changed before it was captured"),
-     ("freed", "the memory of model.body.0.weight went away before it was captured"),
+     ("freed", "the memory of model.body.0.weight was freed before it was captured"),
      *[
          pytest.param(f"one row {how}", f"{name} changed before it was captured", marks=watched) for how, name in (
              ("through data", "model.body.0.weight"), ("by numpy", "model.body.0.weight"),

@@ -1,5 +1,7 @@
-"""A node of four is lost, with its trainer, its agent and its memory: each node has a network of its own, over a shaped
-link, and what was lost comes back over that from the others."""
+"""One of four nodes is lost, with its trainer, its agent and its memory.
+
+Each node has a network of its own, over a shaped link. The lost data is loaded over it from the other nodes.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from memory_agent import agent_process, kill
-from peer_nodes import agent_below, nodes_below
 from processes import Ranks
 
 from bench.networks import Networks, refusal, several_networks
-from flowstone.store.peers.erasure import is_there
+from flowstone.store.peers.erasure import is_available
+from memory_agent import agent_process, kill
+from peer_nodes import agent_below, nodes_below
 
 NODES = 4
 MBIT_PER_S = 50.0
@@ -25,7 +27,7 @@ BYTES_PER_S = MBIT_PER_S * 1e6 / 8
 REASON = refusal()
 
 pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
-PARITY = pytest.mark.skipif(not is_there(), reason="ISA-L is not installed: pip install 'flowstone[parity]'")
+PARITY = pytest.mark.skipif(not is_available(), reason="ISA-L is not installed: pip install 'flowstone[parity]'")
 
 
 class Job:
@@ -39,8 +41,8 @@ class Job:
     def save(self, *steps: int, disk: str = "") -> None:
         """The trainers go on after that."""
         self._trainers = trainers = self._ranks("save", disk, *steps)
-        told = [self.base / f"saved-{steps[-1]}-{rank}" for rank in range(NODES)]
-        while not all(path.exists() for path in told):
+        reported = [self.base / f"saved-{steps[-1]}-{rank}" for rank in range(NODES)]
+        while not all(path.exists() for path in reported):
             if any(process.poll() is not None for process in trainers.processes):
                 trainers.results()  # one has failed
             time.sleep(0.01)
@@ -63,7 +65,7 @@ class Job:
         if trainers is not None:
             for rank in range(NODES):
                 trainers.kill(rank)
-            assert {one.code for one in trainers.end()} == {-signal.SIGKILL}
+            assert {item.code for item in trainers.end()} == {-signal.SIGKILL}
 
     def _ranks(self, act: str, *arguments: object) -> Ranks:
         given = (str(self.base), self.how, self.elements, *arguments)
@@ -91,7 +93,7 @@ def test_a_lost_node_comes_back_from_its_peer_at_the_rate_of_its_link(job_of: Ma
     job.save(1)
     job.lose(3)
     others = _check_rate(job, 3, 8 * job.elements)
-    assert all(one["received"] < job.elements for one in others), "they have theirs"
+    assert all(row["received"] < job.elements for row in others), "they have theirs"
 
 
 @PARITY
@@ -108,24 +110,24 @@ def test_two_lost_nodes_of_different_groups_come_back_and_two_of_one_from_the_ne
     job, disk = job_of({"replicas": 2}, 100_000), str(tmp_path / "disk")
     job.save(1, disk=disk)
     job.lose(1, 2)
-    assert [(one["step"], one["tier"]) for one in job.load(disk)] == [(1, "memory://run")] * NODES
+    assert [(row["step"], row["tier"]) for row in job.load(disk)] == [(1, "memory://run")] * NODES
     job.save(2, disk=disk)
     job.lose(2, 3)
-    for one in job.load(disk):
-        assert (one["step"], one["tier"]) == (2, disk)
-        assert "step-00000002 is not whole" in one["why"]
+    for record in job.load(disk):
+        assert (record["step"], record["tier"]) == (2, disk)
+        assert "step-00000002 is incomplete" in record["why"]
 
 
 def _check_rate(job: Job, lost: int, bytes_: int) -> list[dict[str, Any]]:
     """The lost node loads so many bytes over its link. What the others tell."""
     rates = []
     for _ in range(ATTEMPTS):
-        told = job.load()
-        assert [one["step"] for one in told] == [1] * NODES
-        own = told.pop(lost)
+        report = job.load()
+        assert [row["step"] for row in report] == [1] * NODES
+        own = report.pop(lost)
         assert own["received"] > bytes_, "over the network"
         assert own["seconds"] >= 0.9 * bytes_ / BYTES_PER_S, "the link is shaped"
         rates.append(bytes_ / own["seconds"] / BYTES_PER_S)
         if rates[-1] >= 0.8:
-            return told
+            return report
     pytest.fail(f"{rates} of the link's rate")

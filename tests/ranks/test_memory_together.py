@@ -1,4 +1,4 @@
-"""Several ranks of one node save into its memory: each has its segment there, and any number of ranks loads them."""
+"""Several ranks of one node save into its memory: each has a segment there, and any number of ranks loads them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from memory_agent import agent_process, kill, own_agent
 from processes import Ranks, run
 
 import flowstone as fs
-from flowstone.store.node_memory import NodeMemory
+from flowstone.store.memory.node_memory import NodeMemory
+from memory_agent import agent_process, kill, own_agent
 
 RUN = "memory://job"
 
@@ -26,7 +26,7 @@ def agent() -> Iterator[Path]:
 
 def _killed(size: int, *arguments: object) -> None:
     ended = Ranks(size, "memory_acts", "save_until_killed", *arguments).end()
-    assert [one.code for one in ended] == [-signal.SIGKILL] * size, [one.said for one in ended]
+    assert [rank.code for rank in ended] == [-signal.SIGKILL] * size, [rank.said for rank in ended]
 
 
 @pytest.mark.parametrize(("saved", "loaded"), [(2, 4), (4, 2), (2, 1)])
@@ -76,8 +76,8 @@ def test_with_tiers_behind_memory_they_come_back_from_memory_else_from_the_disk(
 
 
 def test_an_agent_that_is_killed_costs_a_save_at_most(agent: Path) -> None:
-    for told in run(2, "memory_acts", "outlive_the_agent", str(agent)):
-        assert isinstance(told, list)
-        assert told[0] == told[-1] == "", told
-        assert all("memory agent" in one for one in told if one), told
+    for result in run(2, "memory_acts", "outlive_the_agent", str(agent)):
+        assert isinstance(result, list)
+        assert result[0] == result[-1] == "", result
+        assert all("memory agent" in item for item in result if item), result
     assert run(2, "memory_acts", "load", str(agent), RUN) == [[4, ""]] * 2

@@ -1,15 +1,15 @@
-"""What several ranks of a node want is read once, and passed on through memory that they share."""
+"""Data that several ranks of a node need is read once, and passed on through shared memory."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from node_reads import SIZES
 from processes import Ranks, run
 
 import flowstone as fs
 from flowstone.config import MIB, SHARED_READ_BYTES_MIN
+from node_reads import SIZES
 
 REPLICAS = 4 * sum(SIZES)
 WHOLE = REPLICAS + 12 * MIB  # with the shards: of that each rank wants a part of every chunk
@@ -23,10 +23,10 @@ def path(tmp_path: Path) -> str:
 
 
 def test_replicas_are_read_once_whatever_the_number_of_ranks(path: str) -> None:
-    told = run(3, "node_reads", "load_replicas", path)
-    assert sum(read for read, _ in told) <= 1.05 * REPLICAS  # type: ignore[misc]
-    assert [taken for _, taken in told] == [REPLICAS] * 3  # type: ignore[misc]
-    assert all(read > 0.2 * REPLICAS for read, _ in told), "each reads its part"  # type: ignore[misc]
+    results = run(3, "node_reads", "load_replicas", path)
+    assert sum(read for read, _ in results) <= 1.05 * REPLICAS  # type: ignore[misc]
+    assert [taken for _, taken in results] == [REPLICAS] * 3  # type: ignore[misc]
+    assert all(read > 0.2 * REPLICAS for read, _ in results), "each reads its part"  # type: ignore[misc]
 
 
 def test_chunks_of_which_ranks_want_parts_are_read_once_and_what_one_wants_alone_by_that_one(path: str) -> None:
@@ -57,10 +57,10 @@ def test_damage_that_one_rank_reads_is_told_to_all_and_nobody_saves_what_is_left
         byte = file.read(1)
         file.seek(-1, 1)
         file.write(bytes([byte[0] ^ 1]))
-    told = run(3, "node_reads", "load_damaged", path)
-    assert sum(str(words).startswith("DamagedError") for words in told) == 1
-    for words in told:
-        assert "stored bytes are not what was written" in str(words)
+    results = run(3, "node_reads", "load_damaged", path)
+    assert sum(str(words).startswith("DamagedError") for words in results) == 1
+    for words in results:
+        assert "stored bytes do not match their digests" in str(words)
 
 
 def test_a_rank_that_dies_in_the_middle_of_a_load_is_named_by_its_neighbours(path: str) -> None:

@@ -1,4 +1,4 @@
-"""A node whose clock is days off: copies, commits, restores, locks and leases go by no clock but one's own."""
+"""A node whose clock is days off: copies, commits, restores, locks and leases compare no clocks of different nodes."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from typing import TypeVar
 
 import numpy as np
 import pytest
-from memory_agent import agent_process, kill
-from other_clock import DAY_S, compiler, environment
 from peer_acts import SECRET
-from peer_nodes import agent_below, at, nodes_below
-from warm_start import warm_start
 
 import flowstone as fs
 from flowstone.errors import LockedError
-from flowstone.store.agent_client import stop_agent
+from flowstone.store.memory.agent_client import stop_agent
 from flowstone.store.peers.store import PeerMemory
+from memory_agent import agent_process, kill
+from other_clock import DAY_S, compiler, environment
+from peer_nodes import agent_below, at, nodes_below
+from warm_start import warm_start
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C compiler, to put another clock before the C library's")
 
@@ -34,7 +34,7 @@ NODES, PATIENCE_S = 2, 60.0
 T = TypeVar("T")
 _RANK = f"""
 import json, sys
-sys.path[:0] = [{str(HERE)!r}, {str(HERE.parent)!r}]
+sys.path[:0] = [{str(HERE)!r}, {str(HERE.parent)!r}, {str(HERE.parent / "support")!r}]
 import processes
 processes._become_rank(*json.loads(sys.argv[1]))
 """
@@ -68,15 +68,15 @@ def _run(off_s: dict[int, int], files: Path, act: str, *arguments: object) -> li
         for process in ranks:
             process.kill()
             process.wait()
-    said = "\n".join((files / f"{act}-{rank}.said").read_text() for rank in range(NODES))
-    assert codes == [0] * NODES, said
+    text = "\n".join((files / f"{act}-{rank}.said").read_text() for rank in range(NODES))
+    assert codes == [0] * NODES, text
     return [json.loads((files / f"{act}-{rank}").read_text()) for rank in range(NODES)]
 
 
 def _clock_of_agent(base: Path, node: int) -> int:
     """By how many seconds an agent's clock is off, as it was started."""
-    told = Path(f"/proc/{agent_process(agent_below(base, node))}/environ").read_bytes().split(b"\0")
-    return next((int(one.partition(b"=")[2]) for one in told if one.startswith(b"OTHER_CLOCK_S=")), 0)
+    reported = Path(f"/proc/{agent_process(agent_below(base, node))}/environ").read_bytes().split(b"\0")
+    return next((int(name.partition(b"=")[2]) for name in reported if name.startswith(b"OTHER_CLOCK_S=")), 0)
 
 
 def _created(base: Path, node: int, step: int) -> float:
@@ -166,14 +166,13 @@ def test_a_lease_that_a_process_with_another_clock_renews_stands_until_that_ends
 ) -> None:
     """In a bucket, as if on another machine: it is judged by whether it changes, not by what is written there."""
     pytest.importorskip("moto")
-    from object_server import BUCKET, serving
-
     from flowstone.store import holders
     from flowstone.store.objects.store import ObjectStore
+    from object_server import BUCKET, serving
 
     url = f"s3://{BUCKET}/clock"
     with serving(), _holder(tmp_path, -5 * DAY_S, url) as other:
-        monkeypatch.setattr(holders, "here", lambda: ("another machine", "1 1"))
+        monkeypatch.setattr(holders, "machine_and_process", lambda: ("another machine", "1 1"))
         store = ObjectStore(url, lease_s=3.0)
         with pytest.raises(LockedError):
             store.lock("this job")

@@ -1,5 +1,7 @@
-"""Trainers of three nodes save each step into the memory of all, as one store; agents, servers and trainers are killed
-at random instants, alone and together. The next job loads the previous generation or the next, bit for bit.
+"""Trainers of three nodes save each step into the memory of all nodes, as one store.
+
+Agents, servers and trainers are killed at random times, alone and together. The next job loads the previous generation
+or the next one, bit for bit.
 """
 
 from __future__ import annotations
@@ -12,18 +14,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from memory_agent import agent_process, processes_of
-from peer_nodes import agent_below, nodes_below
 from processes import Ranks
 
-from flowstone.store.peers.erasure import is_there
+from flowstone.store.peers.erasure import is_available
+from memory_agent import agent_process, processes_of
+from peer_nodes import agent_below, nodes_below
 
 NODES = 3
 HOWS = [
     pytest.param(2, id="two_copies"),
     pytest.param(
         [2, 1], id="parity",
-        marks=pytest.mark.skipif(not is_there(), reason="ISA-L is not installed: pip install 'flowstone[parity]'"),
+        marks=pytest.mark.skipif(not is_available(), reason="ISA-L is not installed: pip install 'flowstone[parity]'"),
     ),
 ]
 KILLS = ("both", "agent", "trainer", "server")
@@ -39,9 +41,9 @@ def base() -> Iterator[Path]:
 class Told:
     """What ranks have said: the newest step that each word was about, and where they began."""
 
-    def __init__(self, said: list[str]) -> None:
-        words = [line.split() for one in said for line in one.splitlines() if len(line.split()) == 2]
-        steps = {word: [int(step) for found, step in words if found == word and step.isdecimal()]
+    def __init__(self, names: list[str]) -> None:
+        words = [line.split() for name in names for line in name.splitlines() if len(line.split()) == 2]
+        steps = {word: [int(step) for result, step in words if result == word and step.isdecimal()]
                  for word in ("loaded", "begun", "committed")}
         self.loaded = set(steps["loaded"])
         self.begun, self.committed = max(steps["begun"], default=0), max(steps["committed"], default=0)
@@ -53,24 +55,24 @@ def _play(base: Path, how: int | list[int], kills: int, seed: int) -> None:
         ranks = Ranks(NODES, "peer_acts", "train", str(base), how)
         _await(ranks, committed + chance.randint(1, 3))
         time.sleep(chance.random() * LONGEST_S)  # the moment of the kill is what this test draws
-        what, node = KILLS[number % len(KILLS)], chance.randrange(NODES)
-        _strike(ranks, base, what, node)
+        kill, node = KILLS[number % len(KILLS)], chance.randrange(NODES)
+        _strike(ranks, base, kill, node)
         time.sleep(chance.random() * LONGEST_S)
         for rank in range(NODES):
             ranks.kill(rank)
-        told = Told([one.said for one in ranks.end()])
-        where = f"seed {seed}, kill {number}, {what} of node {node}"
-        assert len(told.loaded) == 1, f"{where}: ranks load different steps, {told.loaded}"
-        (loaded,) = told.loaded
+        events = Told([item.said for item in ranks.end()])
+        where = f"seed {seed}, kill {number}, {kill} of node {node}"
+        assert len(events.loaded) == 1, f"{where}: ranks load different steps, {events.loaded}"
+        (loaded,) = events.loaded
         assert committed <= loaded <= max(begun, committed), f"{where}: {loaded} of {committed} to {begun}"
-        committed, begun = max(told.committed, loaded), max(told.begun, loaded)
+        committed, begun = max(events.committed, loaded), max(events.begun, loaded)
     ranks = Ranks(NODES, "peer_acts", "train", str(base), how)
     _await(ranks, begun + 2)  # and it goes on
     for rank in range(NODES):
         ranks.kill(rank)
-    told = Told([one.said for one in ranks.end()])
-    assert len(told.loaded) == 1
-    assert committed <= min(told.loaded) <= begun
+    events = Told([item.said for item in ranks.end()])
+    assert len(events.loaded) == 1
+    assert committed <= min(events.loaded) <= begun
 
 
 def _await(ranks: Ranks, step: int) -> None:
@@ -82,17 +84,17 @@ def _await(ranks: Ranks, step: int) -> None:
         time.sleep(0.005)
 
 
-def _strike(ranks: Ranks, base: Path, what: str, node: int) -> None:
+def _strike(ranks: Ranks, base: Path, kind: str, node: int) -> None:
     agent = agent_process(agent_below(base, node))
     servers = [
         int(process.name) for process in processes_of(agent_below(base, node))
         if b"flowstone.agent.peers" in (process / "cmdline").read_bytes()
     ]
     assert len(servers) == 1, "one serves other nodes"
-    if what in ("both", "trainer"):
+    if kind in ("both", "trainer"):
         ranks.kill(node)
-    if what in ("both", "agent", "server"):
-        os.kill(servers[0] if what == "server" else agent, signal.SIGKILL)
+    if kind in ("both", "agent", "server"):
+        os.kill(servers[0] if kind == "server" else agent, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("how", HOWS)

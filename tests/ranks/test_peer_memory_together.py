@@ -1,4 +1,4 @@
-"""Ranks of several nodes save into their memory as one store; nodes are lost, and others take their place."""
+"""Ranks of several nodes save into their memory as one store; nodes are lost, and others replace them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from memory_agent import agent_process, kill
-from peer_nodes import agent_below, at, nodes_below
 from processes import run
 
-from flowstone.store.node_memory import AgentTree
-from flowstone.store.peers.erasure import is_there
+from flowstone.store.memory.node_memory import AgentTree
+from flowstone.store.peers.erasure import is_available
+from memory_agent import agent_process, kill
+from peer_nodes import agent_below, at, nodes_below
 
 NODES = 4
 
@@ -49,7 +49,7 @@ def test_a_lost_group_is_told_and_the_next_tier_has_the_step(base: Path, tmp_pat
     _lose(base, 0, 1)
     for step, tier, why in run(NODES, "peer_acts", "load", str(base), 2, str(tmp_path / "disk")):  # type: ignore[misc]
         assert (step, tier) == (2, str(tmp_path / "disk"))
-        assert "step-00000002 is not whole" in why
+        assert "step-00000002 is incomplete" in why
         assert "rank-00000.safetensors" in why
     assert run(NODES, "peer_acts", "load", str(base), 2) == [[-1, "", ""]] * NODES, "and nothing is made up"
 
@@ -63,7 +63,7 @@ def test_fewer_ranks_load_what_more_have_saved(base: Path) -> None:
 # Parity
 
 
-PARITY = pytest.mark.skipif(not is_there(), reason="ISA-L is not installed: pip install 'flowstone[parity]'")
+PARITY = pytest.mark.skipif(not is_available(), reason="ISA-L is not installed: pip install 'flowstone[parity]'")
 
 
 @PARITY
@@ -95,7 +95,7 @@ def test_more_nodes_than_parity_has_rows_are_told_and_the_next_tier_has_the_step
     _lose(base, 1, 2)
     for step, tier, why in run(NODES, "peer_acts", "load", str(base), [3, 1], str(tmp_path / "disk")):  # type: ignore[misc]
         assert (step, tier) == (2, str(tmp_path / "disk"))
-        assert "too little else of its group to rebuild it" in why
+        assert "the remaining parity cannot rebuild them" in why
 
 
 @PARITY
@@ -110,6 +110,6 @@ def _held(run_: str, directory: str) -> dict[str, tuple[int, int]]:
     """Number and size of each file on the node."""
     tree = AgentTree(run_, run_)
     try:
-        return {name: tree.look(f"{directory}/{name}") for name in tree.names(directory)}
+        return {name: tree.stat(f"{directory}/{name}") for name in tree.names(directory)}
     finally:
         tree.close()

@@ -1,4 +1,4 @@
-"""Loads by rules about layouts on several ranks: each reads what its boxes are made of."""
+"""Loads by layout rules on several ranks: each rank reads the data of its boxes."""
 
 from __future__ import annotations
 
@@ -36,6 +36,6 @@ def test_a_rank_reads_the_experts_that_it_has_and_no_others(tmp_path: Path) -> N
 def test_a_state_that_does_not_fit_on_one_rank_is_refused_on_all(tmp_path: Path) -> None:
     path = str(tmp_path / "run")
     run(2, "rules_acts", "save", path, "apart", "rows", 1)
-    for told in run(2, "rules_acts", "refused", path):
-        assert "model.norms" in str(told)
-        assert "(24, 3)" in str(told)
+    for result in run(2, "rules_acts", "refused", path):
+        assert "model.norms" in str(result)
+        assert "(24, 3)" in str(result)

@@ -1,4 +1,4 @@
-"""What a save asks of its coordinator while the writer's thread is in the middle of another one."""
+"""The calls of a save to its coordinator while the writer's thread is busy with another one."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from interrupts import Struck, struck
 from processes import run
 from threads import Job
 
 import flowstone as fs
+from flowstone.coordination.messages import PlanTerms, Proposal, WriterShare, pack, unpack
+from flowstone.coordination.rank_zero import RankZero
+from flowstone.coordination.save_coordinator import SaveCoordinator
 from flowstone.errors import RankError
-from flowstone.pipeline.messages import Part, Proposal, Terms, pack, unpack
-from flowstone.pipeline.rank_zero import RankZero
-from flowstone.pipeline.save_coordinator import SaveCoordinator
 from flowstone.ranks import Agreement
 from flowstone.table.box import Box
 from flowstone.table.dtype import DTYPES
 from flowstone.table.pieces import Layout, Piece, Pieces
+from interrupts import Struck, struck
 
 
 class _Held(dict[int, int]):
@@ -31,11 +31,11 @@ class _Held(dict[int, int]):
         self._between = between
 
     def get(self, key: int, default: int = 0) -> int:  # type: ignore[override]
-        found = super().get(key, default)
+        result = super().get(key, default)
         if not self._between.ident:
             self._between.start()
             self._between.join()
-        return found
+        return result
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -51,11 +51,11 @@ def test_each_attribute_is_set_by_one_thread_whatever_becomes_of_the_saves(tmp_p
 def test_no_two_tries_of_a_step_have_one_name_whichever_thread_counts(tried: Sequence[int], heard: int) -> None:
     """The writer's thread learns how often others have tried, just as the caller begins another try."""
     coordinator = SaveCoordinator(Agreement(None, 0, 1), "host")
-    names = [coordinator.begin_try(step) for step in (7, *tried)]
+    names = [coordinator.begin_attempt(step) for step in (7, *tried)]
     held = _Held(threading.Thread(target=lambda: coordinator._count_on(7, heard)))
     held.update(coordinator._tries)
     coordinator._tries = held
-    names += [coordinator.begin_try(7), coordinator.begin_try(7)]
+    names += [coordinator.begin_attempt(7), coordinator.begin_attempt(7)]
     assert len({*names}) == len(names), names
     assert names[-1].number > heard, "nor the name of what another rank has tried"
 
@@ -63,12 +63,12 @@ def test_no_two_tries_of_a_step_have_one_name_whichever_thread_counts(tried: Seq
 def test_a_call_that_is_interrupted_at_any_line_leaves_nothing_locked_that_another_needs() -> None:
     """A lock would stay locked where the interrupt comes between the last line of a `with` and its end."""
     coordinator = SaveCoordinator(Agreement(None, 0, 1), "host")
-    names = [coordinator.begin_try(7)]
+    names = [coordinator.begin_attempt(7)]
     for line in range(1, 20):
         with contextlib.suppress(Struck):
-            struck(lambda: coordinator.begin_try(7), line, of=("save_coordinator.py",))
+            struck(lambda: coordinator.begin_attempt(7), line, of=("save_coordinator.py",))
         coordinator._count_on(7, line)
-        names.append(coordinator.begin_try(7))
+        names.append(coordinator.begin_attempt(7))
     assert len({*names}) == len(names), names
 
 
@@ -100,10 +100,10 @@ def test_who_has_begun_several_saves_by_an_older_plan_writes_all_of_them_by_the_
         known = coordinator.assignment(plans[-1].layout)
         assert known is not None
         assert known.compared is not None
-        return [one.plan for one in (*plans, known)]
+        return [plan.plan for plan in (*plans, known)]
 
-    one, other = job.run(act)
-    assert one == other, "by different plans nothing is committed, now and ever after"
+    first, other = job.run(act)
+    assert first == other, "by different plans nothing is committed, now and ever after"
 
 
 def test_a_plan_that_cannot_be_leaves_the_one_before_it_as_it_was() -> None:
@@ -114,17 +114,17 @@ def test_a_plan_that_cannot_be_leaves_the_one_before_it_as_it_was() -> None:
     rank_zero = RankZero(2)
     fits, does_not = pack(layout(8)), pack(layout(9))
     first = rank_zero.assign([Proposal(1, "a", None, fits), Proposal(1, "a", None, fits)])
-    plan = unpack(first.common, Terms).plan
+    plan = unpack(first.common, PlanTerms).plan
     with pytest.raises(fs.CollisionError):
         rank_zero.assign([Proposal(2, "a", plan, None), Proposal(2, "a", None, does_not)])
     both = rank_zero.assign([Proposal(3, "a", plan, None), Proposal(3, "a", plan, None)])
-    assert unpack(both.common, Terms).plan == plan
+    assert unpack(both.common, PlanTerms).plan == plan
     again = rank_zero.assign([Proposal(4, "a", plan, None), Proposal(4, "a", None, fits)])
-    newer = unpack(again.common, Terms).plan
+    newer = unpack(again.common, PlanTerms).plan
     assert newer != plan
-    assert unpack(again.each[0], Part).positions is None
+    assert unpack(again.each[0], WriterShare).positions is None
     assert unpack(
-        rank_zero.assign([Proposal(5, "a", plan, None), Proposal(5, "a", newer, None)]).common, Terms
+        rank_zero.assign([Proposal(5, "a", plan, None), Proposal(5, "a", newer, None)]).common, PlanTerms
     ).plan == newer
     with pytest.raises(RankError, match="rank 1 began to save with an older plan"):
         rank_zero.assign([Proposal(6, "a", plan, None), Proposal(6, "a", plan, None)])

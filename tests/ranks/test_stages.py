@@ -20,9 +20,9 @@ def test_stages_are_saved_as_one_model_and_loaded_by_any_number_of_stages(
     checkpoint.verify()
     groups = checkpoint.objects["optimizer"]["param_groups"]  # type: ignore[index]
     assert [sorted(group["params"]) for group in groups] == [
-        [f"model.layers.{at}.{kind}" for at in range(5)] for kind in ("weight", "bias")
+        [f"model.layers.{index}.{kind}" for index in range(5)] for kind in ("weight", "bias")
     ]
-    assert sorted(checkpoint.objects["parts"]) == [f"part{at}" for at in range(5)]  # type: ignore[call-overload]
+    assert sorted(checkpoint.objects["parts"]) == [f"part{index}" for index in range(5)]  # type: ignore[call-overload]
     assert run(target, "stages", "load", path, target) == [0.25] * target
 
 

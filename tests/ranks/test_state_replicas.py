@@ -1,6 +1,7 @@
-"""Replicas of the state of several ranks: together they follow the journal, and save its newest step when all of the
-training is gone. Trainings and replicas are real processes, which are really killed: in an ordinary run some of the
-cases, in `make soak` all.
+"""Replicas of the state of several ranks: together they follow the journal.
+
+They save its newest step when all trainers have ended. Trainings and replicas are real processes, which are really
+killed: an ordinary run has some of the cases, and `make soak` all.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from processes import Ranks, run
 
 import flowstone as fs
 from flowstone.commit import catalog
-from flowstone.pipeline.following import Following, Load, Make
 from flowstone.replica import rounds
-from flowstone.replica.rounds import Rounds
+from flowstone.replica.following import JournalFollower, Load, Make
+from flowstone.replica.replica_wire import ReplicaStatus, replica_status
+from flowstone.replica.rounds import ReplicaCoordinator
 from flowstone.store.local import LocalStore
-from flowstone.store.local_sockets import DIRECTORY_VARIABLE
-from flowstone.store.replica_wire import ReplicaStatus, status_of
+from flowstone.store.memory.local_sockets import DIRECTORY_VARIABLE
 
 STEPS, PATIENCE_S = 7, 60.0
 
@@ -43,30 +44,30 @@ class Job:
         defaults: dict[str, object] = {
             "how": "", "hold": steps, "on_ranks": 2, "tolerance": False, "recovery_s": 60.0
         }
-        told = {**defaults, **options}
+        record = {**defaults, **options}
         self.ranks = Ranks(
-            2, "following_acts", "train", str(path), str(agents), build, steps, *[told[name] for name in names]
+            2, "following_acts", "train", str(path), str(agents), build, steps, *[record[name] for name in names]
         )
 
     def status(self, rank: int, fits: Callable[[ReplicaStatus], bool]) -> ReplicaStatus:
         """Of a replica, once it is so."""
         deadline = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline:
-            found = status_of(str(self.path), rank)
-            if found is not None and fits(found):
-                return found
+            status = replica_status(str(self.path), rank)
+            if status is not None and fits(status):
+                return status
             time.sleep(0.01)
-        raise AssertionError(f"rank {rank}: {status_of(str(self.path), rank)}\n{self.ranks.said(rank)}")
+        raise AssertionError(f"rank {rank}: {replica_status(str(self.path), rank)}\n{self.ranks.said(rank)}")
 
     def await_step(self, step: int) -> list[ReplicaStatus]:
         """Until the replicas of both ranks have it."""
         return [self.status(rank, lambda status: status.step >= step) for rank in range(2)]
 
     def events(self, rank: int) -> list[list[str]]:
-        told = Path(f"{self.path}.events.{rank}")
-        return [json.loads(line) for line in told.read_text().splitlines()] if told.exists() else []
+        path = Path(f"{self.path}.events.{rank}")
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
-    def go_on(self) -> None:
+    def proceed(self) -> None:
         """From where it holds."""
         Path(f"{self.path}.go").touch()
 
@@ -87,7 +88,7 @@ def agents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     directory = tmp_path / "agents"
     monkeypatch.setenv(DIRECTORY_VARIABLE, str(directory))
     yield directory
-    left = {one.name: one.read_text() if one.suffix == ".log" else "" for one in directory.glob("*")}
+    left = {path.name: path.read_text() if path.suffix == ".log" else "" for path in directory.glob("*")}
     assert not directory.exists(), left
 
 
@@ -113,7 +114,7 @@ def resume(path: Path, agents: Path, how: str) -> list[dict[str, Any]]:
 
 
 def told(results: list[dict[str, Any]], name: str) -> list[Any]:
-    return [one[name] for one in results]
+    return [result[name] for result in results]
 
 
 @pytest.mark.parametrize("how", ["ddp", "fsdp"])
@@ -122,13 +123,13 @@ def test_the_newest_step_of_killed_ranks_is_saved_by_their_replicas_bit_for_bit(
 ) -> None:
     path = tmp_path / "run"
     job = Job(path, agents, f"build_{how}")
-    found = job.await_step(STEPS)
-    assert [(one.exactness, one.rank) for one in found] == [("exact", 0), ("exact", 1)]
+    actual = job.await_step(STEPS)
+    assert [(entry.exactness, entry.rank) for entry in actual] == [("exact", 0), ("exact", 1)]
     job.end()
     results = resume(path, agents, how)  # waits for the replicas
     assert told(results, "step") == [STEPS] * 2
     assert told(results, "replayed") == [0, 0], "a checkpoint, and no replay"
-    assert told(results, "bits") == [one[STEPS - 1] for one in undisturbed[how]]
+    assert told(results, "bits") == [result[STEPS - 1] for result in undisturbed[how]]
     assert list(catalog.steps(LocalStore(path))) == [1, STEPS]
     fs.open(path).verify()
     assert not [name for name in os.listdir(path) if name.startswith((".", "journal"))]
@@ -149,7 +150,7 @@ def test_replicas_go_along_with_whole_checkpoints_and_the_next_job_has_replicas_
     results = resume(path, agents, "fsdp")
     assert told(results, "step") == [2 * STEPS] * 2
     assert told(results, "replayed") == [0, 0]
-    assert told(results, "bits") == [one[2 * STEPS - 1] for one in undisturbed["fsdp"]]
+    assert told(results, "bits") == [result[2 * STEPS - 1] for result in undisturbed["fsdp"]]
 
 
 @pytest.mark.parametrize("how", [
@@ -167,14 +168,14 @@ def test_nothing_is_saved_while_one_rank_lives_and_the_newest_step_once_it_is_go
     assert not job.status(0, lambda _: True).is_orphaned
     assert list(catalog.steps(LocalStore(path))) == [1]
     if how == "ends with an exception":
-        job.go_on()  # to a gradient that it cannot exchange: the Checkpointer is closed in order
+        job.proceed()  # to a gradient that it cannot exchange: the Checkpointer is closed in order
         assert job.ranks.processes[0].wait(PATIENCE_S) == 1
         assert "ReplicaLost" not in dict(job.events(0))
     job.end()
     results = resume(path, agents, "ddp")
     assert told(results, "step") == [STEPS] * 2
     assert told(results, "replayed") == [0, 0]
-    assert told(results, "bits") == [one[STEPS - 1] for one in undisturbed["ddp"]]
+    assert told(results, "bits") == [result[STEPS - 1] for result in undisturbed["ddp"]]
 
 
 def test_training_goes_on_when_one_replica_was_killed_and_all_ranks_are_told(
@@ -182,18 +183,18 @@ def test_training_goes_on_when_one_replica_was_killed_and_all_ranks_are_told(
 ) -> None:
     path = tmp_path / "run"
     job = Job(path, agents, "build_ddp", 2 * STEPS, hold=STEPS)
-    replicas = [one.pid for one in job.await_step(STEPS)]
+    replicas = [process.pid for process in job.await_step(STEPS)]
     os.kill(replicas[1], signal.SIGKILL)
     for pid in replicas:
         await_gone(pid)
-    job.go_on()
-    assert job.ranks.results() == [one[-1] for one in undisturbed["ddp"]]
+    job.proceed()
+    assert job.ranks.results() == [result[-1] for result in undisturbed["ddp"]]
     for rank in range(2):
         assert [name for name, _ in job.events(rank)].count("ReplicaLost") == 1
-    assert "that of rank 1 has ended" in dict(job.events(0))["ReplicaLost"]
+    assert "the replica of rank 1 has ended" in dict(job.events(0))["ReplicaLost"]
     results = resume(path, agents, "ddp")
     assert told(results, "step") == [2 * STEPS] * 2
-    assert told(results, "bits") == [one[-1] for one in undisturbed["ddp"]]
+    assert told(results, "bits") == [result[-1] for result in undisturbed["ddp"]]
 
 
 @pytest.mark.parametrize("delay_s", [
@@ -204,7 +205,7 @@ def test_a_replica_that_is_killed_while_the_last_step_is_saved_leaves_the_journa
 ) -> None:
     path = tmp_path / "run"
     job = Job(path, agents, "build_fsdp")
-    replicas = [one.pid for one in job.await_step(STEPS)]
+    replicas = [process.pid for process in job.await_step(STEPS)]
     job.end()
     time.sleep(delay_s)
     for pid in replicas[: 1 + (delay_s > 0)][-1:]:
@@ -213,7 +214,7 @@ def test_a_replica_that_is_killed_while_the_last_step_is_saved_leaves_the_journa
     results = resume(path, agents, "fsdp")
     assert told(results, "step") == [STEPS] * 2
     assert set(told(results, "exactness")) <= {"", "exact"}
-    assert told(results, "bits") == [one[STEPS - 1] for one in undisturbed["fsdp"]]
+    assert told(results, "bits") == [result[STEPS - 1] for result in undisturbed["fsdp"]]
     for pid in replicas:
         await_gone(pid)
     for left in agents.glob("*"):  # of the one that was killed; and why the other one has saved nothing
@@ -227,8 +228,8 @@ def test_a_replica_that_is_killed_while_the_last_step_is_saved_leaves_the_journa
 def test_an_ended_training_leaves_no_replica_of_any_rank(tmp_path: Path, agents: Path) -> None:
     path = tmp_path / "run"
     job = Job(path, agents, "build_fsdp")
-    replicas = [one.pid for one in job.await_step(STEPS)]
-    job.go_on()
+    replicas = [process.pid for process in job.await_step(STEPS)]
+    job.proceed()
     job.ranks.results()
     for pid in replicas:
         assert not Path(f"/proc/{pid}").exists()
@@ -240,12 +241,12 @@ def test_an_ended_training_leaves_no_replica_of_any_rank(tmp_path: Path, agents:
 def test_a_builder_that_fails_on_one_rank_is_told_on_all_with_its_reason(tmp_path: Path, agents: Path) -> None:
     path = tmp_path / "run"
     job = Job(path, agents, "build_on_rank_0", 2 * STEPS, how="ddp", hold=STEPS)
-    logs = [agents / f"{name}.log" for name in sorted({one.stem for one in agents.glob("*")})]
+    logs = [agents / f"{name}.log" for name in sorted({path.stem for path in agents.glob("*")})]
     deadline = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline and (not logs or any(status_of(str(path), rank) for rank in range(2))):
+    while time.monotonic() < deadline and (not logs or any(replica_status(str(path), rank) for rank in range(2))):
         logs = list(agents.glob("*.log"))
         time.sleep(0.05)
-    job.go_on()
+    job.proceed()
     job.ranks.results()
     for rank in range(2):
         assert "no memory for a second model" in dict(job.events(rank))["ReplicaLost"]
@@ -262,21 +263,21 @@ def test_one_rank_that_differs_makes_all_replicas_of_class_tolerance_which_save_
 ) -> None:
     path = tmp_path / "run"
     job = Job(path, agents, "build_otherwise_on_rank_1", how="fsdp")
-    found = job.await_step(STEPS)
-    assert [(one.exactness, one.differs_from) for one in found] == [("tolerance", 2)] * 2
+    actual = job.await_step(STEPS)
+    assert [(entry.exactness, entry.differs_from) for entry in actual] == [("tolerance", 2)] * 2
     job.end()
     results = resume(path, agents, "fsdp")
     assert list(catalog.steps(LocalStore(path))) == [1]
     assert told(results, "step") == [STEPS] * 2
     assert told(results, "replayed") == [STEPS - 1] * 2
     assert told(results, "exactness") == ["exact"] * 2
-    assert told(results, "bits") == [one[STEPS - 1] for one in undisturbed["fsdp"]]
+    assert told(results, "bits") == [result[STEPS - 1] for result in undisturbed["fsdp"]]
 
 
 def test_ranks_that_do_not_all_have_a_replica_have_none_and_are_told(tmp_path: Path, agents: Path) -> None:
     job = Job(tmp_path / "run", agents, "build_ddp", 3, hold=0, on_ranks=1)
     job.ranks.results()
-    assert "rank 1 has none" in dict(job.events(0))["ReplicaLost"]
+    assert "rank 1 has no replica" in dict(job.events(0))["ReplicaLost"]
 
 
 class Alone:
@@ -290,17 +291,17 @@ class Alone:
             with fs.Checkpointer(path) as checkpointer:
                 return checkpointer.load(state, step=step)
 
-        self.following = Following(store, state, load, fs.EngineOptions(), rank=0, ranks=2)
+        self.following = JournalFollower(store, state, load, fs.EngineOptions(), rank=0, ranks=2)
         self.link: Any = SimpleNamespace(status=SimpleNamespace(newest=STEPS), journal="", training="lives")
-        self.rounds = Rounds(self.following, self.link, None, tolerance=False)  # type: ignore[arg-type]
+        self.rounds = ReplicaCoordinator(self.following, self.link, None, tolerance=False)  # type: ignore[arg-type]
 
     def order(self, *steps: int, training: tuple[str, str] = ("lives", "lives")) -> Any:
-        said = [
-            rounds._Said(how, step, "exact", None)  # type: ignore[arg-type]
+        messages = [
+            rounds._ReplicaReport(how, step, "exact", None)  # type: ignore[arg-type]
             for how, step in zip(training, steps, strict=True)
         ]
-        decision = self.rounds._decide([msgspec.msgpack.encode(one) for one in said])
-        return msgspec.msgpack.decode(decision.common, type=rounds._Order)
+        decision = self.rounds._decide([msgspec.msgpack.encode(line) for line in messages])
+        return msgspec.msgpack.decode(decision.common, type=rounds._ReplicaOrder)
 
 
 @pytest.fixture
@@ -339,7 +340,7 @@ def test_replicas_go_no_further_than_what_training_has_told_durable_until_all_of
     monkeypatch.setattr(rounds, "time", SimpleNamespace(monotonic=lambda: now))
     assert alone.order(4, 4, training=("lives", "died")).does == "wait"
     now += 61.0
-    assert "rank 0 lives on" in alone.order(4, 4, training=("lives", "died")).why
+    assert "rank 0 is still alive" in alone.order(4, 4, training=("lives", "died")).why
     assert alone.order(4, 4, training=("ended", "ended")).does == "end"
     order = alone.order(4, 4, training=("ended", "died"))
     assert order.move.until == STEPS

@@ -1,6 +1,6 @@
-"""A rank that is killed, freezes or fails at any point of a save or a load: all others are told so, and in time.
+"""A rank that is killed, freezes or fails at any point of a save or a load: all others report that, in time.
 
-After that the next save succeeds: of the same job, where all its ranks live, else of the next one.
+After that the next save succeeds: of the same job if all its ranks live, or else of the next job.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Struck:
 
     def ended(self) -> bool:
         """Whether all have. A frozen rank goes on once the others have been told."""
-        told = all(Path(f"{self.path}.told-{rank}").exists() for rank in self.others)
-        if told and self.how == "frozen" and not self._thawed:
+        reported = all(Path(f"{self.path}.told-{rank}").exists() for rank in self.others)
+        if reported and self.how == "frozen" and not self._thawed:
             self._ranks.kill(self.victim, signal.SIGCONT)
             Path(f"{self.path}.on").touch()
             self._thawed = True
@@ -56,19 +56,19 @@ class Struck:
 
     def check(self) -> None:
         ended = self._ranks.end(1)
-        words = f"{self.blow}\n" + "\n".join(f"--- rank {rank}\n{one.said}" for rank, one in enumerate(ended))
+        words = f"{self.blow}\n" + "\n".join(f"--- rank {rank}\n{process.said}" for rank, process in enumerate(ended))
         lived = self.others if self.how == "killed" else range(RANKS)
         assert all(ended[rank].code == 0 for rank in lived), words
         assert self.how == "frozen" or ended[self.victim].code == -signal.SIGKILL, words
-        told = [ended[rank].result for rank in self.others]
-        for one in told:
-            assert isinstance(one, dict)
-            assert (one["kind"], one["rank"]) == ("RankError", self.victim), f"{words}\n{one}"
-            assert f"rank {self.victim}" in str(one["said"])
-            assert float(one["waited_s"]) < 4 * DEADLINE_S, f"{self.blow}: {one}"
-            assert one["undecided"] == (self.point in PUBLISHING), f"{self.blow}: {one}"
+        results = [ended[rank].result for rank in self.others]
+        for row in results:
+            assert isinstance(row, dict)
+            assert (row["kind"], row["rank"]) == ("RankError", self.victim), f"{words}\n{row}"
+            assert f"rank {self.victim}" in str(row["said"])
+            assert float(row["waited_s"]) < 4 * DEADLINE_S, f"{self.blow}: {row}"
+            assert row["undecided"] == (self.point in PUBLISHING), f"{self.blow}: {row}"
             if self.point not in ("read", "finish"):
-                assert one["untouched"]
+                assert row["untouched"]
 
 
 def _play(folder: Path, blows: Sequence[Blow]) -> None:
@@ -92,16 +92,16 @@ def _play(folder: Path, blows: Sequence[Blow]) -> None:
                 job.check()
         time.sleep(0.02)
     paths = [str(job.path) for job in begun if job.how == "killed"]
-    found = run(RANKS, "trouble_acts", "begin_again", paths)
-    assert found[1:] == found[:-1]
+    results = run(RANKS, "trouble_acts", "begin_again", paths)
+    assert results[1:] == results[:-1]
     for job in begun:
         newest = fs.open(job.path)
         newest.verify()
         assert not list(job.path.glob(".saving-*")), job.blow
         if job.how == "frozen":
             assert newest.step == 3
-    assert isinstance(found[0], list)
-    for job, step in zip((job for job in begun if job.how == "killed"), found[0], strict=True):
+    assert isinstance(results[0], list)
+    for job, step in zip((job for job in begun if job.how == "killed"), results[0], strict=True):
         assert step == {"first": 0, "renamed": 2}.get(job.point, 1), job.blow
 
 
@@ -133,12 +133,12 @@ def test_a_step_is_saved_again_where_nobody_knows_what_became_of_it(tmp_path: Pa
         time.sleep(0.01)
     published = {("manifest", "frozen"), ("renamed", "frozen"), ("renamed", "spoilt")}  # the last has its name
     for this, job in jobs.items():
-        for rank, found in enumerate(job.results()):
-            assert isinstance(found, dict)
-            first, second = found["told"]
-            assert rank == 0 or first == ["RankError", True], (this, rank, found)
+        for rank, result in enumerate(job.results()):
+            assert isinstance(result, dict)
+            first, second = result["told"]
+            assert rank == 0 or first == ["RankError", True], (this, rank, result)
             right = ("StepExistsError", 2) if this in published else ("NoneType", 3)
-            assert (second, found["value"], found["left"]) == ([right[0], False], right[1], []), (this, rank, found)
+            assert (second, result["value"], result["left"]) == ([right[0], False], right[1], []), (this, rank, result)
         fs.open(tmp_path / "-".join(this)).verify()
 
 

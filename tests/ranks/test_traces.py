@@ -10,8 +10,8 @@ from processes import run
 
 def test_each_rank_has_spans_of_its_own_part(tmp_path: Path) -> None:
     for rank, (first, second, load) in enumerate(run(2, "trace_acts", "traced", str(tmp_path))):
-        assert [one[0] for one in (first, second, load)] == [[rank]] * 3
-        assert [one[1] for one in (first, second, load)] == [[1], [2], [2]]
+        assert [item[0] for item in (first, second, load)] == [[rank]] * 3
+        assert [item[1] for item in (first, second, load)] == [[1], [2], [2]]
         both = {"waited", "described", "planned", "begun", "encoded", "early", "blocked", "captured", "capture"}
         both |= {"written", "write", "synced", "agreed", "published", "save"}
         assert set(second[2]) == both

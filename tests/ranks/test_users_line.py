@@ -1,4 +1,4 @@
-"""The line that a heartbeat tells of: looking for it stands still for nothing that the garbage collector frees."""
+"""The user's line in a heartbeat: finding it never waits for objects that the garbage collector frees."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 LOOKS = """
 import gc, threading
-from flowstone.ranks.heartbeat import users_line
+from flowstone.ranks.heartbeat import user_code_line
 
 class Held:
     pass
@@ -18,14 +18,14 @@ def look():
         held.own, held.local = held, threading.local()
         held.local.value = 1
         del held
-        users_line()
+        user_code_line()
 
 gc.set_threshold(1, 1, 1)
 look()
 other = threading.Thread(target=look)
 other.start()
 other.join()
-print(gc.isenabled(), users_line().endswith("in <module>"))
+print(gc.isenabled(), user_code_line().endswith("in <module>"))
 """
 
 

@@ -1,4 +1,4 @@
-"""Shares of the segments of several ranks: what they find together is what one finds."""
+"""Segments divided among several ranks for verification: together they find what one rank finds."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from forge import edit_index, flip
 from processes import run
 
 import flowstone as fs
 from flowstone.commit.manifests import read_manifest
 from flowstone.commit.read import read_index
-from flowstone.commit.verify import Checked, Share, check_share, segment_bytes
+from flowstone.commit.verify import CheckedFiles, VerifyShare, check_share, segment_bytes
+from flowstone.reading.verification import _CheckpointLocation, check_share_in_task, split_shares
 from flowstone.stage.arena import open_read_arena
 from flowstone.store.local import LocalStore
-from flowstone.verification import _Place, check_share_in_task, shares
+from forge import edit_index, flip
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +31,8 @@ def harmed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         segment.write(b"more")
     for name, places in (("rank-00003", (20,)), ("rank-00004", (-1, -5000, -60_000))):
         content = bytearray((checkpoint / f"{name}.safetensors").read_bytes())
-        for at in places:
-            content[at] ^= 1
+        for place in places:
+            content[place] ^= 1
         (checkpoint / f"{name}.safetensors").write_bytes(content)
     return checkpoint
 
@@ -44,13 +44,13 @@ def test_shares_cut_anywhere_find_together_what_one_finds(harmed: Path, count: i
     assert len(whole) >= 5
     store = LocalStore(harmed)
     manifest = read_manifest(store, "")
-    checked = Checked(store, "", manifest, read_index(store, "", manifest))
+    checked = CheckedFiles(store, "", manifest, read_index(store, "", manifest))
     total, arena = segment_bytes(manifest), open_read_arena(store)
     cuts = sorted(random.Random(count).sample(range(1, total), count - 1))
-    parts = [check_share(checked, Share(begin, end), arena) for begin, end in pairwise([0, *cuts, total])]
+    parts = [check_share(checked, VerifyShare(begin, end), arena) for begin, end in pairwise([0, *cuts, total])]
     arena.close()
-    found = [finding for part in parts for finding in part]
-    assert sorted(found, key=repr) == sorted(whole, key=repr)
+    findings = [finding for part in parts for finding in part]
+    assert sorted(findings, key=repr) == sorted(whole, key=repr)
 
 
 @pytest.fixture(scope="module")
@@ -86,17 +86,19 @@ def test_tasks_that_share_a_delta_find_together_what_one_finds(harmed_delta: Pat
     assert {finding.file.partition("-")[0] for finding in whole} == {"from", "rank", "index.safetensors"}
     for root, directory in ((harmed_delta, ""), (harmed_delta.parent, harmed_delta.name)):
         manifest = read_manifest(LocalStore(root), directory)
-        place = _Place(str(root), directory, manifest.id)
-        found = [one for share in shares(segment_bytes(manifest), count) for one in check_share_in_task(place, share)]
-        assert sorted(found, key=repr) == sorted(whole, key=repr)
+        place = _CheckpointLocation(str(root), directory, manifest.id)
+        actual = [
+            item for share in split_shares(segment_bytes(manifest), count) for item in check_share_in_task(place, share)
+        ]
+        assert sorted(actual, key=repr) == sorted(whole, key=repr)
 
 
 @pytest.mark.parametrize("total", [0, 1, 5 << 20, 3 << 40])
 @pytest.mark.parametrize("count", [1, 8, 4000])
 def test_shares_follow_one_another_to_the_last_byte(total: int, count: int) -> None:
-    found = shares(total, count)
-    assert (found[0].begin, found[-1].end) == (0, total)
-    assert all(one.end == next_one.begin for one, next_one in pairwise(found))
-    sizes = [one.end - one.begin for one in found]
+    actual = split_shares(total, count)
+    assert (actual[0].begin, actual[-1].end) == (0, total)
+    assert all(item.end == next_one.begin for item, next_one in pairwise(actual))
+    sizes = [entry.end - entry.begin for entry in actual]
     assert max(sizes) <= 8 << 30
-    assert len(found) == 1 or min(sizes) >= 1 << 20
+    assert len(actual) == 1 or min(sizes) >= 1 << 20

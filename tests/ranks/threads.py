@@ -1,4 +1,4 @@
-"""Ranks as threads that talk over one real TCPStore; where deadlines matter, with a clock of their own."""
+"""Ranks as threads that communicate over one real TCPStore; tests of deadlines use a simulated clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks do in tests of traces."""
+"""Functions that ranks run in tests of traces."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flowstone.trace import Trace
 def traced(rank: int, path: str) -> list[list[object]]:
     """A save whose plan is new, one whose plan is known, and a load: the phases of each, and the ranks they name."""
     state = state_of("rows")
-    found: list[list[object]] = []
+    rows: list[list[object]] = []
     with opened(f"{path}/run") as checkpointer:
         for step in (1, 2):
             checkpointer.fence()
@@ -18,11 +18,11 @@ def traced(rank: int, path: str) -> list[list[object]]:
             with Trace(f"{path}/{step}-{rank}.json") as trace:
                 checkpointer.save(step, state)
                 checkpointer.wait()
-            found.append(_told(trace))
+            rows.append(_told(trace))
         with Trace() as trace:
             checkpointer.load(state)
-        found.append(_told(trace))
-    return found
+        rows.append(_told(trace))
+    return rows
 
 
 def _told(trace: Trace) -> list[object]:

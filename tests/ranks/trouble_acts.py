@@ -1,4 +1,4 @@
-"""What ranks do in tests of trouble: one is struck at some point of a save or a load, or is given something bad."""
+"""Functions for tests of failures: one rank fails at some point of a save or a load, or gets bad input."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ from acts import opened, outcome
 
 import flowstone as fs
 from flowstone.commit import publish
+from flowstone.coordination import rank_zero
+from flowstone.coordination.rank_zero import RankZero
+from flowstone.coordination.save_coordinator import SaveCoordinator
 from flowstone.errors import StorageError
-from flowstone.pipeline import capturing, save_coordinator
-from flowstone.pipeline import load as loading
-from flowstone.pipeline.rank_zero import RankZero
-from flowstone.pipeline.save_coordinator import SaveCoordinator
-from flowstone.ranks import agreement, failure_detector, kv_store, wire
+from flowstone.load import conductor as loading
+from flowstone.ranks import agreement, exchange, failure_detector, kv_store
+from flowstone.save import capturing
 from flowstone.store.local import LocalStore
-from flowstone.store.local_io import LocalWriting
+from flowstone.store.local_io import LocalWriteHandle
 from flowstone.store.system import System
 
 ROWS = 30_000
@@ -40,7 +41,7 @@ POINTS: dict[str, tuple[object, str, str | None]] = {
     "save": (fs.Checkpointer, "save", ""),
     "plan": (SaveCoordinator, "assign", ""),
     "capture": (capturing, "start_capture", ""),
-    "write": (LocalWriting, "receipt", ""),
+    "write": (LocalWriteHandle, "receipt", ""),
     "sync": (System, "sync", ""),
     "commit": (SaveCoordinator, "commit", ""),
     "index": (LocalStore, "put", "index"),
@@ -52,7 +53,7 @@ POINTS: dict[str, tuple[object, str, str | None]] = {
     "finish": (loading, "finish", ""),
 }
 DECIDING: dict[str, tuple[object, str, str | None]] = {
-    "planned": (RankZero, "assign", None), "looked": (save_coordinator, "differing_sections", None),
+    "planned": (RankZero, "assign", None), "looked": (rank_zero, "differing_sections", None),
 }
 LOADS = ("compare", "read", "finish")
 PUBLISHING = ("index", "manifest", "rename", "renamed")  # which rank 0 does alone
@@ -96,8 +97,8 @@ def struck(point: str, how: str) -> Iterator[None]:
     left = [1]
 
     def stand_in(*arguments: object, **more: object) -> object:
-        said = [one for one in arguments if isinstance(one, str) and one]
-        if left and (not said if words is None else not words or any(words in one for one in said)):
+        texts = [argument for argument in arguments if isinstance(argument, str) and argument]
+        if left and (not texts if words is None else not words or any(words in line for line in texts)):
             left.pop()
             if how != "failing":
                 os.kill(os.getpid(), signal.SIGKILL if how == "killed" else signal.SIGSTOP)
@@ -131,7 +132,7 @@ def one_is_struck(rank: int, path: str, victim: int, point: str, how: str) -> di
     started = time.monotonic()
     with struck(point, how) if rank == victim else nullcontext():
         error = attempt(checkpointer, point, state)
-    told = {
+    record = {
         "kind": type(error).__name__, "rank": getattr(error, "rank", None), "said": str(error),
         "undecided": getattr(error, "undecided", False), "waited_s": time.monotonic() - started,
         "untouched": holds(state, 2),
@@ -139,14 +140,14 @@ def one_is_struck(rank: int, path: str, victim: int, point: str, how: str) -> di
     Path(f"{path}.told-{rank}").touch()
     if how == "killed":
         checkpointer._group._heartbeat.stop()  # type: ignore[union-attr]  # the others would wait for the rank that is gone
-        return told
+        return record
     while not Path(f"{path}.on").exists():
         time.sleep(0.01)
-    go_on(checkpointer, state, point)
-    return told
+    proceed(checkpointer, state, point)
+    return record
 
 
-def go_on(checkpointer: fs.Checkpointer, state: State, point: str) -> None:
+def proceed(checkpointer: fs.Checkpointer, state: State, point: str) -> None:
     """All ranks are there again: the next save succeeds, after a load where one has left the state half changed."""
     if point in LOADS:
         checkpointer.load(state)
@@ -161,15 +162,15 @@ def go_on(checkpointer: fs.Checkpointer, state: State, point: str) -> None:
 
 def rank_zero_ends_first(rank: int, path: str) -> int:
     """Rank 0 is gone, with what ranks talk over, before the others read that step 1 is committed."""
-    learn = wire.Exchange.learn
+    read_outcome = exchange.Exchange.read_outcome
 
-    def late(exchange: wire.Exchange) -> wire.Verdict:
+    def late(exchange: exchange.Exchange) -> exchange.AgreementOutcome:
         while rank and "the commit of" in exchange._phase and not Path(f"{path}.gone").exists():
             time.sleep(0.01)
-        return learn(exchange)
+        return read_outcome(exchange)
 
     checkpointer = opened(path, deadline_s=30.0)
-    with mock.patch.object(wire.Exchange, "learn", late):
+    with mock.patch.object(exchange.Exchange, "read_outcome", late):
         step = checkpointer.save(1, state_of(rank, 1, size=2)).committed.result(60).step
         checkpointer.wait()
     checkpointer._group._heartbeat.stop()  # type: ignore[union-attr]
@@ -179,14 +180,14 @@ def rank_zero_ends_first(rank: int, path: str) -> int:
 def the_same_step_again(rank: int, path: str, point: str, how: str) -> dict[str, object]:
     """Rank 0 stops while it decides, and the others give it up. As soon as it goes on, all save that step again."""
     state = {**state_of(rank, 1), "stages": {f"{rank}": torch.nn.Linear(2, 2)}}
-    told = []
+    reported = []
     with opened(path, on_error="continue", deadline_s=DEADLINE_S) as checkpointer:
         checkpointer.save(1, state).committed.result(60)
         for value in (2, 3):
             fill(state, value)
             with struck(point, how) if (rank, value) == (0, 2) else nullcontext():
                 error = outcome(checkpointer, 2, state)
-            told.append([getattr(error, "kind", type(error).__name__), getattr(error, "undecided", False)])
+            reported.append([getattr(error, "kind", type(error).__name__), getattr(error, "undecided", False)])
             Path(f"{path}.told-{rank}").touch()
             while not Path(f"{path}.on").exists():
                 time.sleep(0.01)
@@ -194,15 +195,15 @@ def the_same_step_again(rank: int, path: str, point: str, how: str) -> dict[str,
         value = state["step"]
         assert isinstance(value, int)
         assert holds(state, value), "a mixture"
-        left = [at.name for at in Path(path).glob(".saving-00000002-*")]
+        left = [path.name for path in Path(path).glob(".saving-00000002-*")]
         fill(state, 4)
         checkpointer.save(3, state).committed.result(60)
-    return {"told": told, "value": value, "left": left}
+    return {"told": reported, "value": value, "left": left}
 
 
 def one_after_the_other(rank: int, path: str, victim: int, points: list[str]) -> list[list[object]]:
     """One rank fails at one point after the other, of the same job. What each is told."""
-    told = []
+    seen = []
     state = state_of(rank, 0)
     with opened(path, on_error="continue", deadline_s=30.0) as checkpointer:
         for step, point in enumerate(points):
@@ -215,13 +216,13 @@ def one_after_the_other(rank: int, path: str, victim: int, points: list[str]) ->
                     assert holds(state, 2 * step + 1)
                 else:
                     error = outcome(checkpointer, 2 * step + 2, state)
-            told.append([type(error).__name__, getattr(error, "rank", None), getattr(error, "errno", None), str(error)])
-    return told
+            seen.append([type(error).__name__, getattr(error, "rank", None), getattr(error, "errno", None), str(error)])
+    return seen
 
 
 def begin_again(rank: int, paths: list[str]) -> list[int]:
     """A new job, after one that has lost a rank: load what is newest, save the next."""
-    found = []
+    collected = []
     for path in paths:
         state = state_of(rank, 0)
         with opened(path) as checkpointer:
@@ -229,8 +230,8 @@ def begin_again(rank: int, paths: list[str]) -> list[int]:
             assert holds(state, newest), f"{path} holds a mixture"
             fill(state, newest + 1)
             assert checkpointer.save(newest + 1, state).committed.result(60).step == newest + 1
-        found.append(newest)
-    return found
+        collected.append(newest)
+    return collected
 
 
 # Bad input
@@ -252,18 +253,18 @@ BAD: dict[str, Callable[[int], State]] = {
 
 def bad_states(rank: int, path: str) -> dict[str, str]:
     """States that no job can have, one after the other, and what each rank is told; then a good one."""
-    told = {}
+    states = {}
     with opened(path, on_error="continue") as checkpointer:
         for step, (name, make) in enumerate(BAD.items(), 1):
             error = outcome(checkpointer, step, make(rank))
-            told[name] = f"{type(error).__name__}: {error}"
+            states[name] = f"{type(error).__name__}: {error}"
         checkpointer.save(99, _shard(4, 8, 4 * rank)).committed.result(60)
-    return told
+    return states
 
 
 def does_not_fit(rank: int, path: str) -> dict[str, str]:
     """A checkpoint of other shapes, and of another job: what is told, and that nothing has changed."""
-    told = {}
+    record = {}
     with opened(path) as checkpointer:
         checkpointer.save(1, _shard(4, 8, 4 * rank)).committed.result(60)
         for name, state in {
@@ -272,10 +273,10 @@ def does_not_fit(rank: int, path: str) -> dict[str, str]:
         }.items():
             try:
                 checkpointer.load(state)
-                told[name] = "loaded"
+                record[name] = "loaded"
             except fs.FlowstoneError as error:
-                told[name] = f"{type(error).__name__}: {error}"
-    return told
+                record[name] = f"{type(error).__name__}: {error}"
+    return record
 
 
 # Places that are not what they seem
@@ -296,7 +297,7 @@ def _mount(*arguments: str) -> None:
 def one_does_not_see(rank: int, path: str, how: str) -> dict[str, str]:
     """Rank 1 has another directory, or an old or a foreign copy, where the others have the store; then it has not."""
     refused = in_a_mount_namespace_of_its_own() if rank == 1 else None
-    told = {"refused": refused or ""}
+    record = {"refused": refused or ""}
     state = state_of(rank, 1, size=2)
     with opened(f"{path}-foreign") as checkpointer:
         checkpointer.save(1, state).committed.result(60)
@@ -308,25 +309,25 @@ def one_does_not_see(rank: int, path: str, how: str) -> dict[str, str]:
             else:
                 _mount("-t", "tmpfs", "tmpfs", path)
         fill(state, 2)
-        told["save"] = str(outcome(checkpointer, 2, state))
+        record["save"] = str(outcome(checkpointer, 2, state))
         fill(state, 7)
         try:
             checkpointer.load(state)
-            told["load"] = "loaded"
+            record["load"] = "loaded"
         except fs.FlowstoneError as error:
-            told["load"] = f"{type(error).__name__}: {error}"
+            record["load"] = f"{type(error).__name__}: {error}"
             assert holds(state, 7), "a load that cannot be has changed something"
         if rank == 1 and not refused:
             subprocess.run(["umount", "--lazy", path], check=True)
         fill(state, 3)
         checkpointer.save(3, state).committed.result(60)
-    return told
+    return record
 
 
 def another_path(rank: int, path: str) -> str:
     """Rank 1 was given another path."""
     with (
-        mock.patch.object(wire, "UNANSWERED_S", 2.0),
+        mock.patch.object(exchange, "UNANSWERED_S", 2.0),
         opened(f"{path}-other" if rank else path, on_error="continue", deadline_s=600.0) as checkpointer,
     ):
         return str(outcome(checkpointer, 1, state_of(rank, 1, size=2)))
@@ -341,11 +342,11 @@ def other_clocks(rank: int, path: str) -> list[int]:
         def now(cls, zone: object = None) -> datetime:  # type: ignore[override]
             return datetime(2001, 1, 1, tzinfo=UTC)
 
-    found = []
+    clocks = []
     with ExitStack() as patches:
         if rank == 1:  # as on another machine, which was started long before
             clock = SimpleNamespace(monotonic=lambda: time.monotonic() + 1e8, sleep=time.sleep)
-            for module in (agreement, kv_store, wire, failure_detector):
+            for module in (agreement, kv_store, exchange, failure_detector):
                 patches.enter_context(mock.patch.object(module, "time", clock))
             patches.enter_context(mock.patch("time.time", return_value=1.0))
         with opened(path, keep=fs.Keep(last=2), deadline_s=20.0) as checkpointer:
@@ -355,13 +356,13 @@ def other_clocks(rank: int, path: str) -> list[int]:
                 fill(state, step)
                 checkpointer.save(step, state).committed.result(60)
                 if rank == 0:
-                    for at in Path(path).glob("step-*"):
-                        number = int(at.name.removeprefix("step-"))
+                    for file in Path(path).glob("step-*"):
+                        number = int(file.name.removeprefix("step-"))
                         with suppress(FileNotFoundError):  # retention goes on meanwhile
-                            os.utime(at, (2e9 / number, 2e9 / number))  # the newer, the older
-            found.append(checkpointer.load(state).step)
+                            os.utime(file, (2e9 / number, 2e9 / number))  # the newer, the older
+            clocks.append(checkpointer.load(state).step)
             assert holds(state, 3)
-    return found
+    return clocks
 
 
 # Two jobs
@@ -369,27 +370,27 @@ def other_clocks(rank: int, path: str) -> list[int]:
 
 def hold_the_store(rank: int, path: str) -> list[str]:
     """A job that saves into a store while another one tries to."""
-    told = []
+    reported = []
     state = state_of(rank, 1, size=2)
     with opened(path) as checkpointer:
         for step in (1, 2):
             fill(state, step)
-            told.append(checkpointer.save(step, state).committed.result(60).manifest.id)
+            reported.append(checkpointer.save(step, state).committed.result(60).manifest.id)
             Path(f"{path}.held-{rank}-{step}").touch()
             while not Path(f"{path}.over").exists():
                 time.sleep(0.01)
-    return told
+    return reported
 
 
 def try_to_intrude(rank: int, path: str) -> list[str]:
     state = state_of(rank, 1, size=2)
-    told = []
+    reported = []
     with opened(path, on_error="continue") as checkpointer:
         for step in (1, 2, 9):
             fill(state, 50 + step)
             error = outcome(checkpointer, step, state)
-            told.append(f"{type(error).__name__} {getattr(error, 'kind', '')}: {error}")
+            reported.append(f"{type(error).__name__} {getattr(error, 'kind', '')}: {error}")
         state = state_of(rank, 0, size=2)
         assert checkpointer.load(state).step == 1, "loads take no lock"
         assert holds(state, 1)
-    return told
+    return reported

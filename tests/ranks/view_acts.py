@@ -1,4 +1,4 @@
-"""What ranks do with shards that are views of each rank's own memory."""
+"""Functions for ranks with shards that are views of each rank's own memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Progress on a terminal: after a second, as a bar that goes away; elsewhere nothing."""
+"""Progress on a terminal: after a second, as a bar that disappears; elsewhere nothing."""
 
 from __future__ import annotations
 
@@ -48,6 +48,7 @@ def test_names_of_steps_are_no_markup(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_cursor_comes_back_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = on_a_terminal(monkeypatch)
+
     def fail() -> None:
         with terminal_progress("packing") as show:
             show(1, 2)

@@ -1,4 +1,4 @@
-"""Where the simulation plays."""
+"""The folder in which the simulation runs."""
 
 import os
 import sys

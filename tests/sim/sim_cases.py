@@ -1,4 +1,4 @@
-"""Scenarios, and the cases that are made of them: one crash or one error each, named by one number."""
+"""Scenarios, and cases made from them: one crash or one error each, identified by one number."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from sim_dcp import DcpJob, dcp_job
 from sim_disk import Change, Disk, Image, PowerLoss, Unsynced, digest_of, make_tree
 from sim_group import GroupJob, group
 from sim_turns import Freeze
-from sim_world import STORE, Job, Ledger, check, engine, job
+from sim_world import STORE, Job, Oracle, check, engine, job
 
 from flowstone import FlowstoneError, Keep, StepExistsError
 from flowstone.commit.entries import DELETING, SAVING, step_directory
-from flowstone.events import RemovalFailed
+from flowstone.delta import compaction
+from flowstone.events.phases import RemovalFailed
 from flowstone.format.manifest import MANIFEST_NAME, MARKER_NAME
-from flowstone.pipeline.pacing import Captures
-from flowstone.plan import compaction
+from flowstone.save.pacing import Captures
 
 POWER, KILL, ERROR, FREEZE = 0, 1, 2, 3
 MODES = {"power": POWER, "kill": KILL, "error": ERROR, "freeze": FREEZE}
@@ -61,8 +61,8 @@ class Case:
     @staticmethod
     def of(number: int) -> Case:
         rest, seed = divmod(number, 1_000)
-        rest, at = divmod(rest, 10_000)
-        return Case(*divmod(rest, 10), at, seed)
+        rest, position = divmod(rest, 10_000)
+        return Case(*divmod(rest, 10), position, seed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class Scenario:
 
     name: str
     act: Callable[[Job], None]
-    before: Callable[[Path, Ledger], None] = lambda sandbox, ledger: None
+    before: Callable[[Path, Oracle], None] = lambda sandbox, oracle: None
     keep: Keep | None = None
     repeat: Callable[[Job], None] | None = None
     ranks: int = 1
@@ -92,41 +92,41 @@ class Scenario:
     coding: Mapping[str, object] | None = None
 
 
-def _saved(*steps: int) -> Callable[[Path, Ledger], None]:
-    def before(sandbox: Path, ledger: Ledger) -> None:
-        with job(sandbox, Unsynced(), ledger, attempt="o") as earlier:
+def _saved(*steps: int) -> Callable[[Path, Oracle], None]:
+    def before(sandbox: Path, oracle: Oracle) -> None:
+        with job(sandbox, Unsynced(), oracle, attempt="o") as earlier:
             for step in steps:
                 earlier.save(step)
 
     return before
 
 
-def _saved_near(sandbox: Path, ledger: Ledger) -> None:
+def _saved_near(sandbox: Path, oracle: Oracle) -> None:
     """Two steps, the second of which is encoded with the first one."""
-    with job(sandbox, Unsynced(), ledger, attempt="o", coding=NEAR) as earlier:
+    with job(sandbox, Unsynced(), oracle, attempt="o", coding=NEAR) as earlier:
         _saves(71, 72)(earlier)
 
 
-def _saved_by_team(*steps: int) -> Callable[[Path, Ledger], None]:
-    def before(sandbox: Path, ledger: Ledger) -> None:
-        with group(sandbox, Disk(sandbox), ledger, ranks=2, attempt="o") as earlier:
+def _saved_by_team(*steps: int) -> Callable[[Path, Oracle], None]:
+    def before(sandbox: Path, oracle: Oracle) -> None:
+        with group(sandbox, Disk(sandbox), oracle, ranks=2, attempt="o") as earlier:
             for step in steps:
                 earlier.save(step)
 
     return before
 
 
-def _saved_by_dcp(step: int) -> Callable[[Path, Ledger], None]:
-    def before(sandbox: Path, ledger: Ledger) -> None:
-        with dcp_job(sandbox, Disk(sandbox), ledger, attempt="o") as earlier:
+def _saved_by_dcp(step: int) -> Callable[[Path, Oracle], None]:
+    def before(sandbox: Path, oracle: Oracle) -> None:
+        with dcp_job(sandbox, Disk(sandbox), oracle, attempt="o") as earlier:
             earlier.save(step)
 
     return before
 
 
-def _leftovers(sandbox: Path, ledger: Ledger) -> None:
+def _leftovers(sandbox: Path, oracle: Oracle) -> None:
     """What dead writers may leave: a save all but renamed, an empty one, a deletion half done, files of theirs."""
-    _saved(1, 2)(sandbox, ledger)
+    _saved(1, 2)(sandbox, oracle)
     store = sandbox / STORE
     shutil.copytree(store / step_directory(2), store / f"{SAVING}00000003-dead")
     (store / f"{SAVING}00000004-dead").mkdir()
@@ -136,18 +136,18 @@ def _leftovers(sandbox: Path, ledger: Ledger) -> None:
     (store / ".flowstone-probe-dead").write_bytes(b"")
 
 
-def _damaged(sandbox: Path, ledger: Ledger) -> None:
+def _damaged(sandbox: Path, oracle: Oracle) -> None:
     """The newest step has a flipped bit in a tensor."""
-    _saved(1, 2)(sandbox, ledger)
+    _saved(1, 2)(sandbox, oracle)
     _flip(sandbox / STORE / step_directory(2) / "rank-00000.safetensors")
-    ledger.damaged.add("2o")
+    oracle.damaged.add("2o")
 
 
-def _damaged_delta(sandbox: Path, ledger: Ledger) -> None:
+def _damaged_delta(sandbox: Path, oracle: Oracle) -> None:
     """The newest step refers to the one before, and has a flipped bit in what it has written itself."""
-    _saved(51, 52, 53)(sandbox, ledger)
+    _saved(51, 52, 53)(sandbox, oracle)
     _flip(sandbox / STORE / step_directory(53) / "rank-00000.safetensors")
-    ledger.damaged.add("53o")
+    oracle.damaged.add("53o")
 
 
 def _flip(segment: Path) -> None:
@@ -377,7 +377,7 @@ class Moment:
     """Before a change, or after the last: what a power loss may leave then, and what the user may rely on."""
 
     image: Image
-    ledger: Ledger
+    oracle: Oracle
 
 
 @dataclass(frozen=True, slots=True)
@@ -401,9 +401,9 @@ class Simulation:
         self._plays: dict[int, Play] = {}
         self._stopped: dict[int, tuple[Moment, Sequence[Change]]] = {}  # the last one
         self._sound: set[object] = set()
-        self._base, self._ledger = scratch / "base", Ledger()
+        self._base, self._oracle = scratch / "base", Oracle()
         self._base.mkdir()
-        self._scenario.before(self._base, self._ledger)
+        self._scenario.before(self._base, self._oracle)
 
     def cases(self, mode: int, seeds: Callable[[int], Sequence[int]], start: str = "") -> Iterator[list[Case]]:
         """Every change of the scenario that has seeds; and for a crash also the moment after the last.
@@ -413,8 +413,8 @@ class Simulation:
         changes = self._play(self._disk()).changes
         start = start or self._scenario.start
         first = next(change.number for change in changes if start in change.path)
-        for at in range(first, len(changes) + (mode in (POWER, KILL))):
-            if cases := [Case(self._number, mode, at, seed) for seed in seeds(at)]:
+        for index in range(first, len(changes) + (mode in (POWER, KILL))):
+            if cases := [Case(self._number, mode, index, seed) for seed in seeds(index)]:
                 yield cases
 
     def play_through(self) -> Path:
@@ -429,123 +429,123 @@ class Simulation:
         return runs[cases[0].mode](cases)
 
     def _power(self, cases: Sequence[Case]) -> list[Violation]:
-        found = []
+        collected = []
         for case in cases:
             moment, changes = self._at_power_loss(case)
-            checked = lambda: self._check(moment.image, moment.ledger, case.seed)  # noqa: B023, E731
-            found += self._judged(case, changes, checked)
-        return found
+            checked = lambda: self._check(moment.image, moment.oracle, case.seed)  # noqa: B023, E731
+            collected += self._judged(case, changes, checked)
+        return collected
 
     def _at_power_loss(self, case: Case) -> tuple[Moment, Sequence[Change]]:
         if not self._scenario.at_once:
             play = self._played(case.way)
             return play.moments[min(case.at, len(play.changes))], play.changes
         if case.at not in self._stopped:
-            disk, ledger = self._disk(stop_at=case.at), self._ledger.copy()
-            self._play(disk, ledger, number=case.at)
-            self._stopped = {case.at: (Moment(disk.image(), ledger), disk.changes)}
+            disk, oracle = self._disk(stop_at=case.at), self._oracle.copy()
+            self._play(disk, oracle, number=case.at)
+            self._stopped = {case.at: (Moment(disk.image(), oracle), disk.changes)}
         return self._stopped[case.at]
 
-    def seen_and_left(self, at: int) -> tuple[Moment, Moment]:
+    def seen_and_left(self, position: int) -> tuple[Moment, Moment]:
         """What is seen at a change, and what there is when a play that is stopped there has ended."""
-        disk, ledger, seen = self._disk(stop_at=at), self._ledger.copy(), []
-        disk.watch = lambda: seen.append(Moment(disk.image(), ledger.copy()))
-        self._play(disk, ledger, number=at)
-        return seen[-1], Moment(disk.image(), ledger)
+        disk, oracle, seen = self._disk(stop_at=position), self._oracle.copy(), []
+        disk.watch = lambda: seen.append(Moment(disk.image(), oracle.copy()))
+        self._play(disk, oracle, number=position)
+        return seen[-1], Moment(disk.image(), oracle)
 
     def _played(self, way: int) -> Play:
         """To the end, by that number; each once."""
         if way not in self._plays:
             if len(self._plays) == PLAYS_MAX:
                 del self._plays[next(iter(self._plays))]
-            disk, ledger, moments = self._disk(), self._ledger.copy(), []
-            disk.watch = lambda: moments.append(Moment(disk.image(), ledger.copy()))
-            self._play(disk, ledger, number=way)
+            disk, oracle, moments = self._disk(), self._oracle.copy(), []
+            disk.watch = lambda: moments.append(Moment(disk.image(), oracle.copy()))
+            self._play(disk, oracle, number=way)
             disk.watch()
             self._plays[way] = Play(moments, tuple(disk.changes))
         return self._plays[way]
 
     def _kill(self, cases: Sequence[Case]) -> list[Violation]:
-        found = []
+        wrong = []
         for case in cases:
-            disk, ledger = self._disk(stop_at=case.at, spares_others=self._scenario.ranks > 1), self._ledger.copy()
-            found += self._judged(case, disk.changes, lambda: self._play(disk, ledger, number=case.order))  # noqa: B023
-            found += self._judged(case, disk.changes, lambda: self._go_on(case, disk, ledger))  # noqa: B023
-        return found
+            disk, oracle = self._disk(stop_at=case.at, spares_others=self._scenario.ranks > 1), self._oracle.copy()
+            wrong += self._judged(case, disk.changes, lambda: self._play(disk, oracle, number=case.order))  # noqa: B023
+            wrong += self._judged(case, disk.changes, lambda: self._proceed(case, disk, oracle))  # noqa: B023
+        return wrong
 
-    def _go_on(self, case: Case, disk: Disk, ledger: Ledger) -> None:
+    def _proceed(self, case: Case, disk: Disk, oracle: Oracle) -> None:
         """The kernel has all that was written. Check that; then the next job repeats, and then the power fails."""
         disk.restart(case.seed)
-        self._check(disk.image(), ledger, 2)
+        self._check(disk.image(), oracle, 2)
         repeat = self._scenario.repeat or self._scenario.act
-        with self._job(disk, ledger, number=case.order, attempt="b", again=True) as later:
+        with self._job(disk, oracle, number=case.order, attempt="b", again=True) as later:
             repeat(later)
-        self._check_after(disk, ledger, case)
+        self._check_after(disk, oracle, case)
 
     def _error(self, cases: Sequence[Case]) -> list[Violation]:
-        found = []
+        collected = []
         for case in cases:
-            disk, ledger = self._disk(fail_at=case.at), self._ledger.copy()
+            disk, oracle = self._disk(fail_at=case.at), self._oracle.copy()
             disk.errno = ERRNOS[case.seed % 2]
-            found += self._judged(case, disk.changes, lambda: self._survive(case, disk, ledger))  # noqa: B023
-        return found
+            collected += self._judged(case, disk.changes, lambda: self._survive(case, disk, oracle))  # noqa: B023
+        return collected
 
-    def _survive(self, case: Case, disk: Disk, ledger: Ledger) -> None:
+    def _survive(self, case: Case, disk: Disk, oracle: Oracle) -> None:
         """One error: told once, nothing lost, and the same Checkpointer goes on."""
-        with self._job(disk, ledger, number=case.order, by_wait=case.seed % 4 >= 2) as hurt:
-            told = None
+        with self._job(disk, oracle, number=case.order, by_wait=case.seed % 4 >= 2) as hurt:
+            reported = None
             try:
                 self._scenario.act(hurt)
             except FlowstoneError as error:
-                told = error
+                reported = error
             hurt.settle()
             assert disk.failed is not None, "the change was not reached"
-            _check_told(told, hurt, disk)
+            _check_told(reported, hurt, disk)
             hurt.wait()  # which must not tell it again
-            self._check(disk.image(), ledger, 2, go_on=False)
+            self._check(disk.image(), oracle, 2, proceed=False)
             hurt.try_again("b")
             (self._scenario.repeat or self._scenario.act)(hurt)
-        self._check_after(disk, ledger, case)
+        self._check_after(disk, oracle, case)
 
     def _freeze(self, cases: Sequence[Case]) -> list[Violation]:
         """One rank stops for so long that the others give it up, and then goes on."""
-        found = []
+        collected = []
         for case in cases:
-            disk, ledger = self._disk(), self._ledger.copy()
+            disk, oracle = self._disk(), self._oracle.copy()
             if case.seed:
-                found += self._judged(case, disk.changes, lambda: self._thaw(case, disk, ledger))  # noqa: B023
+                collected += self._judged(case, disk.changes, lambda: self._thaw(case, disk, oracle))  # noqa: B023
                 continue
-            played = lambda: self._play(disk, ledger, number=case.order, freeze=Freeze(case.at))  # noqa: B023, E731
-            found += self._judged(case, disk.changes, played)
-            found += self._judged(case, disk.changes, lambda: self._go_on(case, disk, ledger))  # noqa: B023
-        return found
+            played = lambda: self._play(disk, oracle, number=case.order, freeze=Freeze(case.at))  # noqa: B023, E731
+            collected += self._judged(case, disk.changes, played)
+            collected += self._judged(case, disk.changes, lambda: self._proceed(case, disk, oracle))  # noqa: B023
+        return collected
 
-    def _thaw(self, case: Case, disk: Disk, ledger: Ledger) -> None:
+    def _thaw(self, case: Case, disk: Disk, oracle: Oracle) -> None:
         """Once all are there again, the same ranks do the same once more, and it succeeds."""
         after, spoilt = divmod(case.seed - 1, 2)
         freeze = Freeze(case.at, after or None, spoilt=spoilt == 1)
-        with self._job(disk, ledger, number=case.order, freeze=freeze) as acting:
+        with self._job(disk, oracle, number=case.order, freeze=freeze) as acting:
             with suppress(FlowstoneError):
                 self._scenario.act(acting)
             acting.settle()
             acting.try_again("b")
             (self._scenario.repeat or self._scenario.act)(acting)
-        self._check_after(disk, ledger, case)
+        self._check_after(disk, oracle, case)
 
-    def _check_after(self, disk: Disk, ledger: Ledger, case: Case) -> None:
+    def _check_after(self, disk: Disk, oracle: Oracle, case: Case) -> None:
         """The power fails at the end: once everything that is not synced is lost, once a part of it."""
-        self._check(disk.image(), ledger, 0, go_on=False)
-        self._check(disk.image(), ledger, 3 + case.at + case.seed)
+        self._check(disk.image(), oracle, 0, proceed=False)
+        self._check(disk.image(), oracle, 3 + case.at + case.seed)
 
-    def _check(self, image: Image, ledger: Ledger, seed: int, *, go_on: bool = True) -> None:
+    def _check(self, image: Image, oracle: Oracle, seed: int, *, proceed: bool = True) -> None:
         """Of equal bytes, promises and engines one check tells all."""
         tree, target = image.after_power_loss(seed), self._scratch / "after"
-        asked = (digest_of(tree), ledger.frozen(), engine(seed), go_on)
+        asked = (digest_of(tree), oracle.frozen(), engine(seed), proceed)
         if asked in self._sound:
             return
         try:
             make_tree(target, tree)
-            check(target, ledger, number=seed, go_on=go_on)
+            check(target, oracle, number=seed, proceed=proceed)
         finally:
             shutil.rmtree(target)
         self._sound.add(asked)
@@ -556,19 +556,19 @@ class Simulation:
         shutil.copytree(self._base, sandbox)
         return Disk(sandbox, **options)  # type: ignore[arg-type]
 
-    def _job(self, disk: Disk, ledger: Ledger, **options: object):
+    def _job(self, disk: Disk, oracle: Oracle, **options: object):
         if self._scenario.ranks > 1:
             options["ranks"] = self._scenario.ranks
         if self._scenario.coding is not None:
             options["coding"] = self._scenario.coding
         make = dcp_job if self._scenario.by_dcp else group if self._scenario.ranks > 1 else job
-        return make(disk.sandbox, disk, ledger, keep=self._scenario.keep, **options)
+        return make(disk.sandbox, disk, oracle, keep=self._scenario.keep, **options)
 
-    def _play(self, disk: Disk, ledger: Ledger | None = None, number: int = 0, **options: object) -> Disk:
+    def _play(self, disk: Disk, oracle: Oracle | None = None, number: int = 0, **options: object) -> Disk:
         """Up to the end of it, or of the process or rank that is stopped; those that live on may be told so."""
         spared = self._scenario.ranks > 1 and (disk.stop_at is not None or bool(options))
-        told = (PowerLoss, FlowstoneError) if spared else PowerLoss
-        with self._job(disk, ledger or self._ledger.copy(), number=number, **options) as acting, suppress(told):
+        reported = (PowerLoss, FlowstoneError) if spared else PowerLoss
+        with self._job(disk, oracle or self._oracle.copy(), number=number, **options) as acting, suppress(reported):
             self._scenario.act(acting)
         return disk
 
@@ -580,17 +580,17 @@ class Simulation:
         return []
 
 
-def _check_told(told: FlowstoneError | None, hurt: Job, disk: Disk) -> None:
+def _check_told(error: FlowstoneError | None, hurt: Job, disk: Disk) -> None:
     """The error reached the caller, with its reason; or an event, if it was only a removal's."""
-    if told is None:
+    if error is None:
         is_told = hurt.heard(disk.failed.path) if isinstance(hurt, DcpJob) else any(
             isinstance(event, RemovalFailed) for event in hurt.events
         )
         assert is_told, f"no event reported {disk.failed}"
         return
-    cause: BaseException | None = told
+    cause: BaseException | None = error
     while cause is not None and not getattr(cause, "errno", 0):
         cause = cause.__cause__
     expected = errno.ENOSPC if disk.failed is not None and disk.failed.kind == "fill" else disk.errno
-    assert cause is not None, f"no errno in {told}"
+    assert cause is not None, f"no errno in {error}"
     assert cause.errno == expected, f"{os.strerror(cause.errno)} was told, not {os.strerror(expected)}"  # type: ignore[attr-defined]

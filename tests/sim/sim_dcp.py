@@ -1,7 +1,7 @@
 """A job that saves by `dcp.save` through FlowstoneWriter into the simulated disk; sim_world.Job has a Checkpointer.
 
-Each rank is a thread with a writer of its own. What DCP's collectives do is DCP's own code; only the four calls that
-move objects between ranks are ours, since a process has one rank in torch.distributed.
+Each rank is a thread with a writer of its own. DCP's collectives are DCP's own code. Only the four calls that move
+objects between ranks are replaced, since a process has one rank in torch.distributed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from sim_disk import Disk, PowerLoss
 from sim_turns import RankDisk, Turns
-from sim_world import STORE, Ledger, WatchedStore, engine, state
+from sim_world import STORE, Oracle, WatchedStore, engine, state
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
@@ -31,7 +31,7 @@ from flowstone.adapters.dcp import FlowstoneWriter, claim, resources
 from flowstone.commit.entries import step_directory
 from flowstone.config import EngineOptions
 from flowstone.errors import FlowstoneError
-from flowstone.events import Event
+from flowstone.events.phases import Event
 
 
 class Rows(torch.Tensor):
@@ -42,8 +42,8 @@ class Rows(torch.Tensor):
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         chunk = ChunkStorageMetadata(torch.Size((self.begin, 0)), self.shape)
-        said = TensorWriteData(chunk, TensorProperties.create_from_tensor(self), self.whole)
-        return [WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=said)]
+        data = TensorWriteData(chunk, TensorProperties.create_from_tensor(self), self.whole)
+        return [WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=data)]
 
     def __get_tensor_shard__(self, _: MetadataIndex) -> torch.Tensor:
         return self.as_subclass(torch.Tensor)
@@ -78,8 +78,8 @@ class Collectives(_DistWrapper):
         return [self._receive(rank) for rank in range(self._turns.size)] if self.is_coordinator else None
 
     def scatter_object(self, object_list: list[Any] | None) -> Any:
-        for rank, one in enumerate(object_list or ()):
-            self._send(rank, one)
+        for rank, item in enumerate(object_list or ()):
+            self._send(rank, item)
         return self._receive(0)
 
     def broadcast_object(self, object: Any) -> Any:
@@ -112,11 +112,11 @@ class DcpJob:
     """Saves as ranks do, each by one writer for all its saves."""
 
     def __init__(
-        self, sandbox: Path, disk: Disk, ledger: Ledger, *, ranks: int = 1, keep: Keep | None = None, number: int = 0,
+        self, sandbox: Path, disk: Disk, oracle: Oracle, *, ranks: int = 1, keep: Keep | None = None, number: int = 0,
         attempt: str = "a", by_wait: bool = False, again: bool = False,
     ) -> None:
         assert keep is None, "dcp.save keeps all"
-        self.root, self.ledger, self.attempt = sandbox / STORE, ledger, attempt
+        self.root, self.oracle, self.attempt = sandbox / STORE, oracle, attempt
         self.events: list[Event] = []
         self.turns = Turns(ranks, disk, number=number)
         self.disks = [RankDisk(disk, self.turns, rank) for rank in range(ranks)]
@@ -139,8 +139,8 @@ class DcpJob:
     def save(self, step: int) -> None:
         """Save on all ranks, over what has the name. Raises what the save did."""
         tag = f"{step}{self.attempt}"
-        self.ledger.begun(step, tag)
-        self.ledger.must.pop(step, None)  # either of the two is there from now on, as what is the newest says
+        self.oracle.begun(step, tag)
+        self.oracle.must.pop(step, None)  # either of the two is there from now on, as what is the newest says
         mail: dict[tuple[int, int, int], bytes] = {}
         outcomes: list[BaseException | None] = [None] * self.turns.size
 
@@ -164,12 +164,12 @@ class DcpJob:
             thread.join()
         self.settle()
         self._judge(outcomes)
-        self.ledger.committed(step, tag, ())
+        self.oracle.committed(step, tag, ())
 
     def _judge(self, outcomes: list[BaseException | None]) -> None:
         """Raise what went wrong: the error of the rank where it did, which all ranks are told."""
-        causes = [_causes(one) for one in outcomes]
-        for error in [one for each in causes for one in each.values()]:
+        causes = [_causes(outcome) for outcome in outcomes]
+        for error in [item for each in causes for item in each.values()]:
             if not isinstance(error, ConnectionError):
                 assert all(causes) or self._has_deaths, f"ranks were told different things: {outcomes}"
                 raise error
@@ -207,7 +207,7 @@ class DcpJob:
                 writer.close()
         for store in self.stores:
             store.abandon()
-        for held in list(claim._held().values()):
+        for held in list(claim._claims().values()):
             held.forget()
 
 
@@ -219,8 +219,8 @@ def _causes(outcome: BaseException | None) -> Mapping[int, BaseException]:
 
 
 @contextmanager
-def dcp_job(sandbox: Path, disk: Disk, ledger: Ledger, **options: object) -> Iterator[DcpJob]:
-    job = DcpJob(sandbox, disk, ledger, **options)  # type: ignore[arg-type]
+def dcp_job(sandbox: Path, disk: Disk, oracle: Oracle, **options: object) -> Iterator[DcpJob]:
+    job = DcpJob(sandbox, disk, oracle, **options)  # type: ignore[arg-type]
     with (
         mock.patch.object(resources, "LocalStore", job.open_store),
         mock.patch.object(state_dict_saver, "_DistWrapper", job.open_collectives), warnings.catch_warnings(),

@@ -1,15 +1,14 @@
-"""A disk that numbers every change, stops or fails at one of them, and knows what a power loss may leave.
+"""A disk that numbers every change, stops or fails at one of them, and knows which states a power loss may leave.
 
-`Disk` stands where LocalStore calls the operating system (store/system.py). Every change is made
-for real in a sandbox, except syncs, which only enter the model: which places each file and directory
-may be found at after a power loss, and what a file may hold. An `Image` is what the model says at
-one moment, and picks one such state by a seed. A disk gives its image where it was stopped, and, if it is
-watched, at each change on its way: one run then shows what a power loss at any change may leave.
+`Disk` replaces LocalStore's interface to the operating system (store/system.py). Every change is made for real in a
+sandbox, except syncs, which only change the model: under which names each file and directory may be found after a power
+loss, and which contents a file may have. An `Image` is the model at one moment, and selects one such state by a seed. A
+disk returns its image when it is stopped. A watched disk also returns one at each change, so that one run shows the
+possible effects of a power loss at any change.
 
-The model is as adverse as docs/ORDERING.md allows: each entry not synced is there or not,
-independently of all others, a renamed one at either name; a file not synced holds any mixture of
-4 KiB blocks, any length between the one that was synced and its own. What keeps a promise here
-keeps it on a journalling file system, whose states are fewer.
+The model is as adverse as docs/ORDERING.md allows. Each entry that is not synced exists or not, independently of all
+others; a renamed one has either name. A file that is not synced has any mixture of 4 KiB blocks, and any length between
+the synced one and its own. A promise that holds here also holds on a journalling file system, which has fewer states.
 """
 
 from __future__ import annotations
@@ -102,20 +101,20 @@ class Image:
         return tree
 
     def _surviving_places(self, seed: int, chance: random.Random) -> dict[int, tuple[int, str]]:
-        at = {}
+        parent = {}
         for number, node in self.nodes.items():
             last = len(node.places) - 1
-            at[number] = {0: 0, 1: last, 2: last}.get(seed, chance.randint(0, last))
+            parent[number] = {0: 0, 1: last, 2: last}.get(seed, chance.randint(0, last))
         while True:  # a name leads to one node: the one that had it first has moved on by then
             holders: dict[tuple[int, str], int] = {}
             clash = None
             for number, node in self.nodes.items():
-                place = node.places[at[number]]
+                place = node.places[parent[number]]
                 if place is not None and holders.setdefault(place, number) != number:
-                    clash = [n for n in (holders[place], number) if at[n] < len(self.nodes[n].places) - 1]
+                    clash = [n for n in (holders[place], number) if parent[n] < len(self.nodes[n].places) - 1]
             if clash is None:
                 return {place_of: place for place, place_of in holders.items()}
-            at[clash[0]] += 1
+            parent[clash[0]] += 1
 
     def _surviving_content(self, number: int, seed: int, chance: random.Random) -> bytes:
         node = self.nodes[number]
@@ -177,17 +176,17 @@ class Disk(System):
 
     # What LocalStore calls
 
-    def make_directory(self, path: Path, at: int | None = None) -> None:
+    def make_directory(self, path: Path, parent: int | None = None) -> None:
         with self._guard:
             self._begin("mkdir", path)
-            super().make_directory(path, at)
+            super().make_directory(path, parent)
             self._add(Node(True, [None, self._place(path)]))
 
-    def create(self, path: Path, flags: int, at: int | None = None) -> int:
+    def create(self, path: Path, flags: int, parent: int | None = None) -> int:
         with self._guard:
             self._begin("create", path)
             known = path.exists()
-            fd = super().create(path, flags, at)
+            fd = super().create(path, flags, parent)
             self._open[fd] = self._find(path) if known else self._add(Node(False, [None, self._place(path)]))
             return fd
 
@@ -275,28 +274,28 @@ class Disk(System):
             super().link(source, target, source_at, target_at)
             self._add(Node(False, [None, self._place(target)], durable=node.durable, clean=True, bulk=node.bulk))
 
-    def exchange(self, one: Path, other: Path, at: int) -> None:
+    def exchange(self, path: Path, other: Path, parent: int) -> None:
         with self._guard:
             self._begin("exchange", other)
-            numbers = self._find(one), self._find(other)
-            places = self._place(one), self._place(other)
-            super().exchange(one, other, at)
+            numbers = self._find(path), self._find(other)
+            places = self._place(path), self._place(other)
+            super().exchange(path, other, parent)
             for number, place in zip(numbers, reversed(places), strict=True):
                 self._nodes[number].places.append(place)
 
-    def unlink(self, path: Path, at: int | None = None) -> None:
+    def unlink(self, path: Path, parent: int | None = None) -> None:
         with self._guard:
             self._begin("unlink", path)
             node = self._nodes[self._find(path)]
             node.left = path.read_bytes()
-            super().unlink(path, at)
+            super().unlink(path, parent)
             node.places.append(None)
 
-    def remove_directory(self, path: Path, at: int | None = None) -> None:
+    def remove_directory(self, path: Path, parent: int | None = None) -> None:
         with self._guard:
             self._begin("rmdir", path)
             node = self._nodes[self._find(path)]
-            super().remove_directory(path, at)
+            super().remove_directory(path, parent)
             node.places.append(None)
 
     # What a test asks

@@ -1,4 +1,4 @@
-"""A job of several ranks that saves into the simulated disk: for each a Checkpointer, and a thread that uses it."""
+"""A job of several ranks that saves into the simulated disk: a Checkpointer for each, and a thread that uses it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from unittest import mock
 
 from sim_disk import Disk, PowerLoss
 from sim_turns import Freeze, RankDisk, RankStore, StillHeartbeat, Turns
-from sim_world import Job, Ledger
+from sim_world import Job, Oracle
 
 import flowstone as fs
 from flowstone import Keep
 from flowstone.errors import FlowstoneError, RankError, SaveFailedError, StepExistsError
-from flowstone.events import Event
+from flowstone.events.phases import Event
 from flowstone.ranks import Job as RankJob
-from flowstone.ranks import agreement, failure_detector, heartbeat, kv_store, wire
+from flowstone.ranks import agreement, exchange, failure_detector, heartbeat, kv_store
 from flowstone.ranks import group as rank_group
 
 DEADLINE_S = 12.0  # of the simulation's own time
@@ -29,7 +29,7 @@ def part_of(whole: dict[str, dict[str, object]], rank: int, size: int) -> dict[s
     wide = whole["model"]["wide"]
     rows = wide.shape[0]  # type: ignore[attr-defined]
     # The second has most of them: one segment with a slot of its own, others that are all packed.
-    cuts = [0, *(rows - 10 * (size - 1 - at) for at in range(1, size)), rows] if size > 2 else [0, 15, rows]
+    cuts = [0, *(rows - 10 * (size - 1 - index) for index in range(1, size)), rows] if size > 2 else [0, 15, rows]
     begin, stop = cuts[rank], cuts[rank + 1]
     shard = fs.Shard(wide[begin:stop].clone(), wide.shape, (begin, 0))  # type: ignore[index, attr-defined]
     return {**whole, "model": {**whole["model"], "wide": shard}, "own": fs.PerRank({"rank": rank})}
@@ -39,7 +39,7 @@ class GroupJob:
     """As sim_world.Job is, of several ranks."""
 
     def __init__(
-        self, sandbox: Path, disk: Disk, ledger: Ledger, *, ranks: int, keep: Keep | None = None, number: int = 0,
+        self, sandbox: Path, disk: Disk, oracle: Oracle, *, ranks: int, keep: Keep | None = None, number: int = 0,
         attempt: str = "a", by_wait: bool = False, again: bool = False, freeze: Freeze | None = None,
         coding: Mapping[str, object] | None = None,
     ) -> None:
@@ -50,7 +50,7 @@ class GroupJob:
             seen = RankStore(values, self.turns, rank)
             with mock.patch.object(rank_group, "this_job", lambda rank=rank, seen=seen: RankJob(rank, ranks, seen)):
                 self.members.append(
-                    Job(sandbox, RankDisk(disk, self.turns, rank), ledger, keep=keep, number=number, attempt=attempt,
+                    Job(sandbox, RankDisk(disk, self.turns, rank), oracle, keep=keep, number=number, attempt=attempt,
                         by_wait=by_wait, again=again, deadline_s=DEADLINE_S, coding=coding,
                         part=lambda whole, rank=rank: part_of(whole, rank, ranks))
                 )
@@ -111,9 +111,9 @@ class GroupJob:
         for thread in threads:
             thread.join()
         _check_one_verdict(outcomes)
-        failures = [one for one in outcomes if one is not None]
-        own = [one for one in failures if not isinstance(one, FlowstoneError)]
-        for error in [*own, *(one for one in failures if not isinstance(one, RankError)), *failures]:
+        failures = [outcome for outcome in outcomes if outcome is not None]
+        own = [failure for failure in failures if not isinstance(failure, FlowstoneError)]
+        for error in [*own, *(failure for failure in failures if not isinstance(failure, RankError)), *failures]:
             raise error
 
     def end(self) -> None:
@@ -125,10 +125,10 @@ class GroupJob:
 
 def _check_one_verdict(outcomes: list[BaseException | None]) -> None:
     """All ranks get the same cause; and if one rank's save committed, no other rank's save failed."""
-    lived = [one for one in outcomes if not isinstance(one, PowerLoss)]
-    own = [one for one in map(_cause, lived) if one is not None and not isinstance(one, (RankError, StepExistsError))]
+    lived = [outcome for outcome in outcomes if not isinstance(outcome, PowerLoss)]
+    own = [c for c in map(_cause, lived) if c is not None and not isinstance(c, (RankError, StepExistsError))]
     assert len(own) < 2, f"one thing failed, and ranks were told different causes: {own}"
-    sure = {one is None for one in lived if not (isinstance(one, RankError) and one.undecided)}
+    sure = {error is None for error in lived if not (isinstance(error, RankError) and error.undecided)}
     assert len(sure) < 2, f"ranks were told different things: {outcomes}"
 
 
@@ -143,15 +143,15 @@ def simulated_time(turns: Callable[[], Turns]) -> Iterator[None]:
     clock = SimpleNamespace(monotonic=lambda: turns().monotonic(), sleep=lambda s: turns().sleep(s))
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(heartbeat, "Heartbeat", StillHeartbeat))
-        for module in (agreement, kv_store, wire, failure_detector):
+        for module in (agreement, kv_store, exchange, failure_detector):
             stack.enter_context(mock.patch.object(module, "time", clock))
         yield
 
 
 @contextmanager
-def group(sandbox: Path, disk: Disk, ledger: Ledger, **options: object) -> Iterator[GroupJob]:
+def group(sandbox: Path, disk: Disk, oracle: Oracle, **options: object) -> Iterator[GroupJob]:
     with simulated_time(lambda: job.turns):
-        job = GroupJob(sandbox, disk, ledger, **options)  # type: ignore[arg-type]
+        job = GroupJob(sandbox, disk, oracle, **options)  # type: ignore[arg-type]
         try:
             yield job
         finally:

@@ -1,4 +1,4 @@
-"""The library with one step of its order left out or moved."""
+"""The library with one step of its order of writes left out or moved."""
 
 from __future__ import annotations
 import __future__
@@ -40,9 +40,9 @@ def is_found_out(mutant: Mutant, monkeypatch: pytest.MonkeyPatch, scratch: Path)
     """Whether a case of its scenario violates a promise. Where nothing is stopped and nothing fails, it must work."""
     for owner, name, changes in ((mutant.owner, mutant.name, mutant.changes), *mutant.also):
         monkeypatch.setattr(owner, name, mutated(owner, name, changes))
-    scenario = next(at for at, scenario in enumerate(SCENARIOS) if scenario.name == mutant.scenario)
+    scenario = next(index for index, scenario in enumerate(SCENARIOS) if scenario.name == mutant.scenario)
     simulation = Simulation(scenario, scratch)
-    seeds = mutants_seeds_of(mutant.scenario, mutant.mode) if mutant.seeds is None else lambda at: mutant.seeds or ()
+    seeds = mutants_seeds_of(mutant.scenario, mutant.mode) if mutant.seeds is None else lambda index: mutant.seeds or ()
     return any(simulation.run(group) for group in simulation.cases(MODES[mutant.mode], seeds, mutant.start))
 
 

@@ -1,8 +1,8 @@
-"""Several nodes, each with an agent and a server for other nodes, and a rank on each: threads that take turns.
+"""Several nodes, each with an agent, a server for other nodes, and a rank: threads that take turns.
 
-What agents and servers do is what they do in their own processes (agent/sessions.py, runs.py, peers.py, parities.py);
-only the sockets are left out. Each request, and each message between nodes, that changes what an agent holds is an
-operation with a number. What only looks has none: a kill before it is one before the next change.
+Agents and servers run their real code (agent/sessions.py, runs.py, peers.py, parities.py), only without sockets. Each
+request, and each message between nodes, that changes an agent's contents is an operation with a number. Operations that
+only read have none, since a kill before one is the same as a kill before the next change.
 """
 
 from __future__ import annotations
@@ -25,17 +25,25 @@ from sim_turns import RankStore, Turns
 
 import flowstone as fs
 from flowstone.agent import peers
-from flowstone.agent.runs import Run, Runs
+from flowstone.agent.runs import MemoryRun, MemoryRuns
 from flowstone.agent.sessions import Session
 from flowstone.errors import FlowstoneError, MemoryAgentError, PeerError
 from flowstone.ranks import Job as RankJob
 from flowstone.ranks import group as rank_group
-from flowstone.store import memory, node_memory
-from flowstone.store.agent_client import AgentClient
-from flowstone.store.agent_wire import PROTOCOL, Answer, Request, RunStatus, decode_answer, decode_request, encode
+from flowstone.store.memory import node_memory, store
+from flowstone.store.memory.agent_client import AgentClient
+from flowstone.store.memory.agent_wire import (
+    PROTOCOL,
+    AgentRequest,
+    AgentResponse,
+    RunStatus,
+    decode_answer,
+    decode_request,
+    encode,
+)
 from flowstone.store.peers import copies
-from flowstone.store.peers.node import Link
-from flowstone.store.peers.wire import Ask, Told
+from flowstone.store.peers.node import NodeLink
+from flowstone.store.peers.wire import PeerRequest, PeerResponse
 
 _Result = TypeVar("_Result")
 AVAILABLE = 1 << 33
@@ -45,7 +53,7 @@ PART_BYTES = 1 << 16  # so that a segment is sent in several parts
 LOOKS = {"exists", "names", "look", "open", "release", "free", "lost_lock", "runs", "held", "read", "spare"}
 
 
-def _only_looks(asked: Request | Ask) -> bool:
+def _only_looks(asked: AgentRequest | PeerRequest) -> bool:
     return asked.verb in LOOKS or (asked.verb == "agree" and not asked.path and not asked.number)
 
 
@@ -82,7 +90,7 @@ class Agent:
     number: int
     life: int
     is_alive: bool = True
-    runs: Runs = field(default_factory=lambda: Runs(lambda: AVAILABLE))
+    runs: MemoryRuns = field(default_factory=lambda: MemoryRuns(lambda: AVAILABLE))
     connections: list[Connection] = field(default_factory=list)
     server: peers.PeerServer | None = None
     guard: threading.RLock = field(default_factory=threading.RLock)  # it has one thread
@@ -91,13 +99,13 @@ class Agent:
     def node(self) -> str:
         return f"node {self.number}, life {self.life}"
 
-    def flush(self, run: Run) -> bool:
+    def flush(self, run: MemoryRun) -> bool:
         return False
 
     def statuses(self) -> tuple[RunStatus, ...]:
         return ()
 
-    def serve_run(self, run: Run, request: Request) -> str:
+    def serve_run(self, run: MemoryRun, request: AgentRequest) -> str:
         if self.server is None:
             with self.world.being(self.number, None):
                 self.server = peers.PeerServer(run.name, self.node, b"", None)  # type: ignore[arg-type]
@@ -110,7 +118,7 @@ class Connection:
     def __init__(self, agent: Agent, rank: int | None, run: str) -> None:
         self.agent, self.rank, self.is_open = agent, rank, True
         self.session = Session(None, 0, agent.runs, agent)  # type: ignore[arg-type]
-        self.session.answer(Request("hello", run, number=PROTOCOL), [])
+        self.session.answer(AgentRequest("hello", run, number=PROTOCOL), [])
         if rank is not None:
             agent.connections.append(self)
 
@@ -123,9 +131,9 @@ class Connection:
         if self.rank is not None:
             self.agent.connections.remove(self)
             run = self.session.run
-            is_written = any(one.session.writes for one in self.agent.connections)
+            is_written = any(connection.session.writes for connection in self.agent.connections)
             if self.session.writes and run is not None and not is_written:
-                run.sweep()
+                run.remove_drafts()
 
 
 class Client(AgentClient):
@@ -141,7 +149,7 @@ class Client(AgentClient):
         connection: Any = self._connection
         if connection.is_open and connection.agent.is_alive:
             return True
-        self._lose("has ended")
+        self._mark_lost("has ended")
         return False
 
     def _connect(self, *, start: bool) -> bool:
@@ -152,15 +160,15 @@ class Client(AgentClient):
         self.connections += 1
         return True
 
-    def _exchange(self, connection: Any, request: Request, fd: int | None) -> tuple[Answer, list[int]]:
+    def _exchange(self, connection: Any, request: AgentRequest, fd: int | None) -> tuple[AgentResponse, list[int]]:
         passed = [] if fd is None else [os.dup(fd)]
         with suppress(ConnectionError):
             act = partial(connection.session.answer, decode_request(encode(request)), passed)
             rank = self._world.acting_rank if self._rank is None else self._rank
             answer, received = self._world.operate(rank, connection.agent, request, act)
             return decode_answer(encode(answer)), [] if received is None else [received]
-        self._lose("has ended")
-        gone = self._is_gone()
+        self._mark_lost("has ended")
+        gone = self._lost_error()
         assert gone is not None, "it was lost"
         raise gone
 
@@ -173,11 +181,11 @@ class Wire:
         self.node, self.connection = agent.node, self
         assert agent.server is not None, "it is served"
         self._server, self._is_open = agent.server, True
-        self._asked: Ask | None = None
+        self._asked: PeerRequest | None = None
         self._payload, self._bytes = bytearray(), bytearray()
-        self._told: list[Told] = []
+        self._told: list[PeerResponse] = []
         self._far = self._far_end()
-        self._attendance = peers.Attendance(agent.server, self._far)
+        self._attendance = peers.PeerSession(agent.server, self._far)
         world.wires.append(self)
 
     @property
@@ -185,7 +193,7 @@ class Wire:
         return self._rank
 
     def _far_end(self) -> Any:
-        def receive(kind: object) -> Ask:
+        def receive(kind: object) -> PeerRequest:
             asked, self._asked = self._asked, None
             if asked is None:
                 raise EOFError
@@ -202,9 +210,9 @@ class Wire:
             receive=receive, receive_into=receive_into, send_file=send_file, send=self._told.append, connection=None
         )
 
-    def send(self, asked: Ask) -> None:
+    def send(self, asked: PeerRequest) -> None:
         self._check()
-        self._asked = msgspec.msgpack.decode(msgspec.msgpack.encode(asked), type=Ask)
+        self._asked = msgspec.msgpack.decode(msgspec.msgpack.encode(asked), type=PeerRequest)
         if not asked.payload_bytes:
             self._act()
 
@@ -218,10 +226,10 @@ class Wire:
     def send_file(self, fd: int, offset: int, length: int) -> None:
         self.sendall(os.pread(fd, length, offset))
 
-    def receive(self, kind: object) -> Told:
+    def receive(self, kind: object) -> PeerResponse:
         if not self._told:
             raise EOFError
-        return msgspec.msgpack.decode(msgspec.msgpack.encode(self._told.pop(0)), type=Told)
+        return msgspec.msgpack.decode(msgspec.msgpack.encode(self._told.pop(0)), type=PeerResponse)
 
     def receive_into(self, target: memoryview) -> None:
         target[:] = self._bytes[: len(target)]
@@ -313,7 +321,7 @@ class World:
             self.agents[node] = Agent(self, node, self.lives)
         return self.agents[node]
 
-    def connect(self, link: Link) -> Wire:
+    def connect(self, link: NodeLink) -> Wire:
         """Stands for Link._connect."""
         agent = self.agents[link.place.port - PORT]
         if agent is None or agent.server is None:
@@ -324,7 +332,9 @@ class World:
         link._channel = wire  # type: ignore[assignment]
         return wire
 
-    def operate(self, rank: int, agent: Agent, asked: Request | Ask, act: Callable[[], _Result]) -> _Result:
+    def operate(
+        self, rank: int, agent: Agent, asked: AgentRequest | PeerRequest, act: Callable[[], _Result]
+    ) -> _Result:
         """What that rank asks of that agent, or of its server. Raises PowerLoss, ConnectionError."""
         self._check(rank, agent)
         if _only_looks(asked):
@@ -332,7 +342,7 @@ class World:
                 return act()
         with self.turn(rank):
             strike = self.strike if self.strike is not None and self.strike.at == len(self.operations) else None
-            whose = "agent" if isinstance(asked, Request) else "server"
+            whose = "agent" if isinstance(asked, AgentRequest) else "server"
             self.operations.append(f"rank {rank}, {whose} {agent.number}: {asked.verb} {asked.path}")
             if strike is not None and not strike.after:
                 self._kill(strike)
@@ -395,7 +405,7 @@ class _Inline:
 
     def submit(self, act: Callable[..., object], *arguments: object) -> SimpleNamespace:
         try:
-            found = act(*arguments)
+            result = act(*arguments)
         except FlowstoneError as caught:
             error = caught
 
@@ -403,7 +413,7 @@ class _Inline:
                 raise error
 
             return SimpleNamespace(result=failed)
-        return SimpleNamespace(result=lambda: found)
+        return SimpleNamespace(result=lambda: result)
 
 
 @contextmanager
@@ -412,11 +422,11 @@ def simulated(world: World) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(simulated_time(lambda: world.turns))
         stack.enter_context(mock.patch.object(node_memory, "AgentClient", world.client))
-        stack.enter_context(mock.patch.object(Link, "_connect", lambda link: world.connect(link)))
+        stack.enter_context(mock.patch.object(NodeLink, "_connect", lambda link: world.connect(link)))
         stack.enter_context(mock.patch.object(copies, "ThreadPoolExecutor", _Inline))
         stack.enter_context(mock.patch.object(copies, "PEER_PART_BYTES", PART_BYTES))
         # Memory that is made beforehand is not what is played here: its requests come at any time.
-        stack.enter_context(mock.patch.object(memory.StoreInMemory, "allocate_spare"))
+        stack.enter_context(mock.patch.object(store.StoreInMemory, "allocate_spare"))
         stack.enter_context(mock.patch.object(rank_group, "this_job", world.job_here))
         yield
 
@@ -473,14 +483,14 @@ class Job:
 @contextmanager
 def job(world: World, how: Mapping[str, Any], number: int = 0) -> Iterator[Job]:
     with simulated(world):
-        one = Job(world, how, number)
+        job = Job(world, how, number)
         try:
-            yield one
+            yield job
         finally:
-            one.end()
+            job.end()
 
 
 def failures(outcomes: Sequence[object]) -> list[BaseException]:
     """What no kill explains."""
     explained = FlowstoneError, PowerLoss
-    return [one for one in outcomes if isinstance(one, BaseException) and not isinstance(one, explained)]
+    return [end for end in outcomes if isinstance(end, BaseException) and not isinstance(end, explained)]

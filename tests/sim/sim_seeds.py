@@ -1,4 +1,4 @@
-"""Which cases of a scenario are played: in an ordinary run, and in `make soak`."""
+"""The cases of a scenario that run: in an ordinary run, and in `make soak`."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ Seeds = Callable[[int], Sequence[int]]
 # survives, is what a kill checks first. Error: which errno, and how it is learnt of. Freeze: whether the next job
 # goes on, or the same one; and then, whether what was to be changed can be, and after how many changes of others.
 SEEDS: dict[str, Seeds] = {
-    "power": lambda at: (0, 1, 3), "kill": lambda at: (0,), "error": lambda at: (at % 4,),
-    "freeze": lambda at: (at % 3,),
+    "power": lambda position: (0, 1, 3), "kill": lambda position: (0,), "error": lambda position: (position % 4,),
+    "freeze": lambda position: (position % 3,),
 }
 # Of these, what an ordinary run plays: each loss of power in one way, and every fourth stop of a rank or error. Those
 # are runs of the whole scenario and of the job after it; neighbours differ by one change.
 PLAYED_SEEDS: dict[str, Seeds] = {
-    "power": lambda at: ((0, 3, 1)[at % 3],),
-    "kill": lambda at: (0,) if at % 4 == 0 else (),
-    "error": lambda at: (at // 4 % 4,) if at % 4 == 1 else (),
-    "freeze": lambda at: (at // 4 % 3,) if at % 4 == 2 else (),
+    "power": lambda index: ((0, 3, 1)[index % 3],),
+    "kill": lambda position: (0,) if position % 4 == 0 else (),
+    "error": lambda position: (position // 4 % 4,) if position % 4 == 1 else (),
+    "freeze": lambda position: (position // 4 % 3,) if position % 4 == 2 else (),
 }
-TRIES_SEEDS = PLAYED_SEEDS | {"freeze": lambda at: (3 + at // 2 % 14,) if at % 2 == 0 else ()}
+TRIES_SEEDS = PLAYED_SEEDS | {"freeze": lambda position: (3 + position // 2 % 14,) if position % 2 == 0 else ()}
 SOME_SEEDS: dict[str, Seeds] = {  # some of the changes each: what they consist of, others play at all
-    "power": lambda at: (0, 3 + at) if at % 5 == 0 else (),
-    "kill": lambda at: (0,) if at % 7 == 1 else (),
-    "error": lambda at: (at // 7 % 4,) if at % 7 == 2 else (),
-    "freeze": lambda at: (at // 7 % 3,) if at % 7 == 3 else (),
+    "power": lambda position: (0, 3 + position) if position % 5 == 0 else (),
+    "kill": lambda position: (0,) if position % 7 == 1 else (),
+    "error": lambda position: (position // 7 % 4,) if position % 7 == 2 else (),
+    "freeze": lambda position: (position // 7 % 3,) if position % 7 == 3 else (),
 }
 SAMPLED_SEEDS: dict[str, Seeds] = {  # a few of the changes each: the order of writes is that of other saves
-    "power": lambda at: (0, 3 + at) if at % 12 == 0 else (),
-    "kill": lambda at: (0,) if at % 20 == 1 else (),
-    "error": lambda at: (at // 4 % 4,) if at % 20 == 2 else (),
-    "freeze": lambda at: (at // 4 % 3,) if at % 24 == 3 else (),
+    "power": lambda position: (0, 3 + position) if position % 12 == 0 else (),
+    "kill": lambda position: (0,) if position % 20 == 1 else (),
+    "error": lambda position: (position // 4 % 4,) if position % 20 == 2 else (),
+    "freeze": lambda position: (position // 4 % 3,) if position % 24 == 3 else (),
 }
-LIFE_SEEDS: dict[str, Seeds] = SOME_SEEDS | {"power": lambda at: (0 if at % 2 else 3 + at,)}
+LIFE_SEEDS: dict[str, Seeds] = SOME_SEEDS | {"power": lambda position: (0 if position % 2 else 3 + position,)}
 _LONG_SAVES = ("saves_beside_training", "deltas", "team_deltas")
 _SEEDS_OF = {
     "life": LIFE_SEEDS, "team_life": LIFE_SEEDS, "team_two_tries": TRIES_SEEDS,
@@ -48,8 +48,8 @@ _SEEDS_OF = {
     **{scenario.name: SAMPLED_SEEDS for scenario in SCENARIOS if scenario.coding is not None},
 }
 SOAK_SEEDS: dict[str, Seeds] = {
-    "power": lambda at: (*range(3), *range(EACH_WAY, EACH_WAY + 57)), "kill": lambda at: range(8),
-    "error": lambda at: range(4), "freeze": lambda at: range(15),
+    "power": lambda position: (*range(3), *range(EACH_WAY, EACH_WAY + 57)), "kill": lambda position: range(8),
+    "error": lambda position: range(4), "freeze": lambda position: range(15),
 }
 
 

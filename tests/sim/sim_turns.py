@@ -1,8 +1,8 @@
-"""Ranks that take turns: threads of one job on one simulated disk, in an order that a number decides.
+"""Ranks that take turns: threads of one job on one simulated disk, in an order that a number determines.
 
-A rank runs, wants to change the disk, waits for what others say, or is done. Only when none runs does one that wants
-to have its turn, so that the order of all changes repeats. When all that are left wait, time passes: nobody waits for
-a deadline to come.
+A rank runs, wants to change the disk, waits for messages, or is done. Only when no rank runs, one that wants to change
+the disk gets its turn, so that the order of all changes is reproducible. When all remaining ranks wait, time passes, so
+that no test waits for a real deadline.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Literal
 import msgspec
 from sim_disk import Disk, PowerLoss
 
-from flowstone.ranks.heartbeat import Activity, Heartbeat, Status
+from flowstone.ranks.heartbeat import Activity, Heartbeat, RankStatus
 from flowstone.store.system import System
 
 TICK_S = 1.0
@@ -97,10 +97,10 @@ class Turns:
             yield
         except PowerLoss:
             with self._changed:
-                for one in range(self.size) if self._disk.lost else [rank]:
-                    self._dead.add(one)
-                    self._last_beat.setdefault(one, self._now)
-                    self._states[one] = "done"
+                for index in range(self.size) if self._disk.lost else [rank]:
+                    self._dead.add(index)
+                    self._last_beat.setdefault(index, self._now)
+                    self._states[index] = "done"
                 self._pass_on()
                 self._changed.notify_all()
             raise
@@ -179,8 +179,8 @@ class Turns:
             self._disk.fail_at = len(self._disk.changes)
         self._wake("frozen")
 
-    def _wake(self, those: _State) -> None:
-        self._states = ["runs" if state == those else state for state in self._states]
+    def _wake(self, entries: _State) -> None:
+        self._states = ["runs" if state == entries else state for state in self._states]
         self._changed.notify_all()
 
 
@@ -198,13 +198,13 @@ class RankDisk(System):
     def check_power(self) -> None:
         self._turns.check(self._rank)
 
-    def make_directory(self, path: Path, at: int | None = None) -> None:
+    def make_directory(self, path: Path, parent: int | None = None) -> None:
         with self._turn():
-            self._disk.make_directory(path, at)
+            self._disk.make_directory(path, parent)
 
-    def create(self, path: Path, flags: int, at: int | None = None) -> int:
+    def create(self, path: Path, flags: int, parent: int | None = None) -> int:
         with self._turn():
-            return self._disk.create(path, flags, at)
+            return self._disk.create(path, flags, parent)
 
     def resize(self, fd: int, size_bytes: int) -> None:
         with self._turn():
@@ -246,17 +246,17 @@ class RankDisk(System):
         with self._turn():
             self._disk.link(source, target, source_at, target_at)
 
-    def exchange(self, one: Path, other: Path, at: int) -> None:
+    def exchange(self, path: Path, other: Path, parent: int) -> None:
         with self._turn():
-            self._disk.exchange(one, other, at)
+            self._disk.exchange(path, other, parent)
 
-    def unlink(self, path: Path, at: int | None = None) -> None:
+    def unlink(self, path: Path, parent: int | None = None) -> None:
         with self._turn():
-            self._disk.unlink(path, at)
+            self._disk.unlink(path, parent)
 
-    def remove_directory(self, path: Path, at: int | None = None) -> None:
+    def remove_directory(self, path: Path, parent: int | None = None) -> None:
         with self._turn():
-            self._disk.remove_directory(path, at)
+            self._disk.remove_directory(path, parent)
 
 
 class StillHeartbeat(Heartbeat):
@@ -267,7 +267,7 @@ class StillHeartbeat(Heartbeat):
 
 
 class RankStore:
-    """The job's board as one rank sees it. Pulses beat by themselves, as long as a rank lives."""
+    """The job's board as one rank sees it. Heartbeats go on by themselves, as long as a rank lives."""
 
     def __init__(self, values: dict[str, bytes], turns: Turns, rank: int) -> None:
         self._values, self._turns, self._rank = values, turns, rank
@@ -282,9 +282,9 @@ class RankStore:
         kind, _, rest = key.partition("/")
         if kind != "at":
             return self._values[key]
-        said = msgspec.msgpack.decode(self._values[key], type=Status)
+        text = msgspec.msgpack.decode(self._values[key], type=RankStatus)
         beat = self._turns.beat(int(rest.partition("/")[0]))
-        return msgspec.msgpack.encode(msgspec.structs.replace(said, beat=int(beat / TICK_S)))
+        return msgspec.msgpack.encode(msgspec.structs.replace(text, beat=int(beat / TICK_S)))
 
     def check(self, keys: list[str]) -> bool:
         self._turns.looks(self._rank)
@@ -292,9 +292,9 @@ class RankStore:
 
     def add(self, key: str, amount: int) -> int:
         self._turns.check(self._rank)
-        found = int(self._values.get(key, b"0")) + amount
-        self._values[key] = str(found).encode()
-        return found
+        result = int(self._values.get(key, b"0")) + amount
+        self._values[key] = str(result).encode()
+        return result
 
     def delete_key(self, key: str) -> bool:
         self._turns.check(self._rank)

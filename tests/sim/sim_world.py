@@ -1,4 +1,4 @@
-"""A job that saves into the simulated disk, what its user may rely on, and the check that it holds."""
+"""A job that saves into the simulated disk, the promises to its user, and their check."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from sim_disk import Disk, PowerLoss, Unsynced
 from sim_turns import RankDisk
 
 from flowstone import Checkpointer, Keep, NoCheckpointError, RankError, Save, StepExistsError, _native
-from flowstone.checkpoint import Checkpoint
 from flowstone.commit import catalog, retention
 from flowstone.commit.entries import SUPERSEDED, step_directory
 from flowstone.config import EngineOptions
 from flowstone.errors import FlowstoneError, StorageError
-from flowstone.events import Committed, Event
-from flowstone.pipeline.unplanned import Unplanned
+from flowstone.events.phases import Committed, Event
+from flowstone.reading.checkpoint import Checkpoint
+from flowstone.save.pending_plan import PendingPlan
 from flowstone.store.base import Receipt
 from flowstone.store.local import LocalStore
 from flowstone.store.system import System
@@ -92,18 +92,18 @@ def expected(tag: str) -> dict[str, dict[str, object]]:
     return state(tag)
 
 
-def same(found: object, expected: object) -> bool:
+def same(actual: object, expected: object) -> bool:
     """Whether two states are equal, to the bit."""
     if isinstance(expected, dict):
-        return isinstance(found, dict) and found.keys() == expected.keys() and all(
-            same(found[key], expected[key]) for key in expected
+        return isinstance(actual, dict) and actual.keys() == expected.keys() and all(
+            same(actual[key], expected[key]) for key in expected
         )
     if isinstance(expected, torch.Tensor):
-        assert isinstance(found, torch.Tensor)
-        if found.shape != expected.shape or found.dtype != expected.dtype:
+        assert isinstance(actual, torch.Tensor)
+        if actual.shape != expected.shape or actual.dtype != expected.dtype:
             return False
-        return torch.equal(found.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
-    return type(found) is type(expected) and found == expected
+        return torch.equal(actual.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
+    return type(actual) is type(expected) and actual == expected
 
 
 @contextmanager
@@ -120,7 +120,7 @@ def gathered(checkpointer: Checkpointer) -> Iterator[None]:
 
 
 @dataclass
-class Ledger:
+class Oracle:
     """What the user of a store may rely on, told only by what the public face has reported.
 
     must     steps that were reported durable and not given up since, each with its tag
@@ -138,9 +138,9 @@ class Ledger:
         self.may.setdefault(step, set()).add(tag)
         self.newest.add((step, tag))
 
-    def committed(self, step: int, tag: str, verdicts: Sequence[retention.Verdict]) -> None:
+    def committed(self, step: int, tag: str, verdicts: Sequence[retention.RetentionDecision]) -> None:
         self.must[step] = tag
-        later = {one for one in self.newest if one is not None and one[0] > step}
+        later = {item for item in self.newest if item is not None and item[0] > step}
         self.newest = {(step, tag), *later}
         for verdict in verdicts:
             if not verdict.keep:
@@ -154,9 +154,9 @@ class Ledger:
         self.may = {step: tags for step, tags in self.may.items() if step <= target}
         self.newest = {(target, self.must[target])}
 
-    def copy(self) -> Ledger:
+    def copy(self) -> Oracle:
         may = {step: set(tags) for step, tags in self.may.items()}
-        return Ledger(dict(self.must), may, set(self.newest), set(self.damaged))
+        return Oracle(dict(self.must), may, set(self.newest), set(self.damaged))
 
     def frozen(self) -> object:
         """Equal for equal ledgers, and can be a key."""
@@ -194,7 +194,7 @@ class WatchedStore(Watching, LocalStore):
     pass
 
 
-class Handover:
+class Alternation:
     """Lets the caller of a rank go on in the middle of what its writer's thread does; one of them acts at a time.
 
     change  before which of the changes that the writer makes; 0: before it does anything
@@ -215,7 +215,7 @@ class Handover:
         self.to_caller.set()
         self._to_writer.wait()
 
-    def go_on(self) -> None:
+    def proceed(self) -> None:
         self._to_writer.set()
 
 
@@ -229,13 +229,13 @@ class Job:
     """
 
     def __init__(
-        self, sandbox: Path, system: System, ledger: Ledger, *, keep: Keep | None = None, number: int = 0,
+        self, sandbox: Path, system: System, oracle: Oracle, *, keep: Keep | None = None, number: int = 0,
         attempt: str = "a", by_wait: bool = False, again: bool = False,
         part: Callable[[dict[str, dict[str, object]]], Mapping[str, object]] = dict,
         coding: Mapping[str, object] | None = None, **options: object,
     ) -> None:
         self.store = WatchedStore(sandbox / STORE, engine(number, **coding or {}), system)
-        self.system, self.ledger, self.keep, self.by_wait = system, ledger, keep, by_wait
+        self.system, self.oracle, self.keep, self.by_wait = system, oracle, keep, by_wait
         self.attempt, self.again, self._part = attempt, again, part
         self.events: list[Event] = []
         self.fence: Literal["auto", "manual"] = "auto"
@@ -250,12 +250,12 @@ class Job:
 
     def _wait_with_power(self) -> None:
         """A `save` that waits for its capture lets the thread go on that captures, and ends where the power does."""
-        def wait(unplanned: Unplanned, pressing: object) -> None:
+        def wait(unplanned: PendingPlan, short_wait: object) -> None:
             self._before_wait()
             while not unplanned.released.wait(0.01):
                 self._check_power()
 
-        self.checkpointer._saves._handover.await_release = wait  # type: ignore[method-assign]
+        self.checkpointer._saves._ownership.await_release = wait  # type: ignore[method-assign]
 
     def _sweep_first(self) -> None:
         """What a dead job left goes before the first save goes on: the changes' numbers must not depend on chance."""
@@ -278,15 +278,15 @@ class Job:
     def save_both(self, first: int, second: int, change: int) -> None:
         """The second begins before the first is committed. Raises the first of what goes wrong.
 
-        change  that the first would make next, in the background; see Handover
+        change  that the first would make next, in the background; see Alternation
         """
         assert isinstance(self.system, RankDisk)
-        handover = Handover(change)
+        alternation = Alternation(change)
         saves: list[Save] = []
         errors: list[FlowstoneError] = []
         if change == 0:
-            self.checkpointer._saves._threads.writer.submit(handover.pause)
-        self.system.before_change, self._before_wait = handover.before_change, handover.go_on
+            self.checkpointer._saves._threads.writer.submit(alternation.pause)
+        self.system.before_change, self._before_wait = alternation.before_change, alternation.proceed
         try:
             for step in (first, second):
                 try:
@@ -294,12 +294,12 @@ class Job:
                 except FlowstoneError as error:
                     errors.append(error)
                 idle = self.checkpointer._saves._threads.writer.submit(int)
-                while not (handover.to_caller.is_set() or idle.done()):
+                while not (alternation.to_caller.is_set() or idle.done()):
                     self._check_power()
                     wait_futures([idle], timeout=0.01)
         finally:
             self.system.before_change = self._before_wait = lambda: None
-            handover.go_on()
+            alternation.proceed()
         for save in saves:
             self._until_ended(save)
             try:
@@ -312,7 +312,7 @@ class Job:
 
     def _begin(self, step: int) -> Save:
         tag = self._tags[step] = f"{step}{self.attempt}"
-        self.ledger.begun(step, tag)
+        self.oracle.begun(step, tag)
         return self.checkpointer.save(step, self._part(kept(tag)), fence=self.fence)
 
     def _save(self, step: int) -> None:
@@ -349,13 +349,13 @@ class Job:
         raise AssertionError(f"step {step} could be saved over")
 
     def rewind(self, step: int) -> None:
-        self.ledger.rewinding(step)
+        self.oracle.rewinding(step)
         self.checkpointer.rewind(step)
-        self.ledger.rewound(step)
+        self.oracle.rewound(step)
 
     def fall_back(self) -> None:
         """Load what can be loaded; the next save sets newer, damaged steps aside."""
-        self.ledger.rewinding(self.checkpointer.load(state("blank"), fallback=True).step)
+        self.oracle.rewinding(self.checkpointer.load(state("blank"), fallback=True).step)
 
     def load(self) -> None:
         """The newest step, into a state of the same layout; nothing where a crash has left none."""
@@ -391,16 +391,16 @@ class Job:
             self.system.check_power()
 
     def _hear(self, event: Event) -> None:
-        """On the writer thread: a commit is on the ledger before retention begins, as it is told before that."""
+        """On the writer thread: a commit is on the oracle before retention begins, as it is told before that."""
         self.events.append(event)
         if isinstance(event, Committed):
-            verdicts = retention.decide(catalog.steps(self.store), self.keep)
-            self.ledger.committed(event.step, self._tags[event.step], verdicts)
+            verdicts = retention.decide_retention(catalog.steps(self.store), self.keep)
+            self.oracle.committed(event.step, self._tags[event.step], verdicts)
 
     def _whole(self, step: int) -> bool:
         if step not in catalog.steps(self.store):
             return False
-        return tag_of(Checkpoint(self.store, step_directory(step), self.store.options)) not in self.ledger.damaged
+        return tag_of(Checkpoint(self.store, step_directory(step), self.store.options)) not in self.oracle.damaged
 
     def abandon(self) -> None:
         """A rank without power does not wait any more."""
@@ -416,40 +416,40 @@ class Job:
 
 
 @contextmanager
-def job(sandbox: Path, system: System, ledger: Ledger, **options: object) -> Iterator[Job]:
-    job = Job(sandbox, system, ledger, **options)  # type: ignore[arg-type]
+def job(sandbox: Path, system: System, oracle: Oracle, **options: object) -> Iterator[Job]:
+    job = Job(sandbox, system, oracle, **options)  # type: ignore[arg-type]
     try:
         yield job
     finally:
         job.end()
 
 
-def check(sandbox: Path, ledger: Ledger, *, number: int = 0, go_on: bool = True) -> None:
+def check(sandbox: Path, oracle: Oracle, *, number: int = 0, proceed: bool = True) -> None:
     """What is on disk keeps every promise of docs/ORDERING.md; AssertionError says which it breaks.
 
-    go_on  also save once more, into the sandbox itself
+    proceed  also save once more, into the sandbox itself
     """
-    ledger = ledger.copy()
-    with job(sandbox, Unsynced(), ledger, number=number, attempt="z") as after:
-        found = _load(after, ledger)
-        assert found in ledger.newest, f"loads {found}, not one of {ledger.newest}"
-        _check_steps(after.store, ledger)
-        if not go_on:
+    oracle = oracle.copy()
+    with job(sandbox, Unsynced(), oracle, number=number, attempt="z") as after:
+        result = _load(after, oracle)
+        assert result in oracle.newest, f"loads {result}, not one of {oracle.newest}"
+        _check_steps(after.store, oracle)
+        if not proceed:
             return
-        after.save(1 + max([*ledger.may, *catalog.steps(after.store)], default=0))
+        after.save(1 + max([*oracle.may, *catalog.steps(after.store)], default=0))
         left = [n for n in after.store.names() if n.startswith(".") and not n.startswith(SUPERSEDED)]
         assert not left, f"the next writer has not swept {left}"
-        found = _load(after, ledger)
-        assert found in ledger.newest, f"after the next save loads {found}, not {ledger.newest}"
-        _check_steps(after.store, ledger, inspect=False)  # the load has just verified the one that is new
+        result = _load(after, oracle)
+        assert result in oracle.newest, f"after the next save loads {result}, not {oracle.newest}"
+        _check_steps(after.store, oracle, inspect=False)  # the load has just verified the one that is new
 
 
-def _load(after: Job, ledger: Ledger) -> tuple[int, str] | None:
+def _load(after: Job, oracle: Oracle) -> tuple[int, str] | None:
     """What a fresh process loads: its step and tag, after comparing every bit with what was saved as that."""
     latest = after.checkpointer.latest()
     into = state("blank" if latest is None or latest.step < RESTING else f"{latest.step}-")
     try:
-        report = after.checkpointer.load(into, fallback=bool(ledger.damaged))
+        report = after.checkpointer.load(into, fallback=bool(oracle.damaged))
     except NoCheckpointError:
         assert latest is None, f"latest() is {latest}, and nothing loads"
         return None
@@ -457,23 +457,23 @@ def _load(after: Job, ledger: Ledger) -> tuple[int, str] | None:
     assert isinstance(tag, str)
     assert same(into, expected(tag)), f"step {report.step} loads a mixture, or a state that was never saved"
     assert latest is not None, f"latest() is None, and step {report.step} loads"
-    assert latest.step == report.step or tag_of(latest) in ledger.damaged, f"{latest}, but step {report.step} loads"
+    assert latest.step == report.step or tag_of(latest) in oracle.damaged, f"{latest}, but step {report.step} loads"
     return report.step, tag
 
 
-def _check_steps(store: LocalStore, ledger: Ledger, *, inspect: bool = True) -> None:
+def _check_steps(store: LocalStore, oracle: Oracle, *, inspect: bool = True) -> None:
     """Every step that has its name is whole and was begun; every step that must be there is."""
-    found = {}
+    steps = {}
     for step in catalog.steps(store):
         checkpoint = Checkpoint(store, step_directory(step), store.options)
-        found[step] = tag_of(checkpoint)
-        assert found[step] in ledger.may.get(step, ()), f"step {step} is {found[step]}, not of {ledger.may.get(step)}"
-        if inspect and found[step] not in ledger.damaged:
+        steps[step] = tag_of(checkpoint)
+        assert steps[step] in oracle.may.get(step, ()), f"step {step} is {steps[step]}, not of {oracle.may.get(step)}"
+        if inspect and steps[step] not in oracle.damaged:
             verified = checkpoint.inspect()
             assert verified.sound, f"step {step} is not sound: {verified.findings}"
             assert not verified.extra, f"step {step} holds {verified.extra}"
-    for step, tag in ledger.must.items():
-        assert found.get(step) == tag, f"step {step} was durable as {tag}, and is {found.get(step)}"
+    for step, tag in oracle.must.items():
+        assert steps.get(step) == tag, f"step {step} was durable as {tag}, and is {steps.get(step)}"
 
 
 def tag_of(checkpoint: Checkpoint) -> str:

@@ -1,4 +1,4 @@
-"""The simulated disk itself: what it may and may not leave after a power loss."""
+"""The simulated disk itself: the states that it may and may not leave after a power loss."""
 
 import errno
 import os
@@ -27,14 +27,14 @@ def put(disk: Disk, name: str, content: bytes, *, sync: bool = True) -> None:
 
 def outcomes(disk: Disk, tmp_path: Path) -> set[tuple[tuple[str, bytes | None], ...]]:
     """Every state that some seed leaves: sorted (path, content); None for a directory."""
-    found = set()
+    outcomes = set()
     for seed in SEEDS:
         target = tmp_path / "after"
         disk.after_power_loss(target, seed)
         entries = sorted(path for path in target.rglob("*"))
-        found.add(tuple((str(p.relative_to(target)), None if p.is_dir() else p.read_bytes()) for p in entries))
+        outcomes.add(tuple((str(p.relative_to(target)), None if p.is_dir() else p.read_bytes()) for p in entries))
         shutil.rmtree(target)
-    return found
+    return outcomes
 
 
 def test_synced_file_may_still_lack_its_name(disk, tmp_path):

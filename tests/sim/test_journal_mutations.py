@@ -1,4 +1,4 @@
-"""The simulation of journals can fail: each mutant is found out by the changes that an ordinary run plays."""
+"""The simulation of journals can fail: the changes of an ordinary run detect each mutant."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import test_journal_simulation
 import test_journals_of_ranks_simulation
 from sim_mutants import mutated
 
-from flowstone.commit import journals
-from flowstone.pipeline import journaling
-from flowstone.store.appending import LocalAppending
+from flowstone.journal import journaling, journals
+from flowstone.store.local_append import LocalAppendFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,22 +28,22 @@ class Mutant:
 
 MUTANTS = {
     "frames_are_not_synced": Mutant(
-        LocalAppending, "sync", (("self._system.sync_bytes(self._fd)", "pass"),), "goes_on"
+        LocalAppendFile, "sync", (("self._system.sync_bytes(self._fd)", "pass"),), "goes_on"
     ),
     "journals_name_is_not_synced": Mutant(
-        journaling, "_create", (("    sync(store)\n", ""),), "first"
+        journaling, "_create", (("    sync_names(store)\n", ""),), "first"
     ),
     "journals_file_has_no_durable_name": Mutant(
-        journaling, "_create", (("    sync(store, directory)\n", ""),), "first"
+        journaling, "_create", (("    sync_names(store, directory)\n", ""),), "first"
     ),
     "rewound_journals_are_not_synced": Mutant(
-        journals, "cut", (("    sync(store)\n", ""),), "rewind", last=1000
+        journals, "cut_journals", (("    sync_names(store)\n", ""),), "rewind", last=1000
     ),
     "of_frames_that_one_sync_is_for_the_last_alone_is_looked_at": Mutant(
-        journals, "frames", (("journal.opening.torn_max", "1"),), "lags"
+        journals, "complete_frames", (("journal.header.torn_max", "1"),), "lags"
     ),
     "ranks_count_a_step_that_one_lacks": Mutant(
-        journals, "common_steps", (("range(journal.opening.ranks)", "range(1)"),), ""
+        journals, "common_steps", (("range(journal.header.ranks)", "range(1)"),), ""
     ),
 }
 
@@ -54,7 +53,7 @@ def _campaign(mutant: Mutant, scratch: Path) -> None:
         reference = test_journals_of_ranks_simulation.undisturbed()
         test_journals_of_ranks_simulation.campaign(mutant.mode, scratch, reference, every=5)
         return
-    scenario = next(one for one in test_journal_simulation.SCENARIOS if one.name == mutant.scenario)
+    scenario = next(scenario for scenario in test_journal_simulation.SCENARIOS if scenario.name == mutant.scenario)
     assert scenario.every == 1, "its last changes are told by their numbers"
     reference = test_journal_simulation.undisturbed()
     test_journal_simulation.campaign(scenario, mutant.mode, scratch, reference, slice(-mutant.last, None))

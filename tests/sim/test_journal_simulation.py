@@ -1,8 +1,8 @@
-"""Stop, or fail, at every change of jobs that save every step: what was reported durable loads, bit for bit.
+"""Stop, or fail, at every change of jobs that save every step: steps reported as durable load bit for bit.
 
-After a change that fails the same job goes on to its end: that costs it one step, or one group of them, and one whole
-save. Each step, or each group, is waited for, so that the changes' numbers do not depend on chance. An ordinary run has
-every third loss of power, every fifth stop and error; of long scenarios fewer. `make soak` has all.
+After a failed change the same job continues to its end: the failure costs one step, or one group of steps, and one full
+save. The job waits for each step or group, so that the numbers of changes do not depend on chance. An ordinary run has
+every third loss of power, every fifth stop and error, and fewer of long scenarios. `make soak` has all.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from forge import tensor_bytes
 from sim_disk import Disk, PowerLoss, Unsynced
 from sim_world import STORE, engine, gathered
 
 from flowstone import Checkpointer, Event, FlowstoneError, NotJournaled, Save
 from flowstone.store.local import LocalStore
 from flowstone.store.system import System
+from forge import tensor_bytes
 
 STEPS = 8
-_SEEDS = {"power": lambda at: (at % 3, 3 + at), "kill": lambda at: (at,), "error": lambda at: (at % 2,)}
+_SEEDS = {"power": lambda index: (index % 3, 3 + index), "kill": lambda index: (index,), "error": lambda i: (i % 2,)}
 
 
 class Training:
@@ -40,7 +40,7 @@ class Training:
     def state(self) -> dict[str, object]:
         return {"model": self.model, "optimizer": self.optimizer, "progress": self.progress}
 
-    def learn(self, step: int) -> None:
+    def train_step(self, step: int) -> None:
         self.optimizer.zero_grad()
         inputs = torch.randn(2, 128, generator=torch.Generator().manual_seed(step))
         self.model(inputs).square().mean().backward()
@@ -48,18 +48,18 @@ class Training:
         self.progress = {"step": step}
 
     def bits(self) -> bytes:
-        slots = [self.optimizer.state[one].get("momentum_buffer") for one in self.model.parameters()]
+        slots = [self.optimizer.state[parameter].get("momentum_buffer") for parameter in self.model.parameters()]
         tensors = [*self.model.parameters(), *(slot for slot in slots if slot is not None)]
         return tensor_bytes(*tensors)
 
 
 def undisturbed() -> dict[int, bytes]:
     """What the state is at each step."""
-    training, found = Training(), {}
+    training, result = Training(), {}
     for step in range(1, STEPS + 1):
-        training.learn(step)
-        found[step] = training.bits()
-    return found
+        training.train_step(step)
+        result[step] = training.bits()
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +108,7 @@ def _go_on(checkpointer: Checkpointer, promised: Promised, *, to: int, group: in
         failures: list[FlowstoneError] = []
         with gathered(checkpointer) if len(steps) > 1 else nullcontext():
             for step in steps:
-                training.learn(step)
+                training.train_step(step)
                 promised.begun = max(promised.begun, step)
                 with _told(failures, promised, step):
                     saves.append(checkpointer.save(step, training.state()))
@@ -178,14 +178,14 @@ def _check(sandbox: Path, promised: Promised, reference: dict[int, bytes], numbe
     """What loads is a step that may be there, bit for bit; and training goes on from it to the same end."""
     training = Training()
     with _checkpointer(sandbox, Unsynced(), number) as checkpointer:
-        found = 0
+        result = 0
         if checkpointer.latest() is not None:
-            found = checkpointer.load(training.state()).step
-        assert promised.durable <= found <= max(promised.begun, STEPS if promised.lowest else 0), (
-            f"loads step {found}; {promised}"
+            result = checkpointer.load(training.state()).step
+        assert promised.durable <= result <= max(promised.begun, STEPS if promised.lowest else 0), (
+            f"loads step {result}; {promised}"
         )
-        assert found == 0 or training.bits() == reference[found], f"step {found} is not what it was"
-        assert training.progress["step"] == found
+        assert result == 0 or training.bits() == reference[result], f"step {result} is not what it was"
+        assert training.progress["step"] == result
     with _checkpointer(sandbox, Unsynced(), number) as checkpointer:
         _go_on(checkpointer, promised, to=STEPS)
     training = Training()
@@ -196,12 +196,12 @@ def _check(sandbox: Path, promised: Promised, reference: dict[int, bytes], numbe
     assert not left, f"not swept: {left}"
 
 
-def _check_end(promised: Promised, scenario: Scenario, at: int) -> None:
+def _check_end(promised: Promised, scenario: Scenario, position: int) -> None:
     """Of a job that went on after one failure: how much that has cost it."""
     lost = {*promised.failed}
-    assert len(lost) <= scenario.lose_max, f"error at change {at}: steps {sorted(lost)} have failed"
-    assert promised.durable >= promised.begun - scenario.lose_max, f"error at change {at}: {promised}"
-    assert promised.unplanned <= 1, f"error at change {at}: {promised.unplanned} whole saves follow"
+    assert len(lost) <= scenario.lose_max, f"error at change {position}: steps {sorted(lost)} have failed"
+    assert promised.durable >= promised.begun - scenario.lose_max, f"error at change {position}: {promised}"
+    assert promised.unplanned <= 1, f"error at change {position}: {promised.unplanned} whole saves follow"
 
 
 def _cases(base: Path, scratch: Path, scenario: Scenario, changes: slice) -> Iterator[tuple[int, Path]]:
@@ -209,10 +209,10 @@ def _cases(base: Path, scratch: Path, scenario: Scenario, changes: slice) -> Ite
     shutil.copytree(base, scratch / "count")
     disk = Disk(scratch / "count")
     _play(scenario, disk, 0)
-    for at in range(len(disk.changes))[changes]:
-        sandbox = scratch / f"play{at}"
+    for index in range(len(disk.changes))[changes]:
+        sandbox = scratch / f"play{index}"
         shutil.copytree(base, sandbox)
-        yield at, sandbox
+        yield index, sandbox
         shutil.rmtree(sandbox)
 
 
@@ -223,27 +223,27 @@ def campaign(scenario: Scenario, mode: str, scratch: Path, reference: dict[int, 
     for to in scenario.before:
         with _checkpointer(base, Unsynced()) as earlier:
             _go_on(earlier, Promised(), to=to)
-    for at, sandbox in _cases(base, scratch, scenario, changes):
+    for offset, sandbox in _cases(base, scratch, scenario, changes):
         disk = Disk(sandbox)
         if mode == "error":
-            disk.fail_at, disk.errno = at, (errno.EIO, errno.ENOSPC)[at % 2]
+            disk.fail_at, disk.errno = offset, (errno.EIO, errno.ENOSPC)[offset % 2]
         else:
-            disk.stop_at = at
-        promised = _play(scenario, disk, at)
+            disk.stop_at = offset
+        promised = _play(scenario, disk, offset)
         if mode == "error" and scenario.act is not _rewinds:
-            _check_end(promised, scenario, at)
-        for seed in _SEEDS[mode](at):
+            _check_end(promised, scenario, offset)
+        for seed in _SEEDS[mode](offset):
             after = sandbox
             if mode == "power":
-                after = scratch / f"after{at}-{seed}"
+                after = scratch / f"after{offset}-{seed}"
                 disk.after_power_loss(after, seed)
             elif mode == "kill":
                 disk.restart(seed)
             try:
-                _check(after, Promised(promised.durable, promised.begun, promised.lowest), reference, at)
+                _check(after, Promised(promised.durable, promised.begun, promised.lowest), reference, offset)
             except Exception as error:
-                trace = "\n".join(map(str, disk.changes[: at + 1]))
-                raise AssertionError(f"{mode} at change {at}, seed {seed}: {error}\n{trace}") from error
+                trace = "\n".join(map(str, disk.changes[: offset + 1]))
+                raise AssertionError(f"{mode} at change {offset}, seed {seed}: {error}\n{trace}") from error
             if mode == "power":
                 shutil.rmtree(after)
 
@@ -255,7 +255,7 @@ def played(scenario: Scenario, mode: str) -> slice:
 
 
 EACH = pytest.mark.parametrize("mode", list(_SEEDS))
-ALL = pytest.mark.parametrize("scenario", SCENARIOS, ids=[one.name for one in SCENARIOS])
+ALL = pytest.mark.parametrize("scenario", SCENARIOS, ids=[scenario.name for scenario in SCENARIOS])
 
 
 @EACH

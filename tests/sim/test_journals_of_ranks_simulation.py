@@ -1,8 +1,9 @@
-"""Two ranks that save every step, on a disk that fails or ends at a change, or before which one of them stops until the
-other has given it up: both load the same step, bit for bit, and not one before the last that either of them was told
-is durable.
+"""Two ranks that save every step, on a disk that fails or ends at a change, or with a rank that stops before it.
 
-Some of the changes in an ordinary run, all of them in `make soak`.
+A stopped rank stays stopped until the other counts it as dead. Then both load the same step, bit for bit, and none
+before the last step that was reported as durable to either of them.
+
+An ordinary run has some of the changes, `make soak` all of them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from unittest import mock
 
 import pytest
 import torch
-from forge import tensor_bytes
 from sim_disk import Disk, PowerLoss
 from sim_group import simulated_time
 from sim_turns import Freeze, RankDisk, RankStore, Turns
@@ -29,6 +29,7 @@ import flowstone as fs
 from flowstone import FlowstoneError, _native
 from flowstone.ranks import Job as RankJob
 from flowstone.ranks import group as rank_group
+from forge import tensor_bytes
 
 STEPS, RANKS = 8, 2
 MODES = ("power", "kill", "error", "freeze")
@@ -48,7 +49,7 @@ class Training:
     def state(self) -> dict[str, object]:
         return {"model": self.model, "optimizer": self.optimizer, "own": self.own}
 
-    def learn(self, step: int) -> None:
+    def train_step(self, step: int) -> None:
         self.optimizer.zero_grad()
         inputs = torch.randn(2, 128, generator=torch.Generator().manual_seed(step))
         self.model(inputs).square().mean().backward()
@@ -56,18 +57,18 @@ class Training:
         self.own.value["step"] = step  # type: ignore[index]
 
     def bits(self) -> int:
-        slots = [self.optimizer.state[one].get("momentum_buffer") for one in self.model.parameters()]
+        slots = [self.optimizer.state[parameter].get("momentum_buffer") for parameter in self.model.parameters()]
         tensors = [*self.model.parameters(), *(slot for slot in slots if slot is not None)]
         return _native.xxh3_64(tensor_bytes(*tensors))
 
 
 def undisturbed() -> dict[int, int]:
     """What the state is at each step."""
-    training, found = Training(0), {}
+    training, result = Training(0), {}
     for step in range(1, STEPS + 1):
-        training.learn(step)
-        found[step] = training.bits()
-    return found
+        training.train_step(step)
+        result[step] = training.bits()
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +121,7 @@ class Ranks:
             thread.join()
         return outcomes
 
-    def go_on(self, rank: int, checkpointer: fs.Checkpointer, promised: Promised, to: int, group: int = 1) -> int:
+    def proceed(self, rank: int, checkpointer: fs.Checkpointer, promised: Promised, to: int, group: int = 1) -> int:
         """Load what there is, and train. Each step is waited for, so that the changes' numbers do not depend on chance;
         or the first, which begins a journal, and then each `group` of them.
 
@@ -135,7 +136,7 @@ class Ranks:
             with gathered(checkpointer) if stop > step + 1 else nullcontext():
                 while step < stop:
                     step += 1
-                    training.learn(step)
+                    training.train_step(step)
                     promised.begun = max(promised.begun, step)
                     saves.append(checkpointer.save(step, training.state()))
             for save in saves:
@@ -205,10 +206,10 @@ def play(
 ) -> None:
     """A job that may end early."""
 
-    def act(rank: int, one: fs.Checkpointer) -> int:
+    def act(rank: int, checkpointer: fs.Checkpointer) -> int:
         if back:
-            one.rewind(back)
-        return job.go_on(rank, one, promised, to, group)
+            checkpointer.rewind(back)
+        return job.proceed(rank, checkpointer, promised, to, group)
 
     with ranks(disk, number, freeze, **options or {}) as job:
         for outcome in job.each(act):
@@ -227,15 +228,15 @@ def check(sandbox: Path, promised: Promised, reference: dict[int, int], number: 
         return step, training.bits(), training.own.value["step"]  # type: ignore[index]
 
     with ranks(Disk(sandbox), number) as job:
-        found = job.each(loads)
-    assert found[0] == found[1], f"ranks load different things: {found}"
-    step, bits, own = found[0]  # type: ignore[misc]
+        result = job.each(loads)
+    assert result[0] == result[1], f"ranks load different things: {result}"
+    step, bits, own = result[0]  # type: ignore[misc]
     assert promised.durable <= step <= promised.begun, f"loads step {step}; {promised}"
     assert (bits, own) == (reference.get(step), step), f"step {step} is not what it was"
     play(Disk(sandbox), number, Promised(), STEPS)
     with ranks(Disk(sandbox), number) as job:
-        found = job.each(loads)
-    assert found == [(STEPS, reference[STEPS], STEPS)] * 2
+        result = job.each(loads)
+    assert result == [(STEPS, reference[STEPS], STEPS)] * 2
     left = [name for name in WatchedStore(sandbox / STORE, engine(0), Disk(sandbox)).names() if name[0] == "."]
     assert not [name for name in left if name.startswith((".saving", ".deleting"))], f"not swept: {left}"
 
@@ -278,7 +279,7 @@ def campaign(
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=[one.name for one in SCENARIOS])
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=[scenario.name for scenario in SCENARIOS])
 def test_both_ranks_load_the_newest_step_that_both_have_after_a_crash(
     scenario: Scenario, mode: str, scratch: Path, reference: dict[int, int]
 ) -> None:
@@ -304,7 +305,7 @@ def test_replicas_that_rewind_into_a_journal_go_on_from_there(scratch: Path, ref
 
 @pytest.mark.soak
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=[one.name for one in SCENARIOS])
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=[scenario.name for scenario in SCENARIOS])
 def test_both_ranks_load_the_newest_step_that_both_have_after_a_crash_at_any_change(
     scenario: Scenario, mode: str, scratch: Path, reference: dict[int, int]
 ) -> None:

@@ -1,4 +1,4 @@
-"""A real process that saves in a loop is killed by SIGKILL; what it had reported committed is there."""
+"""A real process that saves in a loop is killed by SIGKILL; its committed checkpoints exist."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ def _run(path: Path, kills: int, seed: int) -> None:
     processes.set_forkserver_preload(["flowstone", "torch", "sim_world"])
     reported = torn = 0
     for number in range(kills):
-        told, out = processes.Pipe(duplex=False)
+        outcome, out = processes.Pipe(duplex=False)
         process = processes.Process(target=save_until_killed, args=(str(path), number, out))
         process.start()
         out.close()
-        assert told.recv()[0] == "began"
+        assert outcome.recv()[0] == "began"
         before = _drafts(path)
-        reported = max([reported, *(told.recv()[1] for _ in range(chance.randrange(3)))])
+        reported = max([reported, *(outcome.recv()[1] for _ in range(chance.randrange(3)))])
         if chance.random() < 0.5:  # the machine may be so busy that no draft comes soon
             _await_draft(path, before)
         time.sleep(chance.random() * LONGEST_S)  # the moment of the kill is what this test draws
         process.kill()
         process.join()
-        reported = max([reported, *_steps(told)])
+        reported = max([reported, *_steps(outcome)])
         torn += bool(_drafts(path))
         _check(path, reported, f"SEED={seed}, kill {number}")
     assert torn, "no kill fell inside a save: the test proves nothing"
@@ -70,11 +70,11 @@ def _await_draft(path: Path, before: set[str]) -> None:
         time.sleep(0.0005)
 
 
-def _steps(told: Connection) -> list[int]:
+def _steps(connection: Connection) -> list[int]:
     steps = []
     try:
-        while told.poll():
-            steps.append(told.recv()[1])
+        while connection.poll():
+            steps.append(connection.recv()[1])
     except EOFError:
         pass
     return steps

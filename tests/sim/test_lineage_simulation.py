@@ -1,8 +1,8 @@
-"""Saves, rewinds, flushes and losses of memory in any order, by seed; what is found is told apart by its identity.
+"""Saves, rewinds, flushes and losses of memory in any order, by seed; checkpoints are identified by their ids.
 
-Two worlds: memory that is flushed into a store (`flush_to`, `flowstone flush`), where each flush may be cut off at any
-change; and a list of two tiers, of which the farther one may be down. What holds in both: no checkpoint that a rewind
-has set aside is found as the newest again, and what is reported durable is durable, that very checkpoint.
+There are two worlds: memory that is flushed into a store (`flush_to`, `flowstone flush`), where each flush may be cut
+off at any change; and a list of two tiers, of which the farther one may be down. In both, no checkpoint that a rewind
+has set aside becomes the newest again, and each checkpoint reported as durable is durable.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from flowstone.commit.manifests import read_manifest
 from flowstone.errors import FlowstoneError, StepExistsError, StorageError
 from flowstone.format.manifest import MARKER_NAME
 from flowstone.store.base import Store
-from flowstone.store.memory import Contents, MemoryStore
-from flowstone.tiers import newest
-from flowstone.tiers.newest import copy_newest
+from flowstone.store.memory.store import MemoryStore, SharedMemoryDirectory
+from flowstone.tiered import newest
+from flowstone.tiered.newest import copy_newest
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tiers"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "tiered"))
 
 from simulated import ENGINE, Clock, Unsteady, simulated
 
@@ -55,7 +55,7 @@ class FlushedMemory:
 
     def __init__(self, seed: int) -> None:
         self.random = Random(seed)
-        self.memory, self.disk = Contents(), Contents()
+        self.memory, self.disk = SharedMemoryDirectory(), SharedMemoryDirectory()
         self.abandoned: set[str] = set()
         self.number = 0
 
@@ -73,11 +73,11 @@ class FlushedMemory:
         return store
 
     def _check_newest(self, store: Store) -> int:
-        found = _identities(store)
-        if not found:
+        actual = _identities(store)
+        if not actual:
             return 0
-        step = max(found)
-        assert found[step] not in self.abandoned, f"step {step} of {store.location} was set aside"
+        step = max(actual)
+        assert actual[step] not in self.abandoned, f"step {step} of {store.location} was set aside"
         assert fs.open(store, step=step).verify().sound
         return step
 
@@ -99,25 +99,25 @@ class FlushedMemory:
                 source.put(name, target.read(name))
 
     def rewind(self) -> None:
-        found = _identities(self.source())
-        if len(found) < 2:
+        actual = _identities(self.source())
+        if len(actual) < 2:
             return
-        step = self.random.choice(sorted(found)[:-1])
+        step = self.random.choice(sorted(actual)[:-1])
         with fs.Checkpointer(self.source(), engine=ENGINE) as checkpointer:
             checkpointer.rewind(step)
-        known = {**_identities(self.target()), **found}
-        self.abandoned |= {identity for at, identity in known.items() if at > step} | {
-            identity for at, identity in _identities(self.target()).items() if at > step
+        known = {**_identities(self.target()), **actual}
+        self.abandoned |= {identity for key, identity in known.items() if key > step} | {
+            identity for key, identity in _identities(self.target()).items() if key > step
         }
         self.memory.writer = None
         self.flush()
 
     def flush(self) -> None:
-        found = _identities(self.source())
-        if not found:
+        actual = _identities(self.source())
+        if not actual:
             return
-        at = self.random.choice([None, self.random.randrange(14)])
-        connection = Connection(at, after=self.random.random() < 0.5)
+        position = self.random.choice([None, self.random.randrange(14)])
+        connection = Connection(position, after=self.random.random() < 0.5)
         target = connection.store(self.disk, atomic_rename=True, location="disk")
         target.inner.capabilities = self.target().capabilities  # type: ignore[misc]
         try:
@@ -126,7 +126,7 @@ class FlushedMemory:
             assert connection.is_cut
         else:
             assert copied is not None
-            assert (copied.step, copied.id) == (max(found), found[max(found)])
+            assert (copied.step, copied.id) == (max(actual), actual[max(actual)])
             assert _identities(self.target())[copied.step] == copied.id
             assert fs.open(self.target(), step=copied.step).verify().sound
             self._check_newest(self.target())
@@ -135,15 +135,15 @@ class FlushedMemory:
     def lose_memory(self) -> None:
         if _notes(self.source()) - _notes(self.target()):
             self.abandoned -= {*_identities(self.target()).values()}  # that rewind was told not to have come there
-        self.memory = Contents()
+        self.memory = SharedMemoryDirectory()
         self._check_newest(self.target())
 
     def save_beside(self) -> None:
         """A job saves into the disk alone, after going back; what memory has is of before that then."""
-        found = _identities(self.target())
-        if len(found) < 2 or found[max(found)] in self.abandoned:
+        actual = _identities(self.target())
+        if len(actual) < 2 or actual[max(actual)] in self.abandoned:
             return
-        step = self.random.choice(sorted(found)[:-1])
+        step = self.random.choice(sorted(actual)[:-1])
         with fs.Checkpointer(self.target(), engine=ENGINE) as checkpointer:
             checkpointer.rewind(step)
             self.number += 1
@@ -153,8 +153,8 @@ class FlushedMemory:
             with suppress(StepExistsError):
                 copy_newest(self.source(), self.target(), "a flush")
             assert _identities(self.target()) == before, "nothing of before the rewind has come"
-        self.abandoned |= {identity for at, identity in found.items() if at > step}
-        self.memory = Contents()
+        self.abandoned |= {identity for key, identity in actual.items() if key > step}
+        self.memory = SharedMemoryDirectory()
 
 
 class TwoTiers:
@@ -162,7 +162,7 @@ class TwoTiers:
 
     def __init__(self, seed: int, clock: Clock) -> None:
         self.random, self.clock = Random(seed), clock
-        self.contents = [Contents(), Contents()]
+        self.contents = [SharedMemoryDirectory(), SharedMemoryDirectory()]
         self.abandoned: set[str] = set()
         self.lineage: dict[int, str] = {}
         self.saves: list[fs.Save] = []
@@ -182,7 +182,7 @@ class TwoTiers:
         newest_one = self.job.latest()
         if newest_one is not None:
             assert newest_one.manifest.id not in self.abandoned, f"{newest_one} was set aside"
-            self.lineage = {at: one for at, one in self.lineage.items() if at <= newest_one.step}
+            self.lineage = {key: item for key, item in self.lineage.items() if key <= newest_one.step}
             self.lineage[newest_one.step] = newest_one.manifest.id
         else:
             self.lineage = {}
@@ -213,8 +213,8 @@ class TwoTiers:
         everywhere = {*_identities(self.store(1)).items(), *self.lineage.items()} if self.stores[1].down else {
             *self.lineage.items()
         }
-        self.abandoned |= {identity for at, identity in everywhere if at > step}
-        self.lineage = {at: identity for at, identity in self.lineage.items() if at <= step}
+        self.abandoned |= {identity for position, identity in everywhere if position > step}
+        self.lineage = {key: identity for key, identity in self.lineage.items() if key <= step}
 
     def turn(self) -> None:
         self.stores[1].down = not self.stores[1].down
@@ -229,13 +229,13 @@ class TwoTiers:
                 store.down = True  # it is killed
         with suppress(FlowstoneError):
             self.job.close()
-        for one in self.contents:
-            one.writer, one.holder = None, ""
+        for content in self.contents:
+            content.writer, content.holder = None, ""
         if self.random.random() < 0.4:
             near, far = self.store(0), self.store(1)
             if _notes(near) - _notes(far):
                 self.abandoned -= {*_identities(far).values()}  # it was down at that rewind, and the note is lost
-            self.contents[0] = Contents()
+            self.contents[0] = SharedMemoryDirectory()
         self._start()
 
     def end(self) -> None:
@@ -292,5 +292,5 @@ def test_a_flush_that_follows_no_rewind_is_found_out() -> None:
 
 
 def test_a_rewind_without_a_note_is_found_out() -> None:
-    with mock.patch("flowstone.commit.catalog.put_note", return_value=None):
+    with mock.patch("flowstone.commit.catalog.write_rewind_note", return_value=None):
         assert _is_found_out(_play_flushes)

@@ -1,7 +1,7 @@
 """A trainer is cut off from the memory agent at each request, and a flush from its target at each change.
 
-What the agent does is what it does in its own process (agent/sessions.py, runs.py); only the socket is left out. After
-each cut the promises of docs/ORDERING.md hold.
+The agent runs its real code (agent/sessions.py, runs.py), only without the socket. After each cut the promises of
+docs/ORDERING.md hold.
 """
 
 from __future__ import annotations
@@ -18,18 +18,26 @@ from unittest import mock
 import msgspec
 import pytest
 import torch
-from test_store_simulation import Connection, Faulty
+from test_store_simulation import Connection, FaultInjectingStore
 
 import flowstone as fs
-from flowstone.agent.runs import Run, Runs
+from flowstone.agent.runs import MemoryRun, MemoryRuns
 from flowstone.agent.sessions import Session
 from flowstone.commit import catalog, publish
 from flowstone.errors import FlowstoneError, FullError, MemoryAgentError, StorageError
-from flowstone.store.agent_wire import PROTOCOL, Answer, Request, RunStatus, decode_answer, decode_request, encode
 from flowstone.store.base import Store
-from flowstone.store.memory import Contents, MemoryStore
-from flowstone.store.node_memory import NodeMemory
-from flowstone.tiers.newest import copy_newest
+from flowstone.store.memory.agent_wire import (
+    PROTOCOL,
+    AgentRequest,
+    AgentResponse,
+    RunStatus,
+    decode_answer,
+    decode_request,
+    encode,
+)
+from flowstone.store.memory.node_memory import NodeMemory
+from flowstone.store.memory.store import MemoryStore, SharedMemoryDirectory
+from flowstone.tiered.newest import copy_newest
 
 ELEMENTS = 600_000
 AVAILABLE = 1 << 33
@@ -42,21 +50,21 @@ class Node:
     """
 
     def __init__(self, cut_at: int | None = None, *, after: bool = False) -> None:
-        self.runs, self.cut_at, self.after, self.requests = Runs(lambda: AVAILABLE), cut_at, after, 0
+        self.runs, self.cut_at, self.after, self.requests = MemoryRuns(lambda: AVAILABLE), cut_at, after, 0
         self.agent_dies_at: int | None = None
         self.both_die_at: int | None = None
         self.are_dead = False
 
     def die(self) -> None:
         """The agent is killed: the one that is started then holds nothing."""
-        self.runs = Runs(lambda: AVAILABLE)
+        self.runs = MemoryRuns(lambda: AVAILABLE)
 
     def die_both(self) -> None:
         """Agent and trainer are killed at one instant: no session's end is seen, and nothing is held."""
         self.die()
         self.are_dead = True
 
-    def flush(self, run: Run) -> bool:
+    def flush(self, run: MemoryRun) -> bool:
         return False
 
     def statuses(self) -> tuple[RunStatus, ...]:
@@ -67,7 +75,7 @@ class Client:
     """Stands for an AgentClient; `dead` once its process was killed."""
 
     def __init__(self, node: Node, run: str) -> None:
-        self.run, self.ended, self.dead, self._node = run, "", False, node
+        self.run, self.lost_message, self.dead, self._node = run, "", False, node
         self.connections = 0
         self._ours, _ = socket.socketpair()
         self._connect()
@@ -76,29 +84,34 @@ class Client:
 
     def _connect(self) -> None:
         self.connections += 1
-        self.is_connected = True
+        self.is_joined = True
         self.session = Session(self._ours, 0, self._node.runs, self._node)
-        self.session.answer(Request("hello", self.run, number=PROTOCOL), [])
+        self.session.answer(AgentRequest("hello", self.run, number=PROTOCOL), [])
 
     @contextmanager
-    def acting(self) -> Iterator[None]:
+    def hold(self) -> Iterator[None]:
         with self._guard:
             yield
 
-    def is_there(self) -> bool:
-        return self.is_connected and not self.dead
+    def find_agent(self) -> bool:
+        return self.is_joined and not self.dead
 
-    stands = is_there
+    is_connected = find_agent
 
-    def ask(self, request: Request, fd: int | None = None, *, start: bool = False) -> tuple[Answer, int | None]:
+    def forget_loss(self) -> None:
+        self.lost_message = ""
+
+    def request(
+        self, request: AgentRequest, fd: int | None = None, *, start: bool = False
+    ) -> tuple[AgentResponse, int | None]:
         with self._guard:
-            if not self.is_connected and start:
+            if not self.is_joined and start:
                 self._connect()
-            if not self.is_connected:
-                raise MemoryAgentError(self.ended)
+            if not self.is_joined:
+                raise MemoryAgentError(self.lost_message)
             return self._ask(request, fd)
 
-    def _ask(self, request: Request, fd: int | None) -> tuple[Answer, int | None]:
+    def _ask(self, request: AgentRequest, fd: int | None) -> tuple[AgentResponse, int | None]:
         if self.dead or self._node.are_dead:
             raise MemoryAgentError("the trainer is dead")
         if self._node.requests == self._node.both_die_at:
@@ -106,7 +119,7 @@ class Client:
             self._node.die_both()
             raise MemoryAgentError("the trainer is dead")
         while self._released:
-            self.session.answer(Request("release", number=self._released.pop()), [])
+            self.session.answer(AgentRequest("release", number=self._released.pop()), [])
         is_last = self._node.requests == self._node.cut_at
         is_agents_end = self._node.requests == self._node.agent_dies_at
         self._node.requests += 1
@@ -114,9 +127,9 @@ class Client:
             if self._node.after:
                 self.session.answer(request, [] if fd is None else [os.dup(fd)])
             self._node.die()
-            self.is_connected, self.ended = False, "the memory agent (process 1) has ended"
+            self.is_joined, self.lost_message = False, "the memory agent (process 1) has ended"
             self._released.clear()
-            raise MemoryAgentError(self.ended)
+            raise MemoryAgentError(self.lost_message)
         if is_last and not self._node.after:
             self.die()
             raise MemoryAgentError("the trainer is dead")
@@ -137,7 +150,7 @@ class Client:
         self.dead = True
         self.session.end()
         assert self.session.run is not None
-        self.session.run.sweep()
+        self.session.run.remove_drafts()
 
     def release_later(self, number: int) -> None:
         self._released.append(number)
@@ -149,7 +162,7 @@ class Client:
 
 
 def _store(node: Node) -> NodeMemory:
-    with mock.patch("flowstone.store.node_memory.AgentClient", lambda run: Client(node, run)):
+    with mock.patch("flowstone.store.memory.node_memory.AgentClient", lambda run: Client(node, run)):
         return NodeMemory("run")
 
 
@@ -204,8 +217,8 @@ def _whole() -> int:
 def test_a_trainer_that_is_killed_at_any_request_leaves_the_previous_generation_or_the_next(after: bool) -> None:
     count = _whole()
     assert count > 30
-    for at in range(count):
-        node = Node(at, after=after)
+    for index in range(count):
+        node = Node(index, after=after)
         committed, begun = _train(node, range(1, 4))
         if not committed and not catalog.steps(_store(node)):
             continue
@@ -219,9 +232,9 @@ def test_a_trainer_that_is_killed_at_any_request_leaves_the_previous_generation_
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 def test_an_agent_that_is_killed_at_any_request_costs_the_saves_under_way_and_no_later_one(after: bool) -> None:
     count = _whole()
-    for at in range(count):
+    for index in range(count):
         node = Node(after=after)
-        node.agent_dies_at = at
+        node.agent_dies_at = index
         engine = fs.EngineOptions(request_bytes=2 << 20, workers=1)
         failed = []
         with fs.Checkpointer(_store(node), on_error="continue", budget_bytes=16 << 20, engine=engine) as checkpointer:
@@ -237,7 +250,7 @@ def test_an_agent_that_is_killed_at_any_request_costs_the_saves_under_way_and_no
             _check(node, 5, 5)
 
 
-def _durable(contents: Contents, *, atomic_rename: bool) -> MemoryStore:
+def _durable(contents: SharedMemoryDirectory, *, atomic_rename: bool) -> MemoryStore:
     """What outlives the node."""
     disk = MemoryStore(contents, location="disk", atomic_rename=atomic_rename)
     disk.capabilities = msgspec.structs.replace(disk.capabilities, volatile=False)
@@ -247,12 +260,14 @@ def _durable(contents: Contents, *, atomic_rename: bool) -> MemoryStore:
 class _Disk(Connection):
     """The farther tier, which ends with the trainer, and whose changes end both."""
 
-    def __init__(self, node: Node, at: int | None = None, *, after: bool = False) -> None:
-        super().__init__(at, after=after)
+    def __init__(self, node: Node, position: int | None = None, *, after: bool = False) -> None:
+        super().__init__(position, after=after)
         self._node = node
 
-    def store(self, contents: Contents, *, atomic_rename: bool, location: str = "disk") -> Faulty:
-        return Faulty(_durable(contents, atomic_rename=atomic_rename), self._before, self._after)
+    def store(
+        self, contents: SharedMemoryDirectory, *, atomic_rename: bool, location: str = "disk"
+    ) -> FaultInjectingStore:
+        return FaultInjectingStore(_durable(contents, atomic_rename=atomic_rename), self._before, self._after)
 
     def _before(self, verb: str, path: str) -> StorageError | None:
         self.is_cut = self.is_cut or self._node.are_dead
@@ -268,7 +283,7 @@ class _Disk(Connection):
 
 
 def _train_with_a_disk(
-    node: Node, disk: _Disk, target: Contents, steps: range, *, atomic_rename: bool
+    node: Node, disk: _Disk, target: SharedMemoryDirectory, steps: range, *, atomic_rename: bool
 ) -> tuple[int, int]:
     """The last step that was durable, and the last that was begun."""
     durable = begun = steps.start - 1
@@ -294,13 +309,13 @@ def _kill_both(atomic_rename: bool, *, every: int) -> None:
     """At each `every`-th of the agent's requests and of the disk's changes."""
     node = Node()
     disk = _Disk(node)
-    assert _train_with_a_disk(node, disk, Contents(), range(1, 4), atomic_rename=atomic_rename) == (3, 3)
+    assert _train_with_a_disk(node, disk, SharedMemoryDirectory(), range(1, 4), atomic_rename=atomic_rename) == (3, 3)
     assert disk.count > 15
-    played = [(at, None, False) for at in range(node.requests)]
-    played += [(None, at, after) for at in range(disk.count) for after in (False, True)]
+    played = [(index, None, False) for index in range(node.requests)]
+    played += [(None, index, after) for index in range(disk.count) for after in (False, True)]
     ends = set()
     for request, change, after in played[:: every]:
-        node, target = Node(), Contents()
+        node, target = Node(), SharedMemoryDirectory()
         node.both_die_at = request
         disk = _Disk(node, change, after=after)
         durable, begun = _train_with_a_disk(node, disk, target, range(1, 4), atomic_rename=atomic_rename)
@@ -309,7 +324,7 @@ def _kill_both(atomic_rename: bool, *, every: int) -> None:
     assert {durable for durable, _, _ in ends} >= {0, 1, 2}, "kills fall between all steps"
 
 
-def _newest_on(target: Contents, durable: int, begun: int, *, atomic_rename: bool) -> int:
+def _newest_on(target: SharedMemoryDirectory, durable: int, begun: int, *, atomic_rename: bool) -> int:
     """What the next job loads, and that it goes on."""
     target.writer = None  # the process that had the lock is dead
     node, disk = Node(), _durable(target, atomic_rename=atomic_rename)
@@ -319,8 +334,8 @@ def _newest_on(target: Contents, durable: int, begun: int, *, atomic_rename: boo
         assert durable <= step <= begun
         assert latest is None or (state["weights"] == step).all(), "a mixture"  # type: ignore[attr-defined]
         checkpointer.save(begun + 1, _state(begun + 1)).durable.result(60)
-    for found in catalog.steps(disk):
-        assert fs.open(disk, step=found).inspect().sound
+    for committed in catalog.steps(disk):
+        assert fs.open(disk, step=committed).inspect().sound
     return step
 
 
@@ -336,30 +351,30 @@ def test_agent_and_trainer_that_are_killed_at_once_at_any_request(atomic_rename:
 
 
 def test_an_agent_that_removes_the_newest_generation_first_is_found_out() -> None:
-    def begin_draft(run: Run) -> None:
+    def begin_draft(run: MemoryRun) -> None:
         for name in [name for name in run.contents.names() if name.startswith("step-")]:
             run.remove_all(name)
 
     def play() -> None:
-        for at in range(_whole()):
-            node = Node(at)
+        for index in range(_whole()):
+            node = Node(index)
             _check(node, *_train(node, range(1, 4)))
 
-    with mock.patch.object(Run, "begin_draft", begin_draft), pytest.raises(AssertionError):
+    with mock.patch.object(MemoryRun, "begin_draft", begin_draft), pytest.raises(AssertionError):
         play()
 
 
 def test_memory_that_another_client_may_still_write_into_is_found_out_if_it_is_given_away() -> None:
-    runs = Runs(lambda: AVAILABLE)
-    run, one, other = runs.of("run"), object(), object()
+    runs = MemoryRuns(lambda: AVAILABLE)
+    run, first, other = runs.of("run"), object(), object()
     run.contents.make_directory()
     run.contents.make_directory(".saving-00000001-a")
-    file = run.take(2 << 20, one)
+    file = run.allocate(2 << 20, first)
     run.contents.add(".saving-00000001-a/rank-00000.safetensors", file)
-    run.settle(run.contents.remove(".saving-00000001-a/rank-00000.safetensors"))
+    run.release_unused(run.contents.remove(".saving-00000001-a/rank-00000.safetensors"))
     assert run.pool == [file]
-    assert run.take(2 << 20, other) is not file
-    assert run.take(2 << 20, one) is file
+    assert run.allocate(2 << 20, other) is not file
+    assert run.allocate(2 << 20, first) is file
 
 
 # A flush
@@ -374,30 +389,30 @@ def test_a_flush_that_is_cut_off_at_any_change_leaves_the_step_before_or_the_new
     with fs.Checkpointer(source) as checkpointer:
         checkpointer.save(1, _state(1)).committed.result()
         checkpointer.save(2, _state(2)).committed.result()
-    at = 0
+    position = 0
     while True:
-        target, connection = Contents(), Connection(at, after=after)
+        target, connection = SharedMemoryDirectory(), Connection(position, after=after)
         _flush_first(source, target, atomic_rename=atomic_rename)
         with suppress(StorageError):
             copy_newest(source, connection.store(target, atomic_rename=atomic_rename), "a flush")
-        found = MemoryStore(target, atomic_rename=atomic_rename)
+        store = MemoryStore(target, atomic_rename=atomic_rename)
         target.writer = None  # the process that had the lock is dead
-        steps = catalog.steps(found)
+        steps = catalog.steps(store)
         assert steps in ((1,), (1, 2))
         for step in steps:
-            assert fs.open(found, step=step).inspect().sound
-        copied = copy_newest(source, found, "the next flush")
+            assert fs.open(store, step=step).inspect().sound
+        copied = copy_newest(source, store, "the next flush")
         assert copied is not None
         assert copied.step == 2
-        assert not [name for name in found.names() if name.startswith(".saving")], "the next flush sweeps"
-        assert found.read("step-00000002/manifest.json") == source.read("step-00000002/manifest.json")
+        assert not [name for name in store.names() if name.startswith(".saving")], "the next flush sweeps"
+        assert store.read("step-00000002/manifest.json") == source.read("step-00000002/manifest.json")
         if not connection.is_cut:
             break
-        at += 1
-    assert at >= 7
+        position += 1
+    assert position >= 7
 
 
-def _flush_first(source: MemoryStore, target: Contents, *, atomic_rename: bool) -> None:
+def _flush_first(source: MemoryStore, target: SharedMemoryDirectory, *, atomic_rename: bool) -> None:
     """Step 1, as an earlier flush has left it."""
     first = MemoryStore()
     first.make_directory()
@@ -410,7 +425,7 @@ def _flush_first(source: MemoryStore, target: Contents, *, atomic_rename: bool) 
 
 def test_what_is_damaged_in_memory_is_not_made_durable() -> None:
     source, target = _damaged(), MemoryStore()
-    with pytest.raises(fs.DamagedError, match="is not what was written"):
+    with pytest.raises(fs.DamagedError, match=r"step-00000001/rank-00000\.safetensors.* is damaged"):
         copy_newest(source, target, "a flush")
     assert catalog.steps(target) == ()
 
@@ -438,11 +453,11 @@ def test_what_a_disk_does_not_give_back_is_not_published() -> None:
     source, target = MemoryStore(), _Forgetting()
     with fs.Checkpointer(source) as checkpointer:
         checkpointer.save(1, _state(1)).committed.result()
-    with pytest.raises(fs.DamagedError, match="does not give back what was written of step 1"):
+    with pytest.raises(fs.DamagedError, match="returns bytes that differ from the bytes written for step 1"):
         copy_newest(source, target, "a flush")
     assert catalog.steps(target) == ()
     assert not [name for name in target.names() if name.startswith(".saving")]
-    with mock.patch("flowstone.tiers.flush._read_back"):
+    with mock.patch("flowstone.tiered.flush._read_back"):
         copy_newest(source, target, "a flush that does not look")
     assert not fs.open(target).inspect().sound
 
@@ -452,7 +467,7 @@ def test_a_flush_goes_on_when_what_names_the_files_is_gone() -> None:
     source, target = MemoryStore(), MemoryStore()
     with fs.Checkpointer(source) as checkpointer:
         checkpointer.save(1, _state(1)).committed.result()
-    begin = publish.begin
+    begin = publish.begin_draft
 
     def agent_dies(store: Store, step: int, draft: str) -> publish.Draft:
         if store is target:
@@ -460,7 +475,7 @@ def test_a_flush_goes_on_when_what_names_the_files_is_gone() -> None:
                 source.contents.remove_all(name)
         return begin(store, step, draft)
 
-    with mock.patch("flowstone.commit.publish.begin", agent_dies):
+    with mock.patch("flowstone.commit.publish.begin_draft", agent_dies):
         assert copy_newest(source, target, "a flush") is not None
     assert not catalog.steps(source)
     assert fs.open(target).inspect().sound

@@ -1,8 +1,8 @@
 """A job is cut off from its bucket, at each request; then the promises of docs/ORDERING.md hold.
 
 test_store_simulation.py cuts at calls of the store. This one cuts within them: between a claim and its segment, between
-a copy and the removal of its source, in the lease. The bucket is obstore's in memory; what S3 does beyond that is
-played on a real server (tests/store/test_object_faults.py).
+a copy and the removal of its source, in the lease. The bucket is obstore's in memory; a real server tests the further
+behaviour of S3 (tests/store/test_object_faults.py).
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from obstore.store import MemoryStore as Bucket
 from test_store_simulation import OPTIONS, SCENARIOS, Scenario, Told, _check_steps, _save, _saves, _state
 
 import flowstone as fs
-from flowstone.commit.entries import Kind, parse
+from flowstone.commit.entries import EntryKind, parse_entry
 from flowstone.errors import FlowstoneError, LockedError, StepExistsError, StorageError
-from flowstone.store.objects.client import Patience
+from flowstone.store.objects.client import RetryPolicy
 from flowstone.store.objects.store import ObjectStore
 from flowstone.store.objects.uploads import Upload
 
-IMPATIENT = Patience(budget_s=0.0, first_delay_s=0.0)
-PATIENT = Patience(budget_s=5.0, first_delay_s=0.001)
+IMPATIENT = RetryPolicy(budget_s=0.0, first_delay_s=0.0)
+PATIENT = RetryPolicy(budget_s=5.0, first_delay_s=0.001)
 
 
 @dataclass(slots=True, eq=False)
@@ -49,10 +49,10 @@ class CutBucket:
             is_cut = number == self.at
             if self.at is not None and ((is_cut and not self.after) or (number > self.at and self.for_ever)):
                 raise GenericError("error performing a request: out of reach")
-            found = act(*given, **named)
+            result = act(*given, **named)
             if is_cut:
                 raise GenericError("error performing a request: the answer is lost")
-            return found
+            return result
 
         return request
 
@@ -62,43 +62,43 @@ def _dead_processes() -> Iterator[None]:
     """Each job that comes later finds that the one before is gone; nobody renews a lease while requests are counted."""
     gone = f"{2**22 - 1} 1"
     with (
-        mock.patch("flowstone.store.holders.here", return_value=("this machine", gone)),
+        mock.patch("flowstone.store.holders.machine_and_process", return_value=("this machine", gone)),
         mock.patch("flowstone.store.objects.lease.LEASE_S", 600.0),
     ):
         yield
 
 
-def opened(bucket: object, patience: Patience = PATIENT) -> ObjectStore:
+def opened(bucket: object, patience: RetryPolicy = PATIENT) -> ObjectStore:
     return ObjectStore(bucket, location="bucket", patience=patience, lease_s=600.0)  # type: ignore[arg-type]
 
 
-def play(scenario: Scenario, cut: CutBucket, *, patience: Patience) -> None:
-    told = Told()
+def play(scenario: Scenario, cut: CutBucket, *, patience: RetryPolicy) -> None:
+    events = Told()
     with fs.Checkpointer(opened(cut.inner), **OPTIONS) as earlier:  # type: ignore[arg-type]
-        _saves(*scenario.before)(earlier, told)
+        _saves(*scenario.before)(earlier, events)
     checkpointer = fs.Checkpointer(
         opened(cut, patience), keep=scenario.keep, on_error="continue", **OPTIONS,  # type: ignore[arg-type]
     )
     with suppress(StorageError, StepExistsError, LockedError):
-        scenario.act(checkpointer, told)
+        scenario.act(checkpointer, events)
     with suppress(FlowstoneError):
         checkpointer.close()
-    check(cut.inner, told, scenario.keep)
+    check(cut.inner, events, scenario.keep)
 
 
-def check(bucket: Bucket, told: Told, keep: int | None) -> None:
+def check(bucket: Bucket, events: Told, keep: int | None) -> None:
     store = opened(bucket)
-    _check_steps(store, told)  # type: ignore[arg-type]
-    step = 1 + max([*told.begun, 0])
+    _check_steps(store, events)  # type: ignore[arg-type]
+    step = 1 + max([*events.begun, 0])
     with fs.Checkpointer(store, keep=keep, **OPTIONS) as after:  # type: ignore[arg-type]
-        _save(after, told, step)
+        _save(after, events, step)
         after.wait()
         assert after.load(_state(0)).step == step
-    _check_steps(store, told)  # type: ignore[arg-type]
+    _check_steps(store, events)  # type: ignore[arg-type]
     for name in store.names():
-        entry = parse(name)
+        entry = parse_entry(name)
         assert entry is None or entry.leftover is None, f"the next writer has not swept {name}"
-        if entry is not None and entry.kind is Kind.STEP:
+        if entry is not None and entry.kind is EntryKind.STEP:
             assert store.exists(f"{name}/manifest.json"), f"the next writer has not swept {name}"
 
 
@@ -107,12 +107,12 @@ def cut_everywhere(name: str, mode: str, first: int = 0, by: int = 1) -> int:
     scenario = SCENARIOS[name]
     whole = CutBucket(Bucket())
     play(scenario, whole, patience=PATIENT)
-    for at in range(first, whole.count, by):
-        cut = CutBucket(Bucket(), at, after=mode != "before", for_ever=mode != "once")
+    for offset in range(first, whole.count, by):
+        cut = CutBucket(Bucket(), offset, after=mode != "before", for_ever=mode != "once")
         try:
             play(scenario, cut, patience=PATIENT if mode == "once" else IMPATIENT)
         except AssertionError as error:
-            raise AssertionError(f"cut {mode} request {at} of {name}: {error}") from error
+            raise AssertionError(f"cut {mode} request {offset} of {name}: {error}") from error
     return whole.count
 
 

@@ -1,7 +1,9 @@
-"""Agents, servers and trainers of several nodes are killed at each operation, alone and together; with copies, and with
-parity. After each kill all ranks load the same generation, the previous one or the next, bit for bit, and go on.
+"""Agents, servers and trainers of several nodes are killed at each operation, with copies and with parity.
 
-Some of the operations in an ordinary run, all of them in `make soak`.
+They are killed alone and together. After each kill all ranks load the same generation, the previous one or the next,
+bit for bit, and continue.
+
+An ordinary run has some of the operations, `make soak` all of them.
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ from sim_nodes import Strike, World, failures, job
 
 import flowstone as fs
 from flowstone.agent.parities import Parity
-from flowstone.agent.runs import Run
-from flowstone.store.peers.erasure import is_there
+from flowstone.agent.runs import MemoryRun
+from flowstone.store.peers.erasure import is_available
 
 ROWS = 60_000
 MISSING = "ISA-L is not installed: pip install 'flowstone[parity]'"
@@ -50,8 +52,8 @@ SCENARIOS = (
     Scenario("parity_of_two_rows", 4, {"parity": (2, 2)}, lost=2, every=100),
 )
 PLAYED = [
-    pytest.param(one, id=one.name, marks=pytest.mark.skipif("parity" in one.how and not is_there(), reason=MISSING))
-    for one in SCENARIOS
+    pytest.param(run, id=run.name, marks=pytest.mark.skipif("parity" in run.how and not is_available(), reason=MISSING))
+    for run in SCENARIOS
 ]
 
 
@@ -91,8 +93,8 @@ def train(world: World, how: Mapping[str, Any], promised: Promised, to: int, str
             save.committed.result()
             promised.committed = max(promised.committed, step)
 
-    with job(world, how, 0 if strike is None else strike.at) as one:
-        outcomes = one.each(act, strike)
+    with job(world, how, 0 if strike is None else strike.at) as caught:
+        outcomes = caught.each(act, strike)
     for error in failures(outcomes):
         raise error
     if strike is None:
@@ -109,11 +111,11 @@ def play(scenario: Scenario, strike: Strike | None) -> int:
     count = len(world.operations)
     if strike is None:
         assert promised.committed == 3
-    found = Promised()
-    train(world, scenario.how, found, promised.begun + 1)
-    assert len(set(found.loaded)) == 1, f"ranks load different generations: {found.loaded}"
-    assert promised.committed <= found.loaded[0] <= promised.begun, f"loads step {found.loaded[0]}; {promised}"
-    assert found.committed == promised.begun + 1, "the next job goes on"
+    promises = Promised()
+    train(world, scenario.how, promises, promised.begun + 1)
+    assert len(set(promises.loaded)) == 1, f"ranks load different generations: {promises.loaded}"
+    assert promised.committed <= promises.loaded[0] <= promised.begun, f"loads step {promises.loaded[0]}; {promised}"
+    assert promises.committed == promised.begun + 1, "the next job goes on"
     _check_kept(world, scenario)
     return count
 
@@ -131,9 +133,9 @@ def _check_kept(world: World, scenario: Scenario) -> None:
 def campaign(scenario: Scenario, kill: str, *, every: int) -> None:
     count, first = play(scenario, None), sorted(KILLS).index(kill)
     assert count > 100
-    for at in range(first * every // len(KILLS), count, every):
-        lost = tuple((at + one) % scenario.nodes for one in range(scenario.lost))
-        strike = Strike(at, lost, KILLS[kill], after=at // every % 2 == 1)
+    for offset in range(first * every // len(KILLS), count, every):
+        lost = tuple((offset + index) % scenario.nodes for index in range(scenario.lost))
+        strike = Strike(offset, lost, KILLS[kill], after=offset // every % 2 == 1)
         try:
             play(scenario, strike)
         except BaseException as error:
@@ -168,15 +170,15 @@ def test_a_commit_that_does_not_wait_for_copies_is_found_out() -> None:
 
 
 def test_agents_that_drop_the_generation_that_is_whole_together_are_found_out() -> None:
-    def begin_draft(run: Run) -> None:
+    def begin_draft(run: MemoryRun) -> None:
         for name in [name for name in run.contents.names() if name.startswith("step-")]:
             run.remove_all(name)
 
-    with mock.patch.object(Run, "begin_draft", begin_draft):
+    with mock.patch.object(MemoryRun, "begin_draft", begin_draft):
         _found_out(SCENARIOS[0], "trainer")
 
 
-@pytest.mark.skipif(not is_there(), reason=MISSING)
+@pytest.mark.skipif(not is_available(), reason=MISSING)
 def test_parity_that_adds_nothing_is_found_out() -> None:
     def add(parity: Parity, column: str, factor: int, offset: int, part: bytearray) -> None:
         parity._left[column] -= len(part)

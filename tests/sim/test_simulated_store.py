@@ -1,4 +1,4 @@
-"""A store on the simulated disk obeys the contract that every store obeys, so what it shows holds for them."""
+"""A store on the simulated disk obeys the contract of every store, so its results hold for them."""
 
 from pathlib import Path
 

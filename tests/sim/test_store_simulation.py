@@ -1,8 +1,8 @@
 """A job is cut off from a store, at each call that changes it; then the promises of docs/ORDERING.md hold.
 
-The store is in memory, in both ways to commit, and durable on return: so what a job leaves is what it has done. What a
-disk may lose after that, names and blocks that were not synced, is the simulated disk's alone (sim_disk.py): power
-losses, syncs, the engine's own errors and the order of ranks' changes are played there.
+The store is in memory, with both ways to commit, and durable when a call returns, so a job leaves exactly the changes
+that it has made. Only the simulated disk (sim_disk.py) loses names and blocks that were not synced. It has the tests of
+power losses, syncs, the engine's own errors and the order of ranks' changes.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in 
 
 import flowstone as fs
 from flowstone.commit import catalog, removal
-from flowstone.commit.entries import Kind, parse
+from flowstone.commit.entries import EntryKind, parse_entry
 from flowstone.errors import FlowstoneError, StepExistsError, StorageError
 from flowstone.format.manifest import MANIFEST_NAME
 from flowstone.ranks import Job as RankJob
 from flowstone.ranks import group as rank_group
-from flowstone.store.memory import Contents, MemoryStore
-from flowstone.store.wrap import Faulty
+from flowstone.store.memory.store import MemoryStore, SharedMemoryDirectory
+from flowstone.store.wrap import FaultInjectingStore
 
 CHANGES = frozenset({"make_directory", "put", "rename", "remove", "lock", "write", "written"})
 ELEMENTS = 24_000
@@ -47,8 +47,12 @@ class Connection:
     is_cut: bool = False
     guard: threading.Lock = field(default_factory=threading.Lock)
 
-    def store(self, contents: Contents, *, atomic_rename: bool, location: str = "store") -> Faulty:
-        return Faulty(MemoryStore(contents, location=location, atomic_rename=atomic_rename), self._before, self._after)
+    def store(
+        self, contents: SharedMemoryDirectory, *, atomic_rename: bool, location: str = "store"
+    ) -> FaultInjectingStore:
+        return FaultInjectingStore(
+            MemoryStore(contents, location=location, atomic_rename=atomic_rename), self._before, self._after
+        )
 
     def _before(self, verb: str, path: str) -> StorageError | None:
         with self.guard:
@@ -87,25 +91,25 @@ def _state(step: int) -> dict[str, object]:
     return {"weights": torch.full((ELEMENTS,), float(step)), "step": step}
 
 
-def _save(checkpointer: fs.Checkpointer, told: Told, step: int) -> None:
-    told.begun.append(step)
+def _save(checkpointer: fs.Checkpointer, events: Told, step: int) -> None:
+    events.begun.append(step)
     checkpointer.save(step, _state(step)).committed.result()
-    told.committed.append(step)
+    events.committed.append(step)
 
 
 def _saves(*steps: int) -> Callable[[fs.Checkpointer, Told], None]:
-    def act(checkpointer: fs.Checkpointer, told: Told) -> None:
+    def act(checkpointer: fs.Checkpointer, events: Told) -> None:
         for step in steps:
-            _save(checkpointer, told, step)
+            _save(checkpointer, events, step)
 
     return act
 
 
-def _rewind(checkpointer: fs.Checkpointer, told: Told) -> None:
-    told.rewinding = 1
+def _rewind(checkpointer: fs.Checkpointer, events: Told) -> None:
+    events.rewinding = 1
     checkpointer.rewind(1)
-    told.committed = [1]
-    _save(checkpointer, told, 2)
+    events.committed = [1]
+    _save(checkpointer, events, 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,60 +125,60 @@ SCENARIOS = {
 }
 
 
-def _prepared(scenario: Scenario, *, atomic_rename: bool) -> tuple[Contents, Told]:
-    contents, told = Contents(), Told()
+def _prepared(scenario: Scenario, *, atomic_rename: bool) -> tuple[SharedMemoryDirectory, Told]:
+    contents, events = SharedMemoryDirectory(), Told()
     with fs.Checkpointer(Connection().store(contents, atomic_rename=atomic_rename), **OPTIONS) as earlier:  # type: ignore[arg-type]
-        _saves(*scenario.before)(earlier, told)
-    return contents, told
+        _saves(*scenario.before)(earlier, events)
+    return contents, events
 
 
 def _play(scenario: Scenario, connection: Connection, *, atomic_rename: bool) -> None:
     """The scenario with that connection; what it leaves keeps the promises, and the next job goes on."""
-    contents, told = _prepared(scenario, atomic_rename=atomic_rename)
+    contents, reported = _prepared(scenario, atomic_rename=atomic_rename)
     checkpointer = fs.Checkpointer(
         connection.store(contents, atomic_rename=atomic_rename), keep=scenario.keep, on_error="continue",
         **OPTIONS,  # type: ignore[arg-type]
     )
     with suppress(StorageError, StepExistsError):
-        scenario.act(checkpointer, told)
-    if connection.is_cut and not connection.for_ever and told.begun:
+        scenario.act(checkpointer, reported)
+    if connection.is_cut and not connection.for_ever and reported.begun:
         with suppress(StepExistsError):  # the same step again, in the same process
-            _save(checkpointer, told, told.begun[-1])
+            _save(checkpointer, reported, reported.begun[-1])
     with suppress(StorageError):
         checkpointer.close()
-    _check(contents, told, atomic_rename=atomic_rename, keep=scenario.keep)
+    _check(contents, reported, atomic_rename=atomic_rename, keep=scenario.keep)
 
 
-def _check(contents: Contents, told: Told, *, atomic_rename: bool, keep: int | None = None) -> None:
+def _check(contents: SharedMemoryDirectory, events: Told, *, atomic_rename: bool, keep: int | None = None) -> None:
     store = MemoryStore(contents, location="store", atomic_rename=atomic_rename)
-    _check_steps(store, told)
-    step = 1 + max([*told.begun, 0])
+    _check_steps(store, events)
+    step = 1 + max([*events.begun, 0])
     with fs.Checkpointer(store, keep=keep, **OPTIONS) as after:  # type: ignore[arg-type]
-        _save(after, told, step)
+        _save(after, events, step)
         after.wait()
         state = _state(0)
         assert after.load(state).step == step
-    _check_steps(store, told)
+    _check_steps(store, events)
     for name in store.names():
-        entry = parse(name)
+        entry = parse_entry(name)
         assert entry is None or entry.leftover is None, f"the next writer has not swept {name}"
-        if entry is not None and entry.kind is Kind.STEP:
+        if entry is not None and entry.kind is EntryKind.STEP:
             assert store.exists(f"{name}/manifest.json"), f"the next writer has not swept {name}"
 
 
-def _check_steps(store: MemoryStore, told: Told) -> None:
-    found = catalog.steps(store)
-    assert set(found) <= set(told.begun), f"{found} were not all begun: {told.begun}"
-    for step in found:
+def _check_steps(store: MemoryStore, events: Told) -> None:
+    steps = catalog.steps(store)
+    assert set(steps) <= set(events.begun), f"{steps} were not all begun: {events.begun}"
+    for step in steps:
         checkpoint = fs.open(store, step=step)
         verified = checkpoint.inspect()
         assert verified.sound, f"step {step} is not sound: {verified.findings}"
         assert not verified.extra, f"step {step} holds {verified.extra}"
         assert (checkpoint.read("weights") == step).all(), f"step {step} is a mixture"
-    if told.committed:
-        least = max(told.committed) if told.rewinding is None else told.rewinding
-        assert found, "nothing is left"
-        assert found[-1] >= least, f"step {least} was committed, and the newest is {found[-1]}"
+    if events.committed:
+        least = max(events.committed) if events.rewinding is None else events.rewinding
+        assert steps, "nothing is left"
+        assert steps[-1] >= least, f"step {least} was committed, and the newest is {steps[-1]}"
 
 
 @pytest.mark.parametrize("atomic_rename", [True, False], ids=["rename", "put"])
@@ -187,12 +191,12 @@ def test_a_job_that_is_cut_off_leaves_the_previous_step_or_the_new_one(
     whole = Connection()
     _play(scenario, whole, atomic_rename=atomic_rename)
     assert whole.count > 5
-    for at in range(whole.count):
-        connection = Connection(at, after=mode != "before", for_ever=mode != "once")
+    for index in range(whole.count):
+        connection = Connection(index, after=mode != "before", for_ever=mode != "once")
         try:
             _play(scenario, connection, atomic_rename=atomic_rename)
         except AssertionError as error:
-            raise AssertionError(f"cut {mode} change {at} of {name}: {error}") from error
+            raise AssertionError(f"cut {mode} change {index} of {name}: {error}") from error
         assert connection.is_cut
 
 
@@ -214,14 +218,16 @@ def test_a_removal_that_leaves_the_manifest_for_last_is_found_out() -> None:
 
 
 def test_leftovers_that_are_not_swept_are_found_out() -> None:
-    with mock.patch.object(catalog, "_leftover", return_value=""):
+    with mock.patch.object(catalog, "_leftover_reason", return_value=""):
         assert _is_found_out("second_save")
 
 
 # Several ranks
 
 
-def _group(contents: Contents, connection: Connection, ranks: int, *, atomic_rename: bool) -> list[fs.Checkpointer]:
+def _group(
+    contents: SharedMemoryDirectory, connection: Connection, ranks: int, *, atomic_rename: bool
+) -> list[fs.Checkpointer]:
     """A Checkpointer of each rank of a job, on a thread's worth of store each."""
     board = HashStore()
     group = []
@@ -261,7 +267,7 @@ def _part(step: int, rank: int, ranks: int) -> Mapping[str, object]:
 
 @pytest.mark.parametrize("atomic_rename", [True, False], ids=["rename", "put"])
 def test_several_ranks_save_and_load_in_one_process(atomic_rename: bool) -> None:
-    contents, ranks = Contents(), 3
+    contents, ranks = SharedMemoryDirectory(), 3
     group = _group(contents, Connection(), ranks, atomic_rename=atomic_rename)
 
     def act(rank: int, checkpointer: fs.Checkpointer) -> None:
@@ -280,22 +286,22 @@ def test_several_ranks_save_and_load_in_one_process(atomic_rename: bool) -> None
 
 
 @pytest.mark.parametrize("atomic_rename", [True, False], ids=["rename", "put"])
-@pytest.mark.parametrize("at", [2, 5, 8, 9, 10, 11, 12, 13])
-def test_ranks_that_are_cut_off_leave_the_previous_step_or_the_new_one(at: int, atomic_rename: bool) -> None:
-    contents, ranks, told = Contents(), 2, Told()
-    group = _group(contents, Connection(at, after=bool(at % 2)), ranks, atomic_rename=atomic_rename)
+@pytest.mark.parametrize("position", [2, 5, 8, 9, 10, 11, 12, 13])
+def test_ranks_that_are_cut_off_leave_the_previous_step_or_the_new_one(position: int, atomic_rename: bool) -> None:
+    contents, ranks, events = SharedMemoryDirectory(), 2, Told()
+    group = _group(contents, Connection(position, after=bool(position % 2)), ranks, atomic_rename=atomic_rename)
 
     def act(rank: int, checkpointer: fs.Checkpointer) -> None:
         for step in (1, 2):
             if rank == 0:
-                told.begun.append(step)
+                events.begun.append(step)
             checkpointer.save(step, _part(step, rank, ranks), fence="manual").committed.result()
             if rank == 0:
-                told.committed.append(step)
+                events.committed.append(step)
 
     outcomes = _each(group, act)
     assert all(error is None or isinstance(error, FlowstoneError) for error in outcomes)
     for checkpointer in reversed(group):
         with suppress(FlowstoneError):
             checkpointer.close()
-    _check(contents, told, atomic_rename=atomic_rename)
+    _check(contents, events, atomic_rename=atomic_rename)

@@ -1,5 +1,7 @@
-"""The scenarios of docs/ORDERING.md over two and three paths of a simulated disk: cut off, refused and without power at
-each change of any path, the promises hold; and no path keeps segments that no checkpoint names.
+"""The scenarios of docs/ORDERING.md over two and three paths of a simulated disk.
+
+They are cut off, refused and without power at each change of any path. The promises hold, and no path keeps segments
+that no checkpoint names.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import sim_cases
 import sim_world
 from sim_cases import MODES, SCENARIOS, Simulation
 from sim_seeds import Seeds
-from sim_world import STORE, Ledger, Watching
+from sim_world import STORE, Oracle, Watching
 
 from flowstone.config import EngineOptions
 from flowstone.store.local import LocalStore
@@ -26,16 +28,16 @@ OTHERS = Path("other/gpt"), Path("third/gpt")  # in the sandbox: the further pat
 
 # Seeds of some changes, as test_crash.py has them for scenarios whose parts others play.
 SEEDS: dict[str, Seeds] = {
-    "power": lambda at: ((0, 3 + at), (1,), (2,))[at % 3],
-    "kill": lambda at: (0,) if at % 4 == 1 else (),
-    "error": lambda at: (0,) if at % 16 == 15 else (),  # 31 is the last sync of a second save
+    "power": lambda index: ((0, 3 + index), (1,), (2,))[index % 3],
+    "kill": lambda position: (0,) if position % 4 == 1 else (),
+    "error": lambda position: (0,) if position % 16 == 15 else (),  # 31 is the last sync of a second save
 }
 SOAK_SEEDS: dict[str, Seeds] = {
-    "power": lambda at: range(24), "kill": lambda at: range(4), "error": lambda at: range(4),
+    "power": lambda position: range(24), "kill": lambda position: range(4), "error": lambda position: range(4),
 }
 THREE_SEEDS: dict[str, Seeds] = {
-    "power": lambda at: (0, 3 + at) if at % 4 == 0 else (), "kill": lambda at: (0,) if at % 4 == 1 else (),
-    "error": lambda at: (at // 4 % 4,) if at % 4 == 2 else (),
+    "power": lambda index: (0, 3 + index) if index % 4 == 0 else (), "kill": lambda i: (0,) if i % 4 == 1 else (),
+    "error": lambda position: (position // 4 % 4,) if position % 4 == 2 else (),
 }
 PLAYED = ["first_save", "second_save", "retention", "rewind"]
 
@@ -59,17 +61,17 @@ class WatchedThree(WatchedStriped):
 def _two_paths(monkeypatch: pytest.MonkeyPatch) -> None:
     whole: Callable[..., None] = sim_world.check
 
-    def check(sandbox: Path, ledger: Ledger, **more: Any) -> None:
-        whole(sandbox, ledger, **more)
-        if more.get("go_on", True):
+    def check(sandbox: Path, oracle: Oracle, **more: Any) -> None:
+        whole(sandbox, oracle, **more)
+        if more.get("proceed", True):
             _check_paths(sandbox)
 
     told_of: Callable[..., None] = sim_cases._check_told
 
-    def check_told(told: Exception | None, hurt: Any, disk: Any) -> None:
+    def check_told(error: Exception | None, hurt: Any, disk: Any) -> None:
         paths = [path for job in getattr(hurt, "members", [hurt]) for path in job.store.paths().values()]
-        if told is not None or all(path.is_usable for path in paths):
-            told_of(told, hurt, disk)  # else another path has taken what one refused
+        if error is not None or all(path.is_usable for path in paths):
+            told_of(error, hurt, disk)  # else another path has taken what one refused
 
     monkeypatch.setattr(sim_cases, "_check_told", check_told)
     monkeypatch.setattr(sim_world, "WatchedStore", WatchedStriped)
@@ -86,7 +88,7 @@ def _check_paths(sandbox: Path) -> None:
 
 
 def _run(name: str, mode: str, seeds: Seeds, scratch: Path) -> None:
-    simulation = Simulation([one.name for one in SCENARIOS].index(name), scratch)
+    simulation = Simulation([scenario.name for scenario in SCENARIOS].index(name), scratch)
     violations, count = [], 0
     for cases in simulation.cases(MODES[mode], seeds):
         violations += simulation.run(cases)
@@ -112,16 +114,16 @@ def test_previous_or_new_step_survives_on_three_paths_one_of_which_refuses(
 
 def test_segments_that_a_killed_writer_removed_are_gone_before_the_manifest_that_names_them(scratch: Path) -> None:
     """Found by `make soak`: after a power loss they were back, and no checkpoint named them."""
-    simulation = Simulation([one.name for one in SCENARIOS].index("retention"), scratch)
-    cases = simulation.cases(MODES["kill"], lambda at: range(4), start="segments-00000002")
+    simulation = Simulation([scenario.name for scenario in SCENARIOS].index("retention"), scratch)
+    cases = simulation.cases(MODES["kill"], lambda position: range(4), start="segments-00000002")
     for violation in [v for group in itertools.islice(cases, 4) for v in simulation.run(group)]:
         raise violation
 
 
 def test_links_that_are_not_needed_do_not_come_back(scratch: Path) -> None:
     """Found by `make soak`: a step had a link to a segment that no chunk of it was in."""
-    simulation = Simulation([one.name for one in SCENARIOS].index("deltas"), scratch)
-    cases = simulation.cases(MODES["power"], lambda at: range(8), start="step-00000054")
+    simulation = Simulation([scenario.name for scenario in SCENARIOS].index("deltas"), scratch)
+    cases = simulation.cases(MODES["power"], lambda position: range(8), start="step-00000054")
     for violation in [v for group in itertools.islice(cases, 2) for v in simulation.run(group)]:
         raise violation
 

@@ -1,4 +1,4 @@
-"""A real training with two directories as tiers is killed by SIGKILL; it goes on bit for bit as if it had not been."""
+"""A real training with two directories as tiers is killed by SIGKILL; it resumes bit for bit."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ def train_until_killed(path: str, number: int, out: Connection) -> None:
 def _weights(steps: int) -> list[torch.Tensor]:
     """What an undisturbed training has after each step."""
     torch.set_num_threads(1)
-    state, found = training(), []
+    state, collected = training(), []
     for _ in range(steps + 1):
-        found.append(state["model"].weight.detach().clone())
+        collected.append(state["model"].weight.detach().clone())
         advance(state)
-    return found
+    return collected
 
 
 def test_a_killed_training_goes_on_bit_for_bit(tmp_path: Path) -> None:
@@ -76,20 +76,20 @@ def test_a_killed_training_goes_on_bit_for_bit(tmp_path: Path) -> None:
             shutil.rmtree(tmp_path / "near")  # a new node
             far = catalog.steps(LocalStore(tmp_path / "far"))
             reported = far[-1] if far else 0
-        told, out = processes.Pipe(duplex=False)
+        outcome, out = processes.Pipe(duplex=False)
         process = processes.Process(target=train_until_killed, args=(str(tmp_path), number, out))
         process.start()
         out.close()
-        _, step, tier = told.recv()
+        _, step, tier = outcome.recv()
         assert step in (reported, reported + 1), f"kill {number}: resumed from {step}, and {reported} was reported"
         tiers.add(Path(tier).name)
-        wanted = step + chance.randint(1, 5)
-        while step < wanted or (number == 3 and not catalog.steps(LocalStore(tmp_path / "far"))):
-            _, step, _ = told.recv()
+        expected = step + chance.randint(1, 5)
+        while step < expected or (number == 3 and not catalog.steps(LocalStore(tmp_path / "far"))):
+            _, step, _ = outcome.recv()
         time.sleep(chance.random() * LONGEST_S)  # the moment of the kill is what this test draws
         process.kill()
         process.join()
-        reported = max([step, *_steps(told)])
+        reported = max([step, *_steps(outcome)])
     assert tiers == {"", "near", "far"}
     _check(tmp_path, reported)
 
@@ -107,21 +107,21 @@ def _check(path: Path, reported: int) -> None:
         assert checkpointer.drain() == {}
     for name in ("near", "far"):
         for step in catalog.steps(LocalStore(path / name)):
-            found = fs.open(path / name, step)
-            assert found.verify().sound
-            assert torch.equal(found.read("model.weight"), expected[step]), f"{name}, step {step}"
-    assert not [one for one in (path / "far").iterdir() if one.name.startswith((".saving", ".deleting"))]
+            checkpoint = fs.open(path / name, step)
+            assert checkpoint.verify().sound
+            assert torch.equal(checkpoint.read("model.weight"), expected[step]), f"{name}, step {step}"
+    assert not [path for path in (path / "far").iterdir() if path.name.startswith((".saving", ".deleting"))]
     try:
         assert fs.open(path / "far").step >= newest - 1, "every second step comes there"
     except NoCheckpointError:
         raise AssertionError("the farther tier has nothing") from None
 
 
-def _steps(told: Connection) -> list[int]:
+def _steps(connection: Connection) -> list[int]:
     steps = []
     try:
-        while told.poll():
-            steps.append(told.recv()[1])
+        while connection.poll():
+            steps.append(connection.recv()[1])
     except EOFError:
         pass
     return steps

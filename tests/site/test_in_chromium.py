@@ -36,9 +36,9 @@ def browser() -> Iterator[Any]:
     chromium = shutil.which("chromium")
     assert chromium, "make test-docs installs it"
     with playwright.sync_playwright() as driver:
-        one = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        yield one
-        one.close()
+        entry = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        yield entry
+        entry.close()
 
 
 def test_there_is_a_site() -> None:
@@ -50,8 +50,8 @@ def test_every_page_fits_and_fetches_nothing_from_elsewhere(browser: Any, addres
     width, height = SIZES[size]
     page = browser.new_page(viewport={"width": width, "height": height})
     wrong: list[str] = []
-    page.on("console", lambda one: wrong.append(f"{page.url}: {one.text}") if one.type == "error" else None)
-    page.on("request", lambda one: None if is_ours(one.url, address) else wrong.append(f"{page.url} asks {one.url}"))
+    page.on("console", lambda value: wrong.append(f"{page.url}: {value.text}") if value.type == "error" else None)
+    page.on("request", lambda item: None if is_ours(item.url, address) else wrong.append(f"{page.url} asks {item.url}"))
     for name in PAGES:
         page.goto(f"{address}{name}/", wait_until="load")
         if page.evaluate("document.documentElement.scrollWidth") > width:
@@ -74,8 +74,8 @@ def test_links_within_the_site_lead_to_places_that_exist(browser: Any, address: 
     for name in PAGES:
         page.goto(f"{address}{name}/", wait_until="domcontentloaded")
         ids[page.url] = set(page.evaluate("[...document.querySelectorAll('[id]')].map(one => one.id)"))
-        found = page.evaluate("[...document.querySelectorAll('article a[href]')].map(one => one.href)")
-        links += [(name, *href.partition("#")[::2]) for href in found if href.startswith(address)]
+        actual = page.evaluate("[...document.querySelectorAll('article a[href]')].map(one => one.href)")
+        links += [(name, *href.partition("#")[::2]) for href in actual if href.startswith(address)]
     page.close()
     known = {url.removesuffix("./"): names for url, names in ids.items()}
     lost = [f"{name}: {url}#{place}" for name, url, place in links if not leads(url, place, known, address)]

@@ -1,4 +1,4 @@
-"""The sources of the documentation site: what `make docs` needs no environment of its own to find wrong."""
+"""The sources of the documentation site: checks that need no environment of `make docs`."""
 
 from __future__ import annotations
 

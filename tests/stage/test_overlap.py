@@ -1,4 +1,4 @@
-"""Tensors of a state that share memory without being the same: loaded where what is stored agrees, refused before."""
+"""Tensors of a state that share a part of their memory: loaded if the stored values agree, refused before otherwise."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from forge import content
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,6 +15,7 @@ import flowstone as fs
 from flowstone.stage import overlap, shared_memory
 from flowstone.table.dtype import DTYPES
 from flowstone.table.pieces import Memory, Piece, Pieces, Places
+from forge import content
 
 BASE = np.zeros(4096, np.float32)
 REFUSED = "overlap     second: shares memory with first, but their stored values differ"
@@ -45,8 +45,8 @@ def test_what_a_load_would_refuse_as_overlapping_is_in_its_explanation(store: Pa
     memory = torch.zeros(15)
     with saved(store, first=torch.ones(10), second=torch.zeros(10)):
         pass
-    told = fs.explain(fs.open(store), {"first": memory[:10], "second": memory[5:]})
-    assert told.differences == (REFUSED,)
+    explanation = fs.explain(fs.open(store), {"first": memory[:10], "second": memory[5:]})
+    assert explanation.differences == (REFUSED,)
 
 
 def test_columns_of_one_matrix_interleave_and_are_loaded(store: Path) -> None:
@@ -89,7 +89,7 @@ def test_tied_weights_load_as_before(store: Path) -> None:
 
 
 def _places(memory: list[Memory]) -> tuple[Pieces, Places]:
-    pieces = [Piece(f"t{at}", DTYPES["float32"], one.shape, fs.Box.whole(one.shape)) for at, one in enumerate(memory)]
+    pieces = [Piece(f"t{i}", DTYPES["float32"], m.shape, fs.Box.whole(m.shape)) for i, m in enumerate(memory)]
     return Pieces.of(pieces), Places.of(memory)
 
 
@@ -99,14 +99,14 @@ class _Stored:
     def __init__(self, pieces: Pieces) -> None:
         self.tensors = pieces.tensors
 
-    def same_bytes(self, one: int, other: int) -> bool:
-        return one == other
+    def same_bytes(self, entry: int, other: int) -> bool:
+        return entry == other
 
 
 def _found(memory: list[Memory]) -> list[list[int]]:
     pieces, places = _places(memory)
     targets = overlap.LoadTargets(pieces, places, _Stored(pieces), range(len(pieces)))  # type: ignore[arg-type]
-    return shared_memory.sharing(targets, overlap.candidates(targets))
+    return shared_memory.find_sharing_groups(targets, overlap.find_overlap_groups(targets))
 
 
 def _memory(array: np.ndarray, device: str = "cpu") -> Memory:
@@ -131,24 +131,24 @@ def test_overlaps_are_those_that_numpy_finds_two_by_two(views: list[np.ndarray],
     with pytest.MonkeyPatch.context() as patch:
         if marked:
             patch.setattr(shared_memory, "_PAIRS_MAX", -1)
-        found = _found([_memory(view) for view in views])
+        actual = _found([_memory(view) for view in views])
     pairs = [
-        (at, other) for at in range(len(views)) for other in range(at) if np.shares_memory(views[at], views[other])
+        (i, other) for i in range(len(views)) for other in range(i) if np.shares_memory(views[i], views[other])
     ]
-    groups = {at: number for number, group in enumerate(found) for at in group}
-    assert all(groups[at] == groups[other] for at, other in pairs)
-    assert {groups[at] for at, _ in pairs} == set(range(len(found))), "no group without a pair"
+    groups = {position: number for number, group in enumerate(actual) for position in group}
+    assert all(groups[index] == groups[other] for index, other in pairs)
+    assert {groups[index] for index, _ in pairs} == set(range(len(actual))), "no group without a pair"
 
 
 def test_the_same_addresses_on_two_devices_are_not_the_same_memory() -> None:
-    one = BASE[:10]
-    assert _found([_memory(one), _memory(one, "cuda:0"), _memory(one, "cuda:1")]) == []
-    assert _found([_memory(one, "cuda:0"), _memory(BASE[5:15], "cuda:0")]) == [[0, 1]]
+    entry = BASE[:10]
+    assert _found([_memory(entry), _memory(entry, "cuda:0"), _memory(entry, "cuda:1")]) == []
+    assert _found([_memory(entry, "cuda:0"), _memory(BASE[5:15], "cuda:0")]) == [[0, 1]]
 
 
 def test_ten_thousand_columns_that_interleave_are_told_apart_at_once() -> None:
     matrix = np.zeros((8, 10_000), np.float32)
-    columns = [_memory(matrix[:, at]) for at in range(10_000)]
+    columns = [_memory(matrix[:, index]) for index in range(10_000)]
     started = time.process_time()
     assert _found(columns) == []
     assert _found([*columns, _memory(matrix[3, 500:501])]) == [[*range(10_001)]]
@@ -156,12 +156,12 @@ def test_ten_thousand_columns_that_interleave_are_told_apart_at_once() -> None:
 
 
 def test_fifty_thousand_tensors_cost_milliseconds() -> None:
-    memory = [Memory(BASE, 4096 * at, (1024,), (4,), 4) for at in range(50_000)]
+    memory = [Memory(BASE, 4096 * index, (1024,), (4,), 4) for index in range(50_000)]
     pieces, places = _places(memory)
     targets = overlap.LoadTargets(pieces, places, _Stored(pieces), range(len(pieces)))  # type: ignore[arg-type]
     spent = []
     for _ in range(3):
         started = time.process_time()
-        assert overlap.candidates(targets) == []
+        assert overlap.find_overlap_groups(targets) == []
         spent.append(time.process_time() - started)
     assert min(spent) < 0.1, "of 130 ms that describing them takes"

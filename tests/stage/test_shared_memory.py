@@ -1,4 +1,4 @@
-"""What is stored for memory that pieces share: it is compared byte by byte, whatever the views are."""
+"""Stored values of memory that pieces share: compared byte by byte, for any views."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from flowstone.errors import BudgetError
 from flowstone.stage import shared_memory
-from flowstone.stage.overlap import LoadTargets, candidates
+from flowstone.stage.overlap import LoadTargets, find_overlap_groups
 from flowstone.table.box import Box
 from flowstone.table.dtype import DTYPES
 from flowstone.table.pieces import Memory, Piece, Pieces, Places
@@ -25,24 +25,26 @@ class _Stored:
     def __init__(self, pieces: Pieces) -> None:
         self.tensors = pieces.tensors
 
-    def same_bytes(self, one: int, other: int) -> bool:
-        return one == other
+    def same_bytes(self, entry: int, other: int) -> bool:
+        return entry == other
 
 
 def conflicts(views: Sequence[np.ndarray], content: Sequence[np.ndarray]) -> list[tuple[int, int]]:
     """Of views of BASE, for each of which `content` is stored."""
     memory = [Memory(BASE, view.ctypes.data, view.shape, view.strides, view.itemsize) for view in views]
     pieces = Pieces.of([
-        Piece(f"t{at}", DTYPES[view.dtype.name], view.shape, Box.whole(view.shape)) for at, view in enumerate(views)
+        Piece(f"t{i}", DTYPES[view.dtype.name], view.shape, Box.whole(view.shape)) for i, view in enumerate(views)
     ])
 
     def read(positions: Sequence[int], places: Places) -> None:
-        for number, at in enumerate(positions):
-            raw = np.ascontiguousarray(content[at]).view(np.uint8).reshape(-1)
+        for number, position in enumerate(positions):
+            raw = np.ascontiguousarray(content[position]).view(np.uint8).reshape(-1)
             places.owners[number][...] = raw  # type: ignore[index]
 
     targets = LoadTargets(pieces, Places.of(memory), _Stored(pieces), range(len(pieces)))  # type: ignore[arg-type]
-    return shared_memory.conflicts(targets, shared_memory.sharing(targets, candidates(targets)), read)
+    return shared_memory.find_conflicts(
+        targets, shared_memory.find_sharing_groups(targets, find_overlap_groups(targets)), read
+    )
 
 
 @st.composite
@@ -69,12 +71,12 @@ def test_views_conflict_where_no_memory_could_hold_what_is_stored_for_all_of_the
     BASE.view(np.uint8)[...] = rng.integers(0, 256, BASE.nbytes, np.uint8)  # not a number, too
     content = [view.copy() for view in views]
     if changes:
-        one = content[int(rng.integers(len(content)))].view(np.uint8).reshape(-1)
-        one[int(rng.integers(len(one)))] ^= 1 << int(rng.integers(8))
-    found = conflicts(views, content)
-    assert bool(found) == (not _can_be_held(views, content))
-    for at, other in found:
-        assert np.shares_memory(views[at], views[other])
+        entry = content[int(rng.integers(len(content)))].view(np.uint8).reshape(-1)
+        entry[int(rng.integers(len(entry)))] ^= 1 << int(rng.integers(8))
+    actual = conflicts(views, content)
+    assert bool(actual) == (not _can_be_held(views, content))
+    for index, other in actual:
+        assert np.shares_memory(views[index], views[other])
 
 
 def _can_be_held(views: Sequence[np.ndarray], content: Sequence[np.ndarray]) -> bool:
@@ -101,4 +103,4 @@ def test_pieces_are_read_in_rounds_that_fit_into_the_bounce_buffers(monkeypatch:
     BASE[...] = 0
     views = [BASE[:100], BASE[50:60], BASE[60:70], BASE[70:80]]
     assert conflicts(views, [view.copy() for view in views]) == []
-    assert conflicts(views, [view.copy() + (at == 3) for at, view in enumerate(views)]) == [(3, 0)]
+    assert conflicts(views, [view.copy() + (index == 3) for index, view in enumerate(views)]) == [(3, 0)]

@@ -1,11 +1,10 @@
-"""Chunks that are not stored as they are: what is read is asked of the chunk table, and so is what is refused.
+"""Encoded chunks: the chunk table determines which bytes are read, and which chunks are refused.
 
 The codec is imaginary: nothing makes such checkpoints yet. Chunks that are stored raw, but elsewhere, are read.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -17,11 +16,11 @@ from numpy.typing import NDArray
 import flowstone as fs
 from flowstone.config import CHUNK_BYTES, MIB
 from flowstone.format.index import Index
-from flowstone.plan.assign_readers import assign_readers
+from flowstone.node_reads.assign_readers import assign_readers
 from flowstone.plan.read import plan_reads
 from flowstone.store.local import LocalStore
 from flowstone.table.box import Box
-from flowstone.table.chunks import CODEC_RAW, StoredChunks
+from flowstone.table.chunks import CODEC_RAW, Chunks, StoredChunks
 from flowstone.table.pieces import Piece
 
 CODEC = 9
@@ -39,11 +38,12 @@ def checkpoint(tmp_path: Path) -> fs.Checkpoint:
 def store_elsewhere(checkpoint: fs.Checkpoint, length: NDArray[np.uint32], codec: int) -> StoredChunks:
     """Change the opened checkpoint's table: all chunks in a second segment, the last one first, with gaps."""
     chunks = checkpoint.index.chunks
-    room = length[::-1].astype(np.uint64) + np.uint64(77)
-    offset = (np.cumsum(room) - room)[::-1]
+    buffer = length[::-1].astype(np.uint64) + np.uint64(77)
+    offset = (np.cumsum(buffer) - buffer)[::-1]
     count = len(length)
     stored = StoredChunks(np.ones(count, np.uint32), offset, length, np.full(count, codec, np.uint8))
-    checkpoint.__dict__["index"] = replace(checkpoint.index, chunks=replace(chunks, stored=stored))
+    chunks = Chunks(chunks.segment, chunks.offset, chunks.length, chunks.digest, stored)
+    checkpoint.__dict__["index"] = Index(checkpoint.index.pieces, checkpoint.index.aliases, chunks)
     first = checkpoint.manifest.segments[0]
     second = msgspec.structs.replace(first, id=1, name="second.safetensors")
     directory = Path(checkpoint.path)
@@ -68,11 +68,11 @@ def wanted_of(index: Index) -> list[Piece]:
 
 
 def test_a_read_plan_places_logical_chunks_and_counts_stored_bytes(checkpoint: fs.Checkpoint) -> None:
-    wanted = wanted_of(checkpoint.index)
-    rows = [checkpoint.index.rows()[piece.name] for piece in wanted]
-    before = plan_reads(checkpoint.index, wanted, rows)
+    expected = wanted_of(checkpoint.index)
+    rows = [checkpoint.index.rows()[piece.name] for piece in expected]
+    before = plan_reads(checkpoint.index, expected, rows)
     stored = encoded(checkpoint)
-    after = plan_reads(checkpoint.index, wanted, rows)
+    after = plan_reads(checkpoint.index, expected, rows)
     for name in ("piece", "target", "first", "last"):
         assert np.array_equal(getattr(before, name), getattr(after, name)), "what is wanted is the same"
     assert (before.common, before.bytes) == (after.common, 3 * MIB + 4 * SHORT)
@@ -84,33 +84,33 @@ def test_a_read_plan_places_logical_chunks_and_counts_stored_bytes(checkpoint: f
 def test_readers_are_assigned_by_what_is_stored_and_where(checkpoint: fs.Checkpoint) -> None:
     index, rows = checkpoint.index, checkpoint.index.rows()
     long, short = (int(index.first_piece[rows[name]]) for name in ("m.long", "m.short"))
-    wanted = [np.array([(long, 0, 13), (short, 0, 1)], np.int64)] * 2
-    before = assign_readers(wanted, 0, index.chunks, half_bytes=16 * MIB)
+    expected = [np.array([(long, 0, 13), (short, 0, 1)], np.int64)] * 2
+    before = assign_readers(expected, 0, index.chunks, half_bytes=16 * MIB)
     stored = encoded(checkpoint)
     chunks = checkpoint.index.chunks
-    after = assign_readers(wanted, 0, chunks, half_bytes=16 * MIB)
+    after = assign_readers(expected, 0, chunks, half_bytes=16 * MIB)
     assert before.bytes == 4 * (LONG + SHORT)
     assert after.bytes == int(stored.length.sum())
-    for found, table in ((before, index.chunks), (after, chunks)):
-        _, offset = table.stored_at(found.piece, found.first)
-        starts = offset[found.first == 0]
+    for actual, table in ((before, index.chunks), (after, chunks)):
+        _, offset = table.stored_locations(actual.piece, actual.first)
+        starts = offset[actual.first == 0]
         assert (np.diff(starts) > 0).all(), "in the order in which they lie"
-        runs = zip(found.piece.tolist(), found.first.tolist(), found.last.tolist(), strict=True)
+        runs = zip(actual.piece.tolist(), actual.first.tolist(), actual.last.tolist(), strict=True)
         assert sorted(runs) == sorted([(long, 0, 8), (long, 8, 13), (short, 0, 1)])
-    _, offset = chunks.stored_at(after.piece, after.first)
+    _, offset = chunks.stored_locations(after.piece, after.first)
     assert before.piece[0] != after.piece[0], "the last chunk lies first"
     by_reader = [after.piece[after.reader == reader] for reader in range(2)]
-    assert all(len(one) for one in by_reader), "both read"
+    assert all(len(item) for item in by_reader), "both read"
 
 
 def test_an_explanation_tells_what_is_stored_of_which_segment(checkpoint: fs.Checkpoint) -> None:
     target = {"m": {"long": torch.zeros(LONG, dtype=torch.int32), "short": torch.zeros(SHORT, dtype=torch.int32)}}
     before = fs.explain(checkpoint, target)
-    assert [(one.segment, one.bytes) for one in before.sources] == [("rank-00000.safetensors", 4 * (LONG + SHORT))]
+    assert [(row.segment, row.bytes) for row in before.sources] == [("rank-00000.safetensors", 4 * (LONG + SHORT))]
     stored = encoded(checkpoint)
     after = fs.explain(checkpoint, target)
     assert after.read_bytes == int(stored.length.sum())
-    assert [(one.segment, one.bytes) for one in after.sources] == [("second.safetensors", after.read_bytes)]
+    assert [(source.segment, source.bytes) for source in after.sources] == [("second.safetensors", after.read_bytes)]
     assert after.bytes == before.bytes == 4 * (LONG + SHORT)
 
 
@@ -134,19 +134,19 @@ def test_raw_chunks_are_read_from_wherever_they_are_stored(checkpoint: fs.Checkp
     lengths = chunks.stored_lengths()
     segment = Path(checkpoint.path) / "rank-00000.safetensors"
     data = segment.read_bytes()
-    _, begins = chunks.stored_at(*chunks.locate(np.arange(len(lengths))))
+    _, begins = chunks.stored_locations(*chunks.locate(np.arange(len(lengths))))
     moved = store_elsewhere(checkpoint, lengths, CODEC_RAW)
     second = bytearray(int((moved.offset + lengths).max()))
     for old, new, length in zip(begins.tolist(), moved.offset.tolist(), lengths.tolist(), strict=True):
         second[new : new + length] = data[old : old + length]
     (segment.parent / "second.safetensors").write_bytes(second)
     segment.write_bytes(bytes(len(data)))  # nothing is read there
-    found = checkpoint.read("m.long", box=box)
-    assert torch.equal(torch.as_tensor(found), torch.arange(LONG, dtype=torch.int32)[box.offset[0] : box.end[0]])
+    tensor = checkpoint.read("m.long", box=box)
+    assert torch.equal(torch.as_tensor(tensor), torch.arange(LONG, dtype=torch.int32)[box.offset[0] : box.end[0]])
     second[0] ^= 1  # the last chunk of the last piece lies first
     (segment.parent / "second.safetensors").write_bytes(second)
     last = checkpoint.index.tensors.names[-1]
-    with pytest.raises(fs.DamagedError, match="stored bytes are not what was written") as caught:
+    with pytest.raises(fs.DamagedError, match="stored bytes do not match their digests") as caught:
         checkpoint.read(last)
     assert "bytes 0.." in str(caught.value.facts["damaged"])
     assert "second.safetensors" in str(caught.value.facts["damaged"])

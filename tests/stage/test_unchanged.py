@@ -1,4 +1,4 @@
-"""Whether tensors are as they were: by address, by version counter, and by samples of their memory."""
+"""Whether tensors are unchanged: by address, by version counter, and by samples of their memory."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from flowstone import _native
-from flowstone.stage.unchanged import Seen
+from flowstone.torch.tensor_snapshot import TensorSnapshot
 
 
 def tensors(*elements: int) -> list[torch.Tensor]:
     return [torch.arange(count, dtype=torch.float32) for count in elements]
 
 
-def seen(known: list[torch.Tensor], before: Seen | None = None) -> Seen:
-    return Seen.of(known, 7, before)
+def seen(known: list[torch.Tensor], before: TensorSnapshot | None = None) -> TensorSnapshot:
+    return TensorSnapshot.of(known, 7, before)
 
 
 def test_what_nothing_touched_is_unchanged() -> None:
@@ -26,20 +26,20 @@ def test_what_nothing_touched_is_unchanged() -> None:
     assert seen(known).first_changed(known) is None
 
 
-@pytest.mark.parametrize("at", [0, 1])
-def test_a_change_in_place_is_found_by_its_counter(at: int) -> None:
+@pytest.mark.parametrize("position", [0, 1])
+def test_a_change_in_place_is_found_by_its_counter(position: int) -> None:
     known = tensors(5, 4000)
     before = seen(known)
-    known[at].add_(1)
-    assert before.first_changed(known) == at
+    known[position].add_(1)
+    assert before.first_changed(known) == position
 
 
-@pytest.mark.parametrize("at", [0, 1])
-def test_a_change_past_the_counter_is_found_by_samples(at: int) -> None:
+@pytest.mark.parametrize("position", [0, 1])
+def test_a_change_past_the_counter_is_found_by_samples(position: int) -> None:
     known = tensors(5, 4000)
     before = seen(known)
-    known[at].data.add_(1)
-    assert before.first_changed(known) == at
+    known[position].data.add_(1)
+    assert before.first_changed(known) == position
 
 
 def test_a_tensor_with_other_memory_is_changed() -> None:
@@ -64,10 +64,10 @@ def test_what_was_seen_before_does_not_hide_what_has_changed_since() -> None:
     known[0].data, known[1].data = known[1].data, known[0].data  # the same addresses, elsewhere
     second = seen(known, first)
     assert second.first_changed(known) is None
-    for at in range(3):
+    for index in range(3):
         again = seen(known, second)
-        known[at].data.add_(1)
-        assert again.first_changed(known) == at
+        known[index].data.add_(1)
+        assert again.first_changed(known) == index
 
 
 def test_tensors_without_memory_of_their_own_are_not_sampled() -> None:
@@ -96,8 +96,8 @@ def test_memory_that_is_gone_does_not_hide_a_change_elsewhere() -> None:
 
 def test_digests_of_memory_are_those_of_its_bytes() -> None:
     data = [np.arange(count, dtype=np.uint8) for count in (1, 200, 255)] * 3
-    address = np.array([one.ctypes.data for one in data] + [0], np.uint64)
-    length = np.array([one.nbytes for one in data] + [0], np.uint64)
+    address = np.array([item.ctypes.data for item in data] + [0], np.uint64)
+    length = np.array([item.nbytes for item in data] + [0], np.uint64)
     assert _native.digest_memory(address, length).tolist() == [*map(_native.xxh3_64, data), _native.xxh3_64(b"")]
     with pytest.raises(ValueError, match="length: the columns differ"):
         _native.digest_memory(address, length[1:])

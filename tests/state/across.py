@@ -1,7 +1,7 @@
 """States of many ranks in one process: each rank describes its own, or is restored, one after the other.
 
-The process group is torch's own fake one: it knows ranks and groups, and moves nothing. So every element holds its own
-number instead of a result: wherever it lies, it says what it is.
+The process group is torch's own fake one: it has ranks and groups, and moves no data. So the value of every element is
+its own number, which shows where it comes from.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from reference import Checkpoint, _text, fill, store, stored
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from flowstone.state import Described, describe, prepare
+from flowstone.state import StateDescription, describe, prepare
 
 FIRST = 1000  # the least number that is an element's own: padding is less
 Make = Callable[[int], dict[str, object]]  # a state, whose elements are all so much more than their numbers
@@ -33,11 +33,11 @@ def rank_of(rank: int, size: int) -> Iterator[None]:
 
 def number(module: nn.Module, offset: int = 0) -> None:
     """Give every element of the parameters and buffers a number of its own."""
-    at = FIRST + offset
+    start = FIRST + offset
     with torch.no_grad():
         for tensor in (*module.parameters(), *module.buffers()):
-            tensor.copy_(torch.arange(at, at + tensor.numel()).view(tensor.shape))
-            at += tensor.numel()
+            tensor.copy_(torch.arange(start, start + tensor.numel()).view(tensor.shape))
+            start += tensor.numel()
 
 
 def step(optimizer: torch.optim.Optimizer, without: Collection[int] = ()) -> None:
@@ -57,18 +57,18 @@ def derive(optimizer: torch.optim.Optimizer, offset: int = 0) -> None:
         slots["step"].fill_(7 + offset)
 
 
-def saved(make: Make, size: int, check: Callable[[Described], object] | None = None) -> Checkpoint:
+def saved(make: Make, size: int, check: Callable[[StateDescription], object] | None = None) -> Checkpoint:
     """What `size` ranks save together, whose objects have to be the same."""
     checkpoint = Checkpoint()
-    said = set()
+    message = set()
     for rank in range(size):
         with rank_of(rank, size):
             described = describe(make(0), rank=rank)
             if check is not None:
                 check(described)
             store(described, into=checkpoint)
-            said.add(json.dumps({name: _text(value, name) for name, value in described.objects.items()}))
-    assert len(said) == 1, "what is no tensor is the same on all ranks"
+            message.add(json.dumps({name: _text(value, name) for name, value in described.objects.items()}))
+    assert len(message) == 1, "what is no tensor is the same on all ranks"
     for name, target in checkpoint.tied.items():
         assert target in checkpoint.tensors, f"{name} is tied to nothing"
         if name in checkpoint.tensors:  # of another rank's own
@@ -82,41 +82,41 @@ def restored(
 ) -> None:
     """Load what was saved on `size` ranks: each element comes to where it belongs, and padding is left alone."""
     known = stored(checkpoint)
-    wanted: set[str] = set()
+    names: set[str] = set()
     for rank in range(size):
         with rank_of(rank, size):
             right, state = make(0), make(500_000)
             before = [tensor.clone() for tensor in elements(state)]
             restoration = prepare(state, known, rank=rank)
             assert restoration.differences == ()
-            wanted |= {piece.name for piece in restoration.pieces} | {alias.name for alias in restoration.aliases}
+            names |= {piece.name for piece in restoration.pieces} | {alias.name for alias in restoration.aliases}
             for alias in restoration.aliases:
                 assert whole(checkpoint, alias.name) == whole(checkpoint, alias.target)
             fill(checkpoint, restoration)
             restoration.finish()
-            for one, other, was in zip(elements(right), elements(state), before, strict=True):
-                mine = one >= FIRST
-                assert torch.equal(one[mine], other[mine])
+            for element, other, was in zip(elements(right), elements(state), before, strict=True):
+                mine = element >= FIRST
+                assert torch.equal(element[mine], other[mine])
                 assert torch.equal(other[~mine], was[~mine]), "padding was written to"
             for mine, theirs in zip(steps(right), steps(state), strict=True):
                 assert torch.equal(mine, theirs)
-    assert wanted == checkpoint.tensors.keys() | checkpoint.tied.keys()
+    assert names == checkpoint.tensors.keys() | checkpoint.tied.keys()
 
 
 def steps(state: Mapping[str, object]) -> list[torch.Tensor]:
     optimizers = [value for value in state.values() if isinstance(value, torch.optim.Optimizer)]
-    return [slots["step"] for one in optimizers for slots in getattr(one, "optim", one).state.values()]
+    return [slots["step"] for inner in optimizers for slots in getattr(inner, "optim", inner).state.values()]
 
 
 def whole(checkpoint: Checkpoint, name: str) -> bytes:
     return checkpoint.tensors[checkpoint.tied.get(name, name)].tobytes()
 
 
-def same_tensors(one: Checkpoint, other: Checkpoint) -> None:
+def same_tensors(checkpoint: Checkpoint, other: Checkpoint) -> None:
     """Both hold the same tensors, under whatever is tied to what."""
-    names = one.tensors.keys() | one.tied.keys()
+    names = checkpoint.tensors.keys() | checkpoint.tied.keys()
     assert names == other.tensors.keys() | other.tied.keys()
     for name in names:
-        mine, theirs = one.tensors[one.tied.get(name, name)], other.tensors[other.tied.get(name, name)]
+        mine, theirs = checkpoint.tensors[checkpoint.tied.get(name, name)], other.tensors[other.tied.get(name, name)]
         assert mine.shape == theirs.shape, name
         assert mine.tobytes() == theirs.tobytes(), name

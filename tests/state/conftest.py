@@ -1,6 +1,6 @@
-"""Lets the tests of this folder import what all of tests/ shares."""
+"""Lets the tests of this folder import the common modules of tests/."""
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parent.parent / "support"))

@@ -1,6 +1,6 @@
 """The smallest checkpoint: objects as JSON text, tensors as bytes in a dictionary.
 
-What it says of the state layer is what the conductor relies on: names, boxes, memory, order.
+It uses the same parts of the state layer as saves and loads do: names, boxes, memory, order.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from forge import memory_at
-from strategies import raw_bytes, strided_bytes
 
 from flowstone.format import objects
-from flowstone.state import Described, Restoration, Stored, StoredTensor, describe, prepare
+from flowstone.state import Restoration, StateDescription, StoredState, TensorSpec, describe, prepare
 from flowstone.table.dtype import DTYPES
 from flowstone.table.pieces import Memory
+from forge import memory_at
+from strategies import raw_bytes, strided_bytes
 
 
 def on_device(memory: Memory) -> torch.Tensor:
@@ -64,7 +64,7 @@ def save(state: Mapping[str, object], *, rank: int = 0, into: Checkpoint | None 
     return store(describe(state, rank=rank), into=into)
 
 
-def store(described: Described, *, into: Checkpoint | None = None) -> Checkpoint:
+def store(described: StateDescription, *, into: Checkpoint | None = None) -> Checkpoint:
     checkpoint = Checkpoint() if into is None else into
     assert len(described.pieces) == len(described.places.address) == len(described.lazy)
     names = {(piece.name, piece.box) for piece in described.pieces} | {alias.name for alias in described.aliases}
@@ -95,14 +95,14 @@ def _values(texts: Mapping[str, str]) -> dict[str, object]:
     return {name: objects.decode(json.loads(text), name) for name, text in texts.items()}
 
 
-def stored(checkpoint: Checkpoint, *, rank: int = 0, rename: Callable[[str], str] = lambda name: name) -> Stored:
+def stored(checkpoint: Checkpoint, *, rank: int = 0, rename: Callable[[str], str] = lambda name: name) -> StoredState:
     tensors = {}
     for name in [*checkpoint.tensors, *checkpoint.tied]:
         own = checkpoint.tied.get(name, name)
-        tensors[rename(name)] = StoredTensor(DTYPES[checkpoint.dtypes[own]], checkpoint.tensors[own].shape[:-1])
+        tensors[rename(name)] = TensorSpec(DTYPES[checkpoint.dtypes[own]], checkpoint.tensors[own].shape[:-1])
     tied = {rename(name): rename(target) for name, target in checkpoint.tied.items()}
     per_rank = _values(checkpoint.per_rank[rank % len(checkpoint.per_rank)])
-    return Stored(tensors, _values(checkpoint.objects), per_rank, rename, tied)
+    return StoredState(tensors, _values(checkpoint.objects), per_rank, rename, tied)
 
 
 def fill(checkpoint: Checkpoint, restoration: Restoration, *, rename: Callable[[str], str] = lambda name: name) -> None:
@@ -125,13 +125,13 @@ def load(
     restoration = prepare(state, known, rank=rank)
     assert restoration.differences == ()
     for piece in restoration.pieces:
-        assert known.tensors[piece.name] == StoredTensor(piece.dtype, piece.shape), piece.name
-    wanted = {piece.name for piece in restoration.pieces} | {alias.name for alias in restoration.aliases}
+        assert known.tensors[piece.name] == TensorSpec(piece.dtype, piece.shape), piece.name
+    expected = {piece.name for piece in restoration.pieces} | {alias.name for alias in restoration.aliases}
     sections = tuple(f"{name}{mark}" for name in restoration.sections for mark in (".", "@"))
     offered = {name for name in known.tensors if name in restoration.sections or name.startswith(sections)}
     mine = f"@{rank % max(1, len(checkpoint.per_rank))}"
     offered = {name for name in offered if "@" not in (first := name.partition(".")[0]) or first.endswith(mine)}
-    assert wanted == offered, wanted ^ offered
+    assert expected == offered, expected ^ offered
     fill(checkpoint, restoration, rename=rename)
     restoration.finish()
     return restoration

@@ -1,6 +1,6 @@
 """Training runs of every optimizer and scheduler, and the flows by which they resume; `python -m resumes` runs all.
 
-What a flow resumes is compared with what torch.save resumes, bit for bit, after further steps.
+A resumed flow is compared with a resume by torch.save, bit for bit, after further steps.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ import flowstone as fs
 from flowstone.adapters.dcp import FlowstoneReader, FlowstoneStager, FlowstoneWriter
 from flowstone.adapters.dcp.target import target_of
 from flowstone.adapters.lightning.reading import read
-from flowstone.adapters.lightning.saves import Saves
+from flowstone.adapters.lightning.saves import LightningSaves
 from flowstone.adapters.lightning.values import validated
 
 BEFORE, BETWEEN, AFTER = 3, 2, 3
@@ -52,7 +52,7 @@ def _tensor_lr(kind: str) -> Make:
 
 
 def _matrices(model: torch.nn.Module) -> Any:
-    return optim.Muon([one for one in model.parameters() if one.dim() == 2], lr=0.01)
+    return optim.Muon([parameter for parameter in model.parameters() if parameter.dim() == 2], lr=0.01)
 
 
 def _grouped(model: torch.nn.Module) -> Any:
@@ -100,8 +100,8 @@ OPTIMIZERS: Mapping[str, Make] = {
     "Lookahead": lambda model: Lookahead(optim.AdamW(model.parameters(), lr=0.01)),
     "Clipping": lambda model: Clipping(optim.Adam(model.parameters(), lr=0.01), 0.1),
     "Several": lambda model: Several(
-        optim.AdamW([one for one in model.parameters() if one.dim() == 2], lr=0.01),
-        optim.SGD([one for one in model.parameters() if one.dim() < 2], lr=0.01, momentum=0.9),
+        optim.AdamW([parameter for parameter in model.parameters() if parameter.dim() == 2], lr=0.01),
+        optim.SGD([parameter for parameter in model.parameters() if parameter.dim() < 2], lr=0.01, momentum=0.9),
     ),
 }
 
@@ -221,11 +221,11 @@ class Run:
         return self
 
     def dicts(self) -> dict[str, Any]:
-        return {name: one.state_dict() for name, one in self.objects.items()}
+        return {name: item.state_dict() for name, item in self.objects.items()}
 
     def take(self, dicts: Mapping[str, Any]) -> None:
-        for name, one in self.objects.items():
-            one.load_state_dict(dicts[name])
+        for name, item in self.objects.items():
+            item.load_state_dict(dicts[name])
 
     def contents(self) -> dict[str, Any]:
         return copy.deepcopy(self.dicts())
@@ -242,9 +242,9 @@ def take_by_name(run: Run, dicts: Mapping[str, Any], *, flat: bool = False) -> N
     options = StateDictOptions(strict=False, flatten_optimizer_state_dict=flat)
     set_model_state_dict(run.model, dicts["model"])
     set_optimizer_state_dict(run.model, run.optimizer, dicts["optimizer"], options=options)
-    for name, one in run.objects.items():
+    for name, item in run.objects.items():
         if name not in ("model", "optimizer"):
-            one.load_state_dict(dicts[name])
+            item.load_state_dict(dicts[name])
 
 
 Flow = Callable[[Path, Run, Run], None]
@@ -326,7 +326,7 @@ def staged_by_dcp(path: Path, source: Run, target: Run) -> None:
 
 def through_lightning(path: Path, source: Run, target: Run) -> None:
     """What of its adapter needs no Lightning."""
-    saves = Saves(fs.EngineOptions())
+    saves = LightningSaves(fs.EngineOptions())
     saves.save(target_of(path, None), validated(source.dicts()), keep_name=True, in_background=True)
     saves.close()
     target.take(read(path))
@@ -377,20 +377,20 @@ class Case(NamedTuple):
 
 def cases() -> Iterator[Case]:
     """Every case that torch can train: optimizers with all schedulers, and those with all settings."""
-    pairs = [(scheduler, "plain") for scheduler in SCHEDULERS] + [("StepLR", one) for one in SETTINGS if one != "plain"]
+    pairs = [(scheduler, "plain") for scheduler in SCHEDULERS] + [("StepLR", how) for how in SETTINGS if how != "plain"]
     for optimizer, (scheduler, setting), flow in itertools.product(OPTIMIZERS, pairs, FLOWS):
         yield from (Case(optimizer, scheduler, setting, flow, live) for live in (False, True))
 
 
 def sample(seed: int, count: int) -> list[Case]:
     """So many cases, with each optimizer, scheduler, setting and flow among them."""
-    drawn, found = random.Random(seed), list(cases())
-    drawn.shuffle(found)
+    drawn, result = random.Random(seed), list(cases())
+    drawn.shuffle(result)
     chosen: dict[Case, None] = {}
     for field in range(4):
-        for value in dict.fromkeys(case[field] for case in found):
-            chosen[next(case for case in found if case[field] == value and _is_trainable(case))] = None
-    return list(dict.fromkeys([*chosen, *found]))[:count]
+        for value in dict.fromkeys(case[field] for case in result):
+            chosen[next(case for case in result if case[field] == value and _is_trainable(case))] = None
+    return list(dict.fromkeys([*chosen, *result]))[:count]
 
 
 def _is_trainable(case: Case) -> bool:
@@ -431,7 +431,7 @@ def outcome(case: Case, path: Path) -> str:
     except (Exception, dcp.api.CheckpointException):
         return "torch does not resume this"
     try:
-        found = resumed(FLOWS[case.flow])
+        actual = resumed(FLOWS[case.flow])
     except fs.UnsupportedStateError as error:
         return f"refused: {error.message}"
     except fs.MismatchError as error:
@@ -439,8 +439,8 @@ def outcome(case: Case, path: Path) -> str:
         if reason is None:
             raise
         return f"refused: {reason}"
-    differences = list(differing(expected, found))
-    if differences and not list(differing(source.train(AFTER).contents(), found)):
+    differences = list(differing(expected, actual))
+    if differences and not list(differing(source.train(AFTER).contents(), actual)):
         return "equal to a run that was not interrupted, which torch's is not"
     assert not differences, f"{case}: {', '.join(differences[:5])}"
     return "equal"
@@ -472,11 +472,11 @@ def main(arguments: list[str]) -> int:
         if all(word in str(case) for word in arguments):
             with tempfile.TemporaryDirectory() as folder:
                 try:
-                    found = outcome(case, Path(folder) / "run")
+                    result = outcome(case, Path(folder) / "run")
                 except (Exception, dcp.api.CheckpointException) as error:
-                    failed, found = failed + 1, "FAILED"
+                    failed, result = failed + 1, "FAILED"
                     print(f"{case}: {type(error).__name__}: {error!s:.400}", flush=True)
-            ended[found] = ended.get(found, 0) + 1
+            ended[result] = ended.get(result, 0) + 1
     print(ended)
     return 1 if failed else 0
 

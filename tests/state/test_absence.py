@@ -1,4 +1,4 @@
-"""What a state dict has and the checkpoint has not: removed, or an error, never kept from before."""
+"""Entries that a state dict has and the checkpoint lacks: removed, or an error, never kept from before."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ class Run:
         return copy.deepcopy({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()})
 
 
-def same(one: object, other: object) -> bool:
-    if isinstance(one, torch.Tensor):
-        return isinstance(other, torch.Tensor) and torch.equal(one, other)
-    if isinstance(one, dict):
-        return isinstance(other, dict) and one.keys() == other.keys() and all(same(one[k], other[k]) for k in one)
-    return one == other
+def same(value: object, other: object) -> bool:
+    if isinstance(value, torch.Tensor):
+        return isinstance(other, torch.Tensor) and torch.equal(value, other)
+    if isinstance(value, dict):
+        return isinstance(other, dict) and value.keys() == other.keys() and all(same(value[k], other[k]) for k in value)
+    return value == other
 
 
 def resumed_in(path: Path, run: Run, form: str) -> fs.LoadReport:
@@ -111,8 +111,8 @@ def test_a_flattened_dict_is_refused_as_torch_cannot_read_it_back_without_them(t
     with fs.Checkpointer(tmp_path) as ckpt, pytest.raises(fs.MismatchError, match="not flattened") as caught:
         ckpt.load_state_dict(state)
     assert same(target.contents(), before)
-    assert any("b.weight.exp_avg" in one for one in caught.value.differences)
-    assert not any("a.weight" in one for one in caught.value.differences)
+    assert any("b.weight.exp_avg" in difference for difference in caught.value.differences)
+    assert not any("a.weight" in difference for difference in caught.value.differences)
     rules = [fs.Init("optimizer.state.*b.*")]
     with fs.Checkpointer(tmp_path) as ckpt:
         assert "optimizer.state.model.b.weight.step" in str(ckpt.load_state_dict(state, rules=rules).initialised)
@@ -181,7 +181,7 @@ def test_entries_beside_tensors_that_were_not_saved_are_refused(
         ckpt.wait()
         with pytest.raises(fs.MismatchError) as caught:
             getattr(ckpt, verb)({"s": target})
-    assert any(one.startswith("missing") and f" {name}:" in one for one in caught.value.differences)
+    assert any(diff.startswith("missing") and f" {name}:" in diff for diff in caught.value.differences)
 
 
 @pytest.mark.parametrize("verb", ["load", "load_state_dict"])

@@ -1,4 +1,4 @@
-"""Objects of which configurations are made: stored typed, and made again without running code of theirs."""
+"""Objects in configurations: stored with their types, and created again without running their code."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from apart import apart, warnings_heard
 from reference import load, save, stored
 
 import flowstone as fs
 from flowstone.errors import MismatchError, ProviderError, UnsupportedFormatError, UnsupportedStateError
 from flowstone.state import prepare
+from own_process import run_in_own_process, warnings_heard
 
 
 class Color(enum.Enum):
@@ -102,10 +102,10 @@ def test_a_value_comes_back_as_it_was(name: str) -> None:
     checkpoint = save({**target, "known": fresh["s"]["known"]})  # type: ignore[index]
     for state in (target, {"s": {"v": 0, "n": 1}, "known": fresh["s"]["known"]}):  # type: ignore[index]
         load(checkpoint, state)
-        found = state["s"]["v"]  # type: ignore[index]
-        assert type(found) is type(VALUES[name])
-        assert repr(found) == repr(VALUES[name])
-        assert found == VALUES[name]
+        actual = state["s"]["v"]  # type: ignore[index]
+        assert type(actual) is type(VALUES[name])
+        assert repr(actual) == repr(VALUES[name])
+        assert actual == VALUES[name]
 
 
 def test_a_time_keeps_its_zone_and_its_fold() -> None:
@@ -142,8 +142,8 @@ def test_an_array_of_text_or_objects_comes_back(array: np.ndarray) -> None:
     for target in (None, array.copy()):
         held: dict[str, Any] = {"a": {"v": target}}
         load(save({"a": {"v": array}}), held)
-        found = held["a"]["v"]
-        assert (found.dtype, found.shape, found.tolist()) == (array.dtype, array.shape, array.tolist())
+        actual = held["a"]["v"]
+        assert (actual.dtype, actual.shape, actual.tolist()) == (array.dtype, array.shape, array.tolist())
 
 
 @dataclasses.dataclass
@@ -250,10 +250,10 @@ def test_a_class_that_nothing_knows_is_refused_before_anything_changes() -> None
 
     checkpoint = save({"s": {"v": Mine(1)}, "w": torch.ones(1)})
     target = torch.zeros(1)
-    found = prepare({"s": {"v": None}, "w": target}, stored(checkpoint)).differences
-    assert [(one.kind, one.name) for one in found] == [("kind", "s.v")]
-    assert "fs.register_class()" in found[0].expected
-    assert "Mine" in found[0].found
+    differences = prepare({"s": {"v": None}, "w": target}, stored(checkpoint)).differences
+    assert [(difference.kind, difference.name) for difference in differences] == [("kind", "s.v")]
+    assert "fs.register_class()" in differences[0].expected
+    assert "Mine" in differences[0].stored
     with pytest.raises(UnsupportedFormatError, match="enumeration") as caught:
         prepare({"s": {"v": None}}, stored(save({"s": {"v": Level.LOW}})))
     assert "fs.register_class()" in str(caught.value)
@@ -263,15 +263,15 @@ def test_no_class_is_imported_because_a_file_names_it() -> None:
     checkpoint = save({"s": {"v": Point(1, 2)}})
     for name in ("subprocess.Popen", "builtins.list", "builtins.object", "os.environ", "test_classes.Loader"):
         checkpoint.objects["s"] = f'{{"v": {{"$provided": "{name}", "parts": {{}}, "objects": {{"x": 1, "y": 2}}}}}}'
-        found = prepare({"s": {"v": None}}, stored(checkpoint)).differences
-        assert [(one.kind, one.name) for one in found] == [("kind", "s.v")]
+        differences = prepare({"s": {"v": None}}, stored(checkpoint)).differences
+        assert [(difference.kind, difference.name) for difference in differences] == [("kind", "s.v")]
 
 
 def test_fields_that_the_class_does_not_have_are_refused() -> None:
     checkpoint = save({"s": {"v": Point(1, 2)}})
     checkpoint.objects["s"] = checkpoint.objects["s"].replace('"y"', '"z"')
-    found = prepare({"s": {"v": Point(0, 0)}}, stored(checkpoint)).differences
-    assert [(one.kind, one.name) for one in found] == [("kind", "s.v")]
+    differences = prepare({"s": {"v": Point(0, 0)}}, stored(checkpoint)).differences
+    assert [(difference.kind, difference.name) for difference in differences] == [("kind", "s.v")]
 
 
 class Old:
@@ -327,8 +327,8 @@ def _load_where_nothing_shows_the_class(path: Path, name: str, registered: Any) 
             ckpt.load(state)
         except (MismatchError, UnsupportedFormatError) as error:
             return str(error)
-    found = state["s"]["v"]
-    assert repr(found.state if isinstance(found, Loader) else found) == repr(getattr(value, "state", value))
+    result = state["s"]["v"]
+    assert repr(result.state if isinstance(result, Loader) else result) == repr(getattr(value, "state", value))
     return ""
 
 
@@ -342,18 +342,18 @@ def _register(own: type) -> None:
 @pytest.mark.parametrize("name", RISKY)
 def test_a_save_warns_of_a_class_without_which_another_process_could_not_load(tmp_path: Path, name: str) -> None:
     own = RISKY[name][1]
-    (heard,) = apart(_save_a_risky_value, tmp_path, name, None)
+    (heard,) = run_in_own_process(_save_a_risky_value, tmp_path, name, None)
     assert "'s.v" in heard
     assert f"{__name__}.{own.__name__}, is not registered" in heard
     assert "register" in heard.rpartition(". ")[2]
-    refused = apart(_load_where_nothing_shows_the_class, tmp_path, name, None)
+    refused = run_in_own_process(_load_where_nothing_shows_the_class, tmp_path, name, None)
     assert "fs.register_class()" in refused
 
 
 @pytest.mark.parametrize("name", [name for name in RISKY if name != "factory"])
 def test_a_registered_class_is_saved_without_a_warning_and_loads_anywhere(tmp_path: Path, name: str) -> None:
-    assert apart(_save_a_risky_value, tmp_path, name, RISKY[name][1]) == []
-    assert apart(_load_where_nothing_shows_the_class, tmp_path, name, RISKY[name][1]) == ""
+    assert run_in_own_process(_save_a_risky_value, tmp_path, name, RISKY[name][1]) == []
+    assert run_in_own_process(_load_where_nothing_shows_the_class, tmp_path, name, RISKY[name][1]) == ""
 
 
 def _save_after_a_load_that_shows_the_class(path: Path) -> list[str]:
@@ -364,8 +364,8 @@ def _save_after_a_load_that_shows_the_class(path: Path) -> list[str]:
 
 
 def test_a_save_does_not_warn_where_the_live_state_of_a_load_had_the_class(tmp_path: Path) -> None:
-    apart(_save_a_risky_value, tmp_path, "enum", Color)
-    assert apart(_save_after_a_load_that_shows_the_class, tmp_path) == []
+    run_in_own_process(_save_a_risky_value, tmp_path, "enum", Color)
+    assert run_in_own_process(_save_after_a_load_that_shows_the_class, tmp_path) == []
 
 
 @pytest.mark.parametrize("own", [object, 3, Loader, "text"])

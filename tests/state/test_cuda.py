@@ -1,4 +1,4 @@
-"""What only a GPU can show: devices of slots, generators, memory described by its device."""
+"""Tests that need a GPU: devices of slots, generators, memory described by its device."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import pytest
 import torch
 from reference import load, save, stored
 
-from flowstone.state import describe, prepare, rng
+from flowstone.state import describe, prepare
+from flowstone.state.kinds.generator import rng
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -49,7 +50,7 @@ def test_a_tensor_lr_on_the_device_is_written_in_place() -> None:
 
 
 def test_memory_names_its_device() -> None:
-    memory = describe({"t": torch.arange(6.0, device="cuda").view(2, 3).t()}).places.apart[0]
+    memory = describe({"t": torch.arange(6.0, device="cuda").view(2, 3).t()}).places.strided[0]
     assert memory.device == "cuda:0"
     assert memory.strides_bytes == (4, 12)
 
@@ -71,5 +72,5 @@ def test_gpu_generators_go_on_with_the_same_numbers() -> None:
 
 
 def test_a_cpu_generators_state_does_not_fit_a_gpus() -> None:
-    found = prepare({"g": torch.Generator("cuda")}, stored(save({"g": torch.Generator()}))).differences
-    assert [d.kind for d in found] == ["kind"]
+    differences = prepare({"g": torch.Generator("cuda")}, stored(save({"g": torch.Generator()}))).differences
+    assert [d.kind for d in differences] == ["kind"]

@@ -1,6 +1,6 @@
 """DTensors of any placement, on meshes of any shape: described and restored rank by rank, in one process.
 
-The process group is torch's own fake one: it knows ranks and meshes, and moves nothing.
+The process group is torch's own fake one: it has ranks and meshes, and moves no data.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import flowstone as fs
 from flowstone.format.objects import TensorRef
 from flowstone.stage.bounce import host_array
-from flowstone.state import Stored, StoredTensor, describe, prepare
-from flowstone.state.tensors import dtype_of
+from flowstone.state import StoredState, TensorSpec, describe, prepare
 from flowstone.table.pieces import Memory
+from flowstone.torch.tensors import dtype_of
 
 
 @contextmanager
@@ -100,17 +100,17 @@ def test_what_any_ranks_save_any_ranks_load(seed: int) -> None:
     for rank in range(source.size):
         with rank_of(rank, source.size):
             described = describe({"w": source.of(whole)})
-            for at, piece in enumerate(described.pieces):
+            for i, piece in enumerate(described.pieces):
                 assert (piece.name, piece.shape) == ("w", shape)
-                into(stored, piece.box)[...] = values(described.places.memory(at, piece))
+                into(stored, piece.box)[...] = values(described.places.memory(i, piece))
     assert torch.equal(stored, whole)
     for rank in range(target.size):
         with rank_of(rank, target.size):
             expected, held = target.of(whole), target.of(torch.full_like(whole, -1))
             restoration = prepare({"w": held}, holding({"w": stored}))
             assert not restoration.differences
-            for at, piece in enumerate(restoration.pieces):
-                host_array(restoration.places.memory(at, piece)).view("float32")[...] = into(stored, piece.box).numpy()
+            for i, piece in enumerate(restoration.pieces):
+                host_array(restoration.places.memory(i, piece)).view("float32")[...] = into(stored, piece.box).numpy()
             restoration.finish()
             assert torch.equal(held.to_local(), expected.to_local())
 
@@ -123,11 +123,11 @@ def values(memory: Memory) -> torch.Tensor:
     return torch.from_numpy(host_array(memory).copy()).view(torch.float32)
 
 
-def holding(tensors: dict[str, torch.Tensor], **objects: object) -> Stored:
+def holding(tensors: dict[str, torch.Tensor], **objects: object) -> StoredState:
     """A checkpoint of these tensors."""
     own = {name: TensorRef(name, "tensor") for name in tensors if "." not in name}
-    found = {name: StoredTensor(dtype_of(one), tuple(one.shape)) for name, one in tensors.items()}
-    return Stored(tensors=found, objects={**own, **objects})
+    result = {name: TensorSpec(dtype_of(tensor), tuple(tensor.shape)) for name, tensor in tensors.items()}
+    return StoredState(tensors=result, objects={**own, **objects})
 
 
 def trained() -> dict[str, object]:
@@ -160,11 +160,11 @@ def test_slots_that_are_not_there_yet_are_made_as_the_parameter_lies() -> None:
         state = trained()
         described = describe(state)
         objects = dict(described.objects)
-        found = {name: torch.zeros(piece.shape) for name, piece in ((p.name, p) for p in described.pieces)}
+        actual = {name: torch.zeros(piece.shape) for name, piece in ((p.name, p) for p in described.pieces)}
         optimizer = state["optimizer"]
         assert isinstance(optimizer, torch.optim.Adam)
         optimizer.state.clear()
-        restoration = prepare(state, holding(found, **objects))
+        restoration = prepare(state, holding(actual, **objects))
         assert not restoration.differences
         restoration.finish()
         slots = next(iter(optimizer.state.values()))
@@ -193,7 +193,7 @@ def test_a_tensor_without_elements_is_held_all_the_same() -> None:
 def test_sums_that_are_still_to_be_made_are_refused() -> None:
     with rank_of(0, 2):
         partial = DTensor.from_local(torch.ones(3), mesh_of((2,)), [Partial()], run_check=False)
-        with pytest.raises(fs.UnsupportedStateError, match="neither shard nor replica"):
+        with pytest.raises(fs.UnsupportedStateError, match="neither Shard nor Replicate"):
             describe({"w": partial})
 
 

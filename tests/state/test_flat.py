@@ -1,4 +1,4 @@
-"""Flat tensors that somebody has made by hand, and optimizers whose state is shared out: against whole ones."""
+"""Hand-made flat tensors, and optimizers with sharded state, compared with unsharded ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import flowstone as fs
 from flowstone.state import describe, prepare
-from flowstone.state.flat import Range
+from flowstone.torch.flat import FlatSlice
 
 PADDING = 5  # behind every parameter
 
@@ -34,9 +34,9 @@ def test_a_range_is_boxes_that_hold_the_very_elements(shape: list[int], data: st
     assert list(whole.shape) == shape
     flat = laid.reshape(-1)[begin : begin + length].clone()
     seen = torch.zeros(shape, dtype=torch.int64)
-    found = Range(tuple(shape), begin, length, tuple(order)).cut(flat)
-    assert len(found) <= max(1, 2 * len(shape) - 1)
-    for shard in found:
+    actual = FlatSlice(tuple(shape), begin, length, tuple(order)).cut_boxes(flat)
+    assert len(actual) <= max(1, 2 * len(shape) - 1)
+    for shard in actual:
         inside = tuple(slice(o, o + n) for o, n in zip(shard.offset, shard.tensor.shape, strict=True))
         assert shard.shape == tuple(shape)
         assert torch.equal(shard.tensor, whole[inside])
@@ -44,7 +44,7 @@ def test_a_range_is_boxes_that_hold_the_very_elements(shape: list[int], data: st
         seen[inside] += 1
     assert int(seen.sum()) == length
     assert seen.max() <= 1 if total else True
-    assert Range(tuple(shape), begin, length, tuple(order)).absent == (not found)
+    assert FlatSlice(tuple(shape), begin, length, tuple(order)).is_absent == (not actual)
 
 
 class Net(nn.Module):
@@ -57,7 +57,7 @@ class Net(nn.Module):
 
 def members(module: nn.Module) -> list[tuple[str | None, Sequence[int]]]:
     """Its parameters, each with padding behind."""
-    return [one for name, p in module.named_parameters() for one in ((name, p.shape), (None, (PADDING,)))]
+    return [item for name, p in module.named_parameters() for item in ((name, p.shape), (None, (PADDING,)))]
 
 
 def sharded(offset: int, section: str = "model") -> dict[str, object]:
@@ -99,10 +99,10 @@ def zero(offset: int) -> dict[str, object]:
 def elements(state: dict[str, object]) -> list[torch.Tensor]:
     model, optimizer = state["model"], state["optimizer"]
     assert isinstance(optimizer, torch.optim.Optimizer)
-    keeper = getattr(optimizer, "optim", optimizer)
-    slots = [slot for of in keeper.state.values() for name, slot in of.items() if name[:3] == "exp"]
+    owner = getattr(optimizer, "optim", optimizer)
+    slots = [slot for of in owner.state.values() for name, slot in of.items() if name[:3] == "exp"]
     own = [model.tensor] if isinstance(model, fs.Flat) else list(model.parameters())  # type: ignore[attr-defined]
-    return [*(one.detach() for one in own), *slots]
+    return [*(tensor.detach() for tensor in own), *slots]
 
 
 KINDS: dict[str, Make] = {"sharded by elements": sharded, "sharded by parameters": zero, "whole": whole}
@@ -197,8 +197,8 @@ def test_numbers_of_a_flat_parameter_are_those_of_all_that_lies_in_it(own: bool)
         prepare(state, known, rank=1).finish()
         assert [slots["count"] for slots in optimizer.state.values()] == [5]
         known.objects["optimizer"]["state"]["model.scale"]["count"] = 6  # type: ignore[index]
-        found = prepare(state, known, rank=1).differences
-        assert "of the same flat parameter" in found[0].expected
+        differences = prepare(state, known, rank=1).differences
+        assert "of the same flat parameter" in differences[0].expected
 
 
 def test_a_zero_optimizer_hands_its_keeper_what_that_loads_itself() -> None:
@@ -238,9 +238,9 @@ def test_a_zero_optimizer_that_steps_inside_of_backward_is_refused() -> None:
 @pytest.mark.parametrize(
     ("tensor", "of", "begin", "words"),
     [
-        (torch.zeros(2, 3), [("w", (6,))], 0, "one run of elements"),
-        (torch.zeros(6), [("w", (6,))], -1, "one run of elements"),
-        ([0.0], [("w", (1,))], 0, "one run of elements"),
+        (torch.zeros(2, 3), [("w", (6,))], 0, "needs a 1-D tensor"),
+        (torch.zeros(6), [("w", (6,))], -1, "needs a 1-D tensor"),
+        ([0.0], [("w", (1,))], 0, "needs a 1-D tensor"),
         (torch.zeros(6), [("w", (3,)), ("module.w", (3,))], 0, "different names"),
         (torch.zeros(6), [("w", (-6,))], 0, "different names"),
         (torch.zeros(6), [("a..b", (6,))], 0, "cannot name a member"),
@@ -261,5 +261,5 @@ def test_names_and_what_is_no_mapping() -> None:
     assert repr(fs.Flat(torch.zeros(4), [("module.w", (2, 2))], 1)) == "Flat(<4>, 1 members, begin=1)"
     assert fs.Flat(torch.zeros(4), [("module.w", (2, 2))]).spans[0].name == "w"
     known = stored(save({"x": 5}))
-    (found,) = prepare({"x": fs.Flat(torch.zeros(4), [("w", (4,))])}, known).differences
-    assert (found.kind, found.found) == ("kind", "int")
+    (actual,) = prepare({"x": fs.Flat(torch.zeros(4), [("w", (4,))])}, known).differences
+    assert (actual.kind, actual.stored) == ("kind", "int")

@@ -1,4 +1,4 @@
-"""FSDP1 of every kind: what any ranks of it save is what a plain module would, and any ranks load it."""
+"""FSDP1 of every kind: a checkpoint of any ranks equals that of a plain module, and any ranks load it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import flowstone as fs
-from flowstone.state import Described, describe, prepare
+from flowstone.state import StateDescription, describe, prepare
 
 LAYERS = ModuleWrapPolicy({nn.Linear})
 Wrap = Callable[[nn.Module], nn.Module]
@@ -109,10 +109,10 @@ def state_of(net: type[nn.Module], wrap: Wrap, offset: int) -> dict[str, object]
 
 def absent(model: nn.Module) -> set[int]:
     """Identities of original parameters that get no gradient, as nothing of them is here."""
-    flats = [one._handle.flat_param for one in FSDP.fsdp_modules(model) if one._handle is not None]
+    flats = [module._handle.flat_param for module in FSDP.fsdp_modules(model) if module._handle is not None]
     return {
-        id(one) for flat in flats if flat._params is not None
-        for one, info, shape in zip(flat._params, flat._shard_param_infos, flat._shapes, strict=True)
+        id(param) for flat in flats if flat._params is not None
+        for param, info, shape in zip(flat._params, flat._shard_param_infos, flat._shapes, strict=True)
         if not info.in_shard and math.prod(shape)
     }
 
@@ -195,12 +195,12 @@ def test_slots_that_are_not_there_yet_are_made_where_the_parameter_lies() -> Non
                 restoration.finish()
                 mine, theirs = right["optimizer"].state, state["optimizer"].state  # type: ignore[attr-defined]
                 assert len(mine) == len(theirs) > 0
-                for one, other in zip(elements(right), elements(state), strict=True):
-                    assert one.shape == other.shape
-                    assert torch.equal(one[one >= 1000], other[one >= 1000])
+                for element, other in zip(elements(right), elements(state), strict=True):
+                    assert element.shape == other.shape
+                    assert torch.equal(element[element >= 1000], other[element >= 1000])
 
 
-def lazy(described: Described) -> None:
+def lazy(described: StateDescription) -> None:
     flags = dict(zip(described.pieces.names, described.lazy, strict=True))
     assert all(of for name, of in flags.items() if name != "model.count")
     assert not flags["model.count"]
@@ -214,9 +214,9 @@ def test_parameters_and_slots_are_captured_lazily_and_without_a_copy() -> None:
             described = describe(state)
             flat = state["model"]._handle.flat_param  # type: ignore[attr-defined]
             first = flat.data_ptr()
-            for at, piece in enumerate(described.pieces):
+            for index, piece in enumerate(described.pieces):
                 if piece.name.startswith("model.") and piece.name != "model.count" and piece.box.elements:
-                    assert first <= described.places.memory(at, piece).address < first + 4 * flat.numel()
+                    assert first <= described.places.memory(index, piece).address < first + 4 * flat.numel()
 
 
 def test_a_parameter_of_which_nothing_is_here_is_not_missing() -> None:
@@ -225,15 +225,15 @@ def test_a_parameter_of_which_nothing_is_here_is_not_missing() -> None:
         state = state_of(Untied, partial(whole, orig=True), 0)
         model, optimizer = state["model"], state["optimizer"]
         assert isinstance(optimizer, torch.optim.Optimizer)
-        empty = {key for key, one in model.named_parameters() if not one.numel()}  # type: ignore[attr-defined]
+        empty = {key for key, param in model.named_parameters() if not param.numel()}  # type: ignore[attr-defined]
         assert empty, "rank 2 holds none of the first ones"
         step(optimizer)  # and yet the optimizer has state of them
         names = set(describe(state).pieces.names)
         for key in empty:
             assert not any(key.removeprefix("_fsdp_wrapped_module.") in name for name in names)
-        before = {id(one): dict(slots) for one, slots in optimizer.state.items() if not one.numel()}
+        before = {id(key): dict(slots) for key, slots in optimizer.state.items() if not key.numel()}
         prepare(state, reference, rank=2).finish()
-        assert {id(one): dict(slots) for one, slots in optimizer.state.items() if not one.numel()} == before != {}
+        assert {id(key): dict(slots) for key, slots in optimizer.state.items() if not key.numel()} == before != {}
 
 
 def test_steps_of_one_flat_parameter_have_to_agree() -> None:
@@ -249,6 +249,7 @@ def test_steps_of_one_flat_parameter_have_to_agree() -> None:
 
 def test_the_group_of_a_flat_parameter_is_that_of_all_that_lie_in_it() -> None:
     reference = saved(partial(state_of, Untied, plain), 1)
+
     def two_groups(offset: int) -> dict[str, object]:
         state = state_of(Untied, plain, offset)
         first, *rest = state["model"].parameters()  # type: ignore[attr-defined]
@@ -258,8 +259,8 @@ def test_the_group_of_a_flat_parameter_is_that_of_all_that_lie_in_it() -> None:
     with rank_of(1, 2):
         state = state_of(Untied, partial(whole, orig=False), 0)
         assert not prepare(state, stored(reference), rank=1).differences
-        found = prepare(state, stored(save(two_groups(0))), rank=1).differences
-        assert [one.kind for one in found] == ["unexpected", "unexpected", "missing"]
+        differences = prepare(state, stored(save(two_groups(0))), rank=1).differences
+        assert [difference.kind for difference in differences] == ["unexpected", "unexpected", "missing"]
 
 
 def test_groups_of_whole_flat_parameters_are_those_of_what_lies_in_them() -> None:
@@ -267,8 +268,8 @@ def test_groups_of_whole_flat_parameters_are_those_of_what_lies_in_them() -> Non
         state = state_of(Untied, wrap, offset)
         model = state["model"]
         assert isinstance(model, nn.Module)
-        inner = [one for key, one in model.named_parameters() if "block" in key]
-        outer = [one for key, one in model.named_parameters() if "block" not in key]
+        inner = [parameter for key, parameter in model.named_parameters() if "block" in key]
+        outer = [parameter for key, parameter in model.named_parameters() if "block" not in key]
         optimizer = torch.optim.Adam([{"params": inner}, {"params": outer, "lr": 0.5}], lr=0.0)
         optimizer.state.update(state["optimizer"].state)  # type: ignore[attr-defined]
         return {"model": model, "optimizer": optimizer}
@@ -365,7 +366,7 @@ def test_slots_of_other_shapes_are_refused_where_only_a_part_of_the_parameter_is
             state = state_of(Untied, partial(whole, orig=orig), 0)
             optimizer = state["optimizer"]
             assert isinstance(optimizer, torch.optim.Optimizer)
-            slots = next(of for one, of in optimizer.state.items() if one.numel())
+            slots = next(of for key, of in optimizer.state.items() if key.numel())
             slots["rows"] = torch.zeros(3)
             with pytest.raises(fs.UnsupportedStateError, match=r"\.rows' does not match this rank's shard"):
                 describe(state)

@@ -1,4 +1,4 @@
-"""FSDP2 at moments when its modules hold gathered parameters: an optimizer's are named all the same."""
+"""FSDP2 while its modules hold gathered parameters: an optimizer's parameters have the same names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import flowstone as fs
-from flowstone.state.fsdp2 import with_shards
+from flowstone.torch.fsdp2 import with_shards
 
 
 @pytest.fixture
@@ -48,11 +48,11 @@ def evaluate(model: nn.Module, width: int = 64) -> None:
     with torch.no_grad():
         model(torch.ones(2, width))
     model.train()
-    assert not any(isinstance(one, DTensor) for one in model.parameters()), "gathered"
+    assert not any(isinstance(parameter, DTensor) for parameter in model.parameters()), "gathered"
 
 
 def held(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [one.to_local().detach().clone() for one in optimizer.param_groups[0]["params"]]
+    return [param.to_local().detach().clone() for param in optimizer.param_groups[0]["params"]]
 
 
 @pytest.mark.parametrize("inner", [True, False])
@@ -86,7 +86,7 @@ def test_parts_of_a_gathered_module_are_saved_and_loaded_as_sections_of_their_ow
     expected = held(optimizer)
     with fs.Checkpointer(store) as checkpointer:
         checkpointer.save(1, state).committed.result()
-        assert not any(isinstance(one, DTensor) for one in model.parameters()), "it still is as the evaluation left it"
+        assert not any(isinstance(p, DTensor) for p in model.parameters()), "it still is as the evaluation left it"
         for parameter in optimizer.param_groups[0]["params"]:
             parameter.to_local().detach().fill_(math.nan)
         evaluate(model)
@@ -167,12 +167,12 @@ def test_torchs_own_state_dicts_can_be_had_of_the_shards_while_the_module_is_gat
     _, model, optimizer = tied(reshard=False)
     evaluate(model, width=32)
     shards = with_shards(model)
-    found = get_model_state_dict(shards)
+    loaded = get_model_state_dict(shards)
     slots = get_optimizer_state_dict(shards, optimizer)["state"]
-    assert not any(isinstance(one, DTensor) for one in model.parameters()), "nothing has changed"
-    assert found.keys() == model.state_dict().keys()
-    assert isinstance(found["0.one.weight"], DTensor)
-    assert found["0.one.weight"].to_local().data_ptr() == found["0.two.weight"].to_local().data_ptr()
+    assert not any(isinstance(parameter, DTensor) for parameter in model.parameters()), "nothing has changed"
+    assert loaded.keys() == model.state_dict().keys()
+    assert isinstance(loaded["0.one.weight"], DTensor)
+    assert loaded["0.one.weight"].to_local().data_ptr() == loaded["0.two.weight"].to_local().data_ptr()
     own = next(iter(optimizer.state.values()))["exp_avg"]
     assert torch.equal(slots["0.one.weight"]["exp_avg"].to_local(), own.to_local())
 

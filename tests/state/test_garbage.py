@@ -1,4 +1,4 @@
-"""Describing leaves the garbage collector as it is: it belongs to the process, and finds next to nothing to do."""
+"""Describing a state leaves the garbage collector's settings, and creates almost nothing for it to collect."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flowstone.state import describe
 
 
 def state(tensors: int) -> dict[str, object]:
-    return {"model": {f"layers.{at}.weight": torch.ones(8, 2) for at in range(tensors)}}
+    return {"model": {f"layers.{index}.weight": torch.ones(8, 2) for index in range(tensors)}}
 
 
 def test_describing_makes_no_object_for_each_tensor_that_the_collector_would_look_at() -> None:

@@ -1,4 +1,4 @@
-"""Generators go on with the very numbers they would have drawn."""
+"""Generators continue with exactly the numbers that they would have drawn."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import torch
 from reference import Checkpoint, load, process_generators, save, stored
 
 from flowstone.errors import StateError, UnsupportedStateError
-from flowstone.state import PerRank, describe, prepare, rng
-from flowstone.state.kinds import generator
+from flowstone.state import PerRank, describe, prepare
+from flowstone.state.kinds.generator import rng
+from flowstone.torch import generators
 
 GENERATORS: dict[str, tuple[Callable[[int], object], Callable[[object], object]]] = {
     "torch": (lambda seed: torch.Generator().manual_seed(seed), lambda g: torch.rand(3, generator=g).tolist()),  # type: ignore[arg-type]
@@ -47,17 +48,17 @@ def test_tables_of_numbers_lie_in_tensors(name: str) -> None:
     assert all(len(text) < 400 for text in checkpoint.objects.values())
 
 
-@pytest.mark.parametrize(("one", "other"), [("PCG64", "MT19937"), ("Random", "PCG64"), ("torch", "Random")])
-def test_another_kind_of_generator_is_a_difference(one: str, other: str) -> None:
-    checkpoint = save({"g": GENERATORS[one][0](1)})
-    found = prepare({"g": GENERATORS[other][0](1)}, stored(checkpoint)).differences
-    assert [(d.kind, d.name) for d in found] == [("kind", "g")]
-    assert other in found[0].expected or other == "Random"
+@pytest.mark.parametrize(("entry", "other"), [("PCG64", "MT19937"), ("Random", "PCG64"), ("torch", "Random")])
+def test_another_kind_of_generator_is_a_difference(entry: str, other: str) -> None:
+    checkpoint = save({"g": GENERATORS[entry][0](1)})
+    differences = prepare({"g": GENERATORS[other][0](1)}, stored(checkpoint)).differences
+    assert [(d.kind, d.name) for d in differences] == [("kind", "g")]
+    assert other in differences[0].expected or other == "Random"
 
 
 def test_an_absent_generator_is_a_difference() -> None:
-    found = prepare({"g": random.Random(1)}, stored(save({}))).differences
-    assert [(d.kind, d.name) for d in found] == [("missing", "g")]
+    differences = prepare({"g": random.Random(1)}, stored(save({}))).differences
+    assert [(d.kind, d.name) for d in differences] == [("missing", "g")]
 
 
 def test_a_generator_without_state_is_refused_by_name() -> None:
@@ -134,18 +135,19 @@ def test_every_rank_keeps_its_own() -> None:
 
 
 def test_gpu_generators_that_are_not_here_are_left_out_with_a_note() -> None:
-    with mock.patch.object(generator, "cuda_states", return_value=[torch.arange(16, dtype=torch.uint8)] * 2):
+    with mock.patch.object(generators, "cuda_states", return_value=[torch.arange(16, dtype=torch.uint8)] * 2):
         checkpoint = save({"rng": rng()})
     assert "rng@0.cuda.0" in checkpoint.tensors
-    with mock.patch.object(generator, "cuda_count", return_value=0):
+    with mock.patch.object(generators, "cuda_count", return_value=0):
         notes = load(checkpoint, {"rng": rng()}).notes
-    assert notes == ("rng@0: 2 GPU(s) are not here, so their generators were skipped",)
+    missing = "this process has 2 GPU(s) fewer than the saved one; the generators of these GPUs were skipped"
+    assert notes == (f"rng@0: {missing}",)
 
 
 def test_all_ranks_and_own_values_do_not_mix() -> None:
-    found = prepare({"x": PerRank(1)}, stored(save({"x": 1}))).differences
-    assert [(d.kind, d.name) for d in found] == [("kind", "x")]
-    found = prepare({"x": 1}, stored(save({"x": PerRank(1)}))).differences
-    assert [(d.kind, d.name) for d in found] == [("kind", "x")]
-    found = prepare({"x": PerRank(1)}, stored(save({}))).differences
-    assert [(d.kind, d.name) for d in found] == [("missing", "x@0")]
+    differences = prepare({"x": PerRank(1)}, stored(save({"x": 1}))).differences
+    assert [(d.kind, d.name) for d in differences] == [("kind", "x")]
+    differences = prepare({"x": 1}, stored(save({"x": PerRank(1)}))).differences
+    assert [(d.kind, d.name) for d in differences] == [("kind", "x")]
+    differences = prepare({"x": PerRank(1)}, stored(save({}))).differences
+    assert [(d.kind, d.name) for d in differences] == [("missing", "x@0")]

@@ -1,4 +1,4 @@
-"""Objects inside of another object's state: restored into the objects that are there, or refused by name."""
+"""Objects inside another object's state: restored into the existing objects, or refused by name."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class Warmup(lr_scheduler.LRScheduler):
         if self.last_epoch < self.steps:
             super().step()
         else:
-            for one in self.after:
-                one.step()
+            for item in self.after:
+                item.step()
 
 
 def run(count: int = 1) -> tuple[torch.optim.Optimizer, Warmup]:
@@ -55,12 +55,12 @@ def run(count: int = 1) -> tuple[torch.optim.Optimizer, Warmup]:
 
 
 def rates(optimizer: torch.optim.Optimizer, scheduler: Warmup, steps: int) -> list[float]:
-    found = []
+    rates = []
     for _ in range(steps):
         optimizer.step()
         scheduler.step()
-        found.append(float(optimizer.param_groups[0]["lr"]))
-    return found
+        rates.append(float(optimizer.param_groups[0]["lr"]))
+    return rates
 
 
 FORMS = ["save", "save_state_dict"]
@@ -99,9 +99,9 @@ def test_where_no_object_is_there_the_load_is_refused_and_changes_nothing() -> N
     before = copy.deepcopy(target.after[0].after[0].state_dict())
     restoration = prepare({"s": target, "n": 0}, stored(checkpoint))
     (difference,) = restoration.differences
-    assert (difference.name, difference.found) == ("s.after.0.after.1", "an object")
-    assert difference.expected == "no object to restore into: nothing of that name"
-    assert restoration.remedies == ("make the object that belongs at 's.after.0.after.1' before the load",)
+    assert (difference.name, difference.stored) == ("s.after.0.after.1", "an object")
+    assert difference.expected == "an object to restore into, but the state has nothing of that name"
+    assert restoration.remedies == ("create the object at 's.after.0.after.1' before the load",)
     assert target.after[0].after[0].state_dict() == before
 
 
@@ -167,9 +167,9 @@ def test_objects_in_extra_state_and_in_an_optimizers_settings_are_restored() -> 
     source, target = make(1), make(2)
     load(save(source), target)
     assert torch.equal(target["model"].generator.get_state(), source["model"].generator.get_state())
-    found = target["optimizer"].param_groups[0]["generator"]
-    assert isinstance(found, torch.Generator)
-    assert torch.equal(found.get_state(), source["optimizer"].param_groups[0]["generator"].get_state())
+    generator = target["optimizer"].param_groups[0]["generator"]
+    assert isinstance(generator, torch.Generator)
+    assert torch.equal(generator.get_state(), source["optimizer"].param_groups[0]["generator"].get_state())
 
 
 def with_slot(slot: object) -> dict[str, Any]:

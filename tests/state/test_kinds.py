@@ -24,14 +24,14 @@ class Ring:
 """
 
 KIND = """
-from flowstone.state.kind import Kind
-from flowstone.state.nodes import kind_of
-from flowstone.state.records import MISSING, Phase
+from flowstone.state.kind import ValueKind
+from flowstone.state.nodes import describe_node
+from flowstone.state.records import MISSING, RestorePhase
 
 from library_of_rings import Ring
 
 
-class Rings(Kind):
+class Rings(ValueKind):
     types = frozenset({Ring})
     nests = True
 
@@ -47,14 +47,14 @@ class Rings(Kind):
     def restore(self, value, node, place, loading):
         if not isinstance(node, dict) or len(node["slots"]) != len(value.slots):
             expected = f"a ring of {len(value.slots)} slots"
-            found = "nothing of that name" if node is MISSING else kind_of(node)
-            loading.differ("missing" if node is MISSING else "kind", place.name, expected, found)
+            found = "nothing of that name" if node is MISSING else describe_node(node)
+            loading.add_difference("missing" if node is MISSING else "kind", place.name, expected, found)
             return None
         for i, (item, stored) in enumerate(zip(value.slots, node["slots"])):
             replacement = loading.walk(item, place.child(i), stored)
             if replacement is not None:
-                loading.later(Phase.VALUES, lambda i=i, make=replacement: value.slots.__setitem__(i, make()))
-        loading.later(Phase.VALUES, lambda: setattr(value, "at", node["at"]))
+                loading.defer(RestorePhase.VALUES, lambda i=i, make=replacement: value.slots.__setitem__(i, make()))
+        loading.defer(RestorePhase.VALUES, lambda: setattr(value, "at", node["at"]))
         return None
 """
 
@@ -77,7 +77,7 @@ def library(tmp_path: Path) -> Iterator[ModuleType]:
 
 
 @pytest.fixture
-def kind(library: ModuleType, tmp_path: Path) -> Iterator[registry.Kind]:
+def kind(library: ModuleType, tmp_path: Path) -> Iterator[registry.ValueKind]:
     """The one file."""
     yield _imported("kind_of_rings", KIND, tmp_path).Rings()
     sys.modules.pop("kind_of_rings")
@@ -89,20 +89,20 @@ def _ring(library: ModuleType, seed: int) -> object:
     return library.Ring(slots, at=seed % 5)
 
 
-def _same(one: object, other: object) -> bool:
-    mine, theirs = one.slots, other.slots  # type: ignore[attr-defined]
+def _same(value: object, other: object) -> bool:
+    mine, theirs = value.slots, other.slots  # type: ignore[attr-defined]
     return (
         torch.equal(mine[0], theirs[0]) and mine[1] == theirs[1] and torch.equal(mine[2].weight, theirs[2].weight)
         and mine[3]["beta"] == theirs[3]["beta"] and torch.equal(mine[3]["mean"], theirs[3]["mean"])
-        and torch.equal(mine[4][0], theirs[4][0]) and one.at == other.at  # type: ignore[attr-defined]
+        and torch.equal(mine[4][0], theirs[4][0]) and value.at == other.at  # type: ignore[attr-defined]
     )
 
 
 def test_a_kind_is_one_file_and_one_line(
-    library: ModuleType, kind: registry.Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    library: ModuleType, kind: registry.ValueKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as line:
-        line.setattr(registry, "KINDS", registry.Kinds(kind, *registry.KINDS))  # the one line
+        line.setattr(registry, "KINDS", registry.KindTable(kind, *registry.KINDS))  # the one line
         saved, other = _ring(library, 3), _ring(library, 7)
         with fs.Checkpointer(tmp_path / "store") as ckpt:
             ckpt.save(1, {"trainer": {"ring": saved}, "step": 1}).committed.result()
@@ -126,17 +126,19 @@ def test_a_kind_is_one_file_and_one_line(
         ckpt.save(3, {"trainer": {"ring": saved}, "step": 3})
 
 
-def test_the_first_of_the_table_has_the_word_but_after_exact_types(library: ModuleType, kind: registry.Kind) -> None:
+def test_the_first_of_the_table_has_the_word_but_after_exact_types(
+    library: ModuleType, kind: registry.ValueKind
+) -> None:
     class Own(library.Ring):  # type: ignore[name-defined, misc]
         pass
 
-    kinds = registry.Kinds(*registry.KINDS, kind)
-    assert kinds.of(library.Ring([])) is kind
-    assert kinds.of(Own([])) is not kind, "derived types are what an earlier kind recognises"
-    assert type(kinds.of(Own([]))).__name__ == "Plain"
+    kinds = registry.KindTable(*registry.KINDS, kind)
+    assert kinds.find(library.Ring([])) is kind
+    assert kinds.find(Own([])) is not kind, "derived types are what an earlier kind recognises"
+    assert type(kinds.find(Own([]))).__name__ == "PlainKind"
 
 
-@pytest.mark.parametrize("own", sorted(registry.built_in(), key=str))
+@pytest.mark.parametrize("own", sorted(registry.built_in_types(), key=str))
 def test_no_provider_takes_over_what_a_kind_has(own: type) -> None:
     class Mine(fs.Provider[object]):
         def describe(self, value: object) -> list[fs.Part]:
@@ -145,7 +147,7 @@ def test_no_provider_takes_over_what_a_kind_has(own: type) -> None:
         def chunks(self, value: object) -> list[object]:
             return []
 
-        def restore(self, value: object, found: object) -> None:
+        def restore(self, value: object, stored: object) -> None:
             pass
 
     with pytest.raises(fs.ProviderError, match="built-in"):

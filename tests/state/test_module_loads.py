@@ -1,4 +1,4 @@
-"""What a module's own load reads, misses and does: no less than torch's load_state_dict() with the same entries."""
+"""A module's own load: it reads, misses and does no less than torch's load_state_dict() with the same entries."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def test_an_entry_that_no_load_reads_is_unexpected_and_nothing_changes(tmp_path:
     with fs.Checkpointer(tmp_path) as ckpt:
         with pytest.raises(MismatchError, match=r"unexpected  m\.1\.0\.weight\.absmax") as caught:
             ckpt.load({"m": target})
-        assert "nothing in the load_state_dict() of 'm' reads '1.0.weight.absmax'" in str(caught.value)
-        assert all(torch.equal(one, before[key]) for key, one in target.state_dict().items())
+        assert "the load_state_dict() of 'm' does not read '1.0.weight.absmax'" in str(caught.value)
+        assert all(torch.equal(tensor, before[key]) for key, tensor in target.state_dict().items())
         report = ckpt.load({"m": target}, rules=[fs.Skip("*.absmax")])
     assert report.skipped == ("m.1.0.weight.absmax",)
     assert "m.1.0.weight.absmax" not in report.matched
@@ -101,8 +101,8 @@ class OneWay(nn.Module):
 
 
 def test_extra_state_that_nothing_sets_is_unexpected() -> None:
-    found = prepare({"m": nested(OneWay())}, stored(save({"m": nested(OneWay())}))).differences
-    assert [(one.kind, one.name) for one in found] == [("unexpected", "m.1.0._extra_state")]
+    differences = prepare({"m": nested(OneWay())}, stored(save({"m": nested(OneWay())}))).differences
+    assert [(difference.kind, difference.name) for difference in differences] == [("unexpected", "m.1.0._extra_state")]
 
 
 class Hidden(Reading):

@@ -7,11 +7,11 @@ from typing import cast
 import pytest
 import torch
 from reference import fingerprint, load, save, stored
-from strategies import assert_same
 from torch import nn
 
 from flowstone.errors import CollisionError, StateError, UnsupportedStateError
 from flowstone.state import describe, prepare
+from strategies import assert_same
 
 
 def net(seed: int = 0) -> nn.Sequential:
@@ -19,8 +19,8 @@ def net(seed: int = 0) -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2, bias=False))
 
 
-def same_weights(one: nn.Module, other: nn.Module) -> None:
-    assert_same(dict(one.state_dict()), dict(other.state_dict()))
+def same_weights(module: nn.Module, other: nn.Module) -> None:
+    assert_same(dict(module.state_dict()), dict(other.state_dict()))
 
 
 def test_parameters_and_buffers_have_their_own_names() -> None:
@@ -138,10 +138,10 @@ def test_extra_state_survives_and_follows_the_checkpoint(extra: object) -> None:
 def test_missing_and_unexpected_extra_state_differ() -> None:
     plain = nn.Sequential(nn.Module())
     extra = nn.Sequential(Extra(3))
-    found = prepare({"m": extra}, stored(save({"m": plain}))).differences
-    assert [(d.kind, d.name) for d in found] == [("missing", "m.0._extra_state")]
-    found = prepare({"m": plain}, stored(save({"m": extra}))).differences
-    assert [(d.kind, d.name) for d in found] == [("unexpected", "m.0._extra_state")]
+    differences = prepare({"m": extra}, stored(save({"m": plain}))).differences
+    assert [(d.kind, d.name) for d in differences] == [("missing", "m.0._extra_state")]
+    differences = prepare({"m": plain}, stored(save({"m": extra}))).differences
+    assert [(d.kind, d.name) for d in differences] == [("unexpected", "m.0._extra_state")]
 
 
 class Half(nn.Module):

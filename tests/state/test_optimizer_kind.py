@@ -1,4 +1,4 @@
-"""A checkpoint of one kind of optimizer and a state of another: told before anything changes, not by the next step."""
+"""A checkpoint of one kind of optimizer and a state of another: refused before anything changes."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from forge import content
 from torch import optim
 
 import flowstone as fs
+from forge import content
 
 Make = Callable[[list[torch.nn.Parameter]], optim.Optimizer]
 

@@ -1,4 +1,4 @@
-"""Optimizers that earlier releases of torch have saved: numbers in the place of tensors, which torch converts."""
+"""Optimizers saved by earlier releases of torch: numbers instead of tensors, which torch converts."""
 
 from __future__ import annotations
 
@@ -67,10 +67,10 @@ def test_numbers_become_tensors_as_in_torchs_own_load(tmp_path: Path, kind: str,
     for i in (3, 4):
         step(expected, theirs, i)
         step(target, ours, i)
-    for one, other in zip(expected.parameters(), target.parameters(), strict=True):
-        assert torch.equal(one, other)
-        assert theirs.state[one].keys() == ours.state[other].keys()
-        assert all(torch.equal(theirs.state[one][key], ours.state[other][key]) for key in theirs.state[one])
+    for param, other in zip(expected.parameters(), target.parameters(), strict=True):
+        assert torch.equal(param, other)
+        assert theirs.state[param].keys() == ours.state[other].keys()
+        assert all(torch.equal(theirs.state[param][key], ours.state[other][key]) for key in theirs.state[param])
 
 
 @pytest.mark.parametrize("shape", [(4, 6), (6, 4), (2, 2)])

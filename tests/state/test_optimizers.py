@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from reference import Checkpoint, fingerprint, load, save, stored
-from strategies import assert_same
 from torch import nn
 
 from flowstone.errors import CollisionError, StateError, UnsupportedStateError
-from flowstone.state import Difference, PerRank, Shard, describe, prepare
+from flowstone.state import PerRank, Shard, StateDifference, describe, prepare
+from strategies import assert_same
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -60,10 +60,10 @@ OPTIMIZERS: dict[str, Make] = {
 }
 
 
-def same(one: dict[str, object], other: dict[str, object]) -> None:
+def same(record: dict[str, object], other: dict[str, object]) -> None:
     """Compare models and optimizers of two states."""
-    assert_same(dict(one["model"].state_dict()), dict(other["model"].state_dict()))  # type: ignore[attr-defined]
-    a, b = (state["optimizer"].state_dict() for state in (one, other))  # type: ignore[attr-defined]
+    assert_same(dict(record["model"].state_dict()), dict(other["model"].state_dict()))  # type: ignore[attr-defined]
+    a, b = (state["optimizer"].state_dict() for state in (record, other))  # type: ignore[attr-defined]
     assert a["state"].keys() == b["state"].keys()
     for key in a["state"]:
         assert_same(dict(sorted(a["state"][key].items())), dict(sorted(b["state"][key].items())), f"state {key}")
@@ -158,20 +158,20 @@ def test_groups_in_another_order_get_their_own_settings() -> None:
     assert_same(dict(model.state_dict()), dict(state["model"].state_dict()))  # type: ignore[attr-defined]
 
 
-def differences(checkpoint: Checkpoint, target: dict[str, object]) -> list[Difference]:
+def differences(checkpoint: Checkpoint, target: dict[str, object]) -> list[StateDifference]:
     return list(prepare(target, stored(checkpoint)).differences)
 
 
 def test_a_group_without_match_is_a_difference_on_both_sides() -> None:
     checkpoint = save(trained(lambda m: adam(groups_of(m))))
     model = net()
-    found = differences(checkpoint, {"model": model, "optimizer": adam(model.parameters())})
-    assert [(d.kind, d.name) for d in found] == [
+    changes = differences(checkpoint, {"model": model, "optimizer": adam(model.parameters())})
+    assert [(d.kind, d.name) for d in changes] == [
         ("unexpected", "optimizer.param_groups.0"),
         ("unexpected", "optimizer.param_groups.1"),
         ("missing", "optimizer.param_groups.0"),
     ]
-    assert "a group of 3: model.0.bias, model.0.weight, model.2.weight" in found[2].expected
+    assert "a group of 3: model.0.bias, model.0.weight, model.2.weight" in changes[2].expected
 
 
 def test_identity_of_slots_and_groups_is_kept() -> None:
@@ -273,7 +273,7 @@ def test_settings_that_the_checkpoint_lacks_are_kept_and_noted() -> None:
     state["optimizer"].param_groups[0]["later"] = 5
     notes = load(checkpoint, state).notes
     assert state["optimizer"].param_groups[0]["later"] == 5
-    assert notes == ("optimizer.param_groups.0: later not in the checkpoint: left as is",)
+    assert notes == ("optimizer.param_groups.0: later not in the checkpoint: left unchanged",)
 
 
 def test_a_tied_parameter_is_found_under_each_of_its_names() -> None:
@@ -332,7 +332,7 @@ def test_a_parameter_without_name_is_refused_with_the_remedy() -> None:
 
 def test_two_parameters_of_one_name_are_refused() -> None:
     parameters = [("w", nn.Parameter(torch.ones(1)))], [("w", nn.Parameter(torch.ones(1)))]
-    optimizer = adam([{"params": one} for one in parameters])
+    optimizer = adam([{"params": parameter} for parameter in parameters])
     with pytest.raises(CollisionError, match="'w'"):
         describe({"optimizer": optimizer})
 
@@ -451,16 +451,16 @@ def test_a_load_state_dict_that_fails_is_named() -> None:
 )
 def test_another_kind_of_object_is_a_difference(other: object) -> None:
     model = net()
-    found = differences(
+    changes = differences(
         save({"model": model, "optimizer": other}), {"model": model, "optimizer": adam(model.parameters())}
     )
-    assert [(d.kind, d.name) for d in found] == [("kind", "optimizer")]
+    assert [(d.kind, d.name) for d in changes] == [("kind", "optimizer")]
 
 
 def test_an_absent_optimizer_is_a_difference() -> None:
     model = net()
-    found = differences(save({"model": model}), {"model": model, "optimizer": adam(model.parameters())})
-    assert [(d.kind, d.name) for d in found] == [("missing", "optimizer")]
+    changes = differences(save({"model": model}), {"model": model, "optimizer": adam(model.parameters())})
+    assert [(d.kind, d.name) for d in changes] == [("missing", "optimizer")]
 
 
 def test_renamed_modules_keep_their_slots() -> None:
@@ -551,8 +551,8 @@ def test_a_job_that_goes_on_keeps_its_slots_and_its_dictionaries() -> None:
     assert isinstance(optimizer, torch.optim.Optimizer)
     dictionaries, before = list(optimizer.state.values()), slots_of(target)
     load(save(source), target)
-    assert all(one is other for one, other in zip(optimizer.state.values(), dictionaries, strict=True))
-    assert all(one is other for one, other in zip(slots_of(target), before, strict=True))
+    assert all(first is other for first, other in zip(optimizer.state.values(), dictionaries, strict=True))
+    assert all(slot is other for slot, other in zip(slots_of(target), before, strict=True))
     assert_same(slots_of(target), slots_of(source))
 
 

@@ -1,4 +1,4 @@
-"""Values of every rank's own, and shards that are put together again."""
+"""Values of each rank's own, and shards that are joined again."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 from reference import Checkpoint, load, save
-from strategies import assert_same
 
 from flowstone.errors import UnsupportedStateError
 from flowstone.state import PerRank, Shard, describe, prepare
-from flowstone.state.records import Stored
+from flowstone.state.records import StoredState
 from flowstone.table.box import Box
+from strategies import assert_same
 
 
 def test_values_of_a_rank_come_back_to_it() -> None:
@@ -38,7 +38,7 @@ def test_a_scalar_of_a_rank_is_replaced_in_its_holder() -> None:
 
 def test_per_rank_below_the_top_is_refused() -> None:
     for nest in ({"a": PerRank(1)}, [PerRank(1)], PerRank(PerRank(1)), PerRank([PerRank(1)])):
-        with pytest.raises(UnsupportedStateError, match="top-level entry"):
+        with pytest.raises(UnsupportedStateError, match="at the top of the state"):
             describe({"s": nest})
 
 
@@ -91,5 +91,5 @@ def test_a_read_only_state_cannot_take_a_new_scalar() -> None:
     from types import MappingProxyType
 
     with pytest.raises(UnsupportedStateError, match="read-only"):
-        prepare(MappingProxyType({"n": 1}), Stored({}, {"n": 2}))
-    prepare(MappingProxyType({"l": [1]}), Stored({}, {"n": 2}))
+        prepare(MappingProxyType({"n": 1}), StoredState({}, {"n": 2}))
+    prepare(MappingProxyType({"l": [1]}), StoredState({}, {"n": 2}))

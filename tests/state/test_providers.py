@@ -1,4 +1,4 @@
-"""Providers: what they promise is checked, by provider and path, before anything is written or changed."""
+"""Providers: their promises are checked, with errors that name provider and path, before any write or change."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from reference import Checkpoint, load, save, stored
 
 import flowstone as fs
 from flowstone.errors import CollisionError, ProviderError, UnsupportedStateError
-from flowstone.format.objects import Provided, TensorRef
+from flowstone.format.objects import ProviderRecord, TensorRef
 from flowstone.state import describe, prepare
 from flowstone.table.box import Box
 
@@ -52,9 +52,9 @@ class Good(fs.Provider[Thing]):
         yield value.note
         yield value.size
 
-    def restore(self, value: Thing, found: Mapping[str, Any]) -> None:
-        assert set(found) == {"inner.table", "note"}
-        value.table, value.note = found["inner.table"], found["note"]
+    def restore(self, value: Thing, stored: Mapping[str, Any]) -> None:
+        assert set(stored) == {"inner.table", "note"}
+        value.table, value.note = stored["inner.table"], stored["note"]
 
 
 class Says(fs.Provider[Any]):
@@ -69,9 +69,9 @@ class Says(fs.Provider[Any]):
     def chunks(self, value: object) -> Any:
         return self._chunks() if callable(self._chunks) else self._chunks
 
-    def restore(self, value: object, found: Mapping[str, object]) -> None:
+    def restore(self, value: object, stored: Mapping[str, object]) -> None:
         if self._restore is not None:
-            self._restore(value, found)
+            self._restore(value, stored)
 
 
 def describe_all(state: Mapping[str, object]) -> None:
@@ -140,9 +140,9 @@ def test_a_decorator_registers_a_class_of_providers() -> None:
     class Provides(Good):
         kind = None
 
-    found = describe({"s": Mine()}).objects["s"]
-    assert isinstance(found, Provided)
-    assert found.kind.endswith("test_a_decorator_registers_a_class_of_providers.<locals>.Mine")
+    actual = describe({"s": Mine()}).objects["s"]
+    assert isinstance(actual, ProviderRecord)
+    assert actual.kind.endswith("test_a_decorator_registers_a_class_of_providers.<locals>.Mine")
     assert issubclass(Provides, fs.Provider)
 
 
@@ -192,7 +192,7 @@ PART = fs.Part("a", "float32", (2,))
 
 WRONG: dict[str, tuple[Any, Any, str]] = {
     "no parts": (None, (), "describe\\(\\) raised TypeError"),
-    "something else": (["a"], (), "describes what is not a part"),
+    "something else": (["a"], (), "describes something that is not a part"),
     "an empty name": ([fs.Part("", "float32", (2,))], [ONES], "a part named ''"),
     "an empty component": ([fs.Part("a..b", "float32", (2,))], [ONES], "a part named 'a..b'"),
     "a name that no index holds": ([fs.Part("a\0", "float32", (2,))], [ONES], "a part named 'a"),
@@ -210,7 +210,7 @@ WRONG: dict[str, tuple[Any, Any, str]] = {
         r"\[0:2\] and \[1:3\]",
     ),
     "boxes that overlap, others between them": (
-        [fs.Part("a", "float32", (4, 9), Box(at, (2, 2))) for at in ((0, 0), (0, 5), (1, 1), (2, 7))],
+        [fs.Part("a", "float32", (4, 9), Box(position, (2, 2))) for position in ((0, 0), (0, 5), (1, 1), (2, 7))],
         [torch.ones(2, 2)] * 4, r"\[0:2,0:2\] and \[1:3,1:3\]",
     ),
     "an empty tensor twice": ([fs.Part("a", "float32", (0,))] * 2, [torch.ones(0)] * 2, "boxes of 'a' that overlap"),
@@ -337,30 +337,30 @@ def test_what_a_checkpoint_and_an_object_do_not_share_is_listed_by_path() -> Non
     less = Says([fs.Part.of("fixed", ONES), fs.ObjectPart("new")], [ONES, 1])
     less.kind = "thing"
     with fs.register_provider(Thing, less):
-        found = differences({"t": Thing()})
-    assert sorted(found) == [("missing", "s.t.new"), ("unexpected", "s.t.note"), ("unexpected", "s.t.size")]
+        changes = differences({"t": Thing()})
+    assert sorted(changes) == [("missing", "s.t.new"), ("unexpected", "s.t.note"), ("unexpected", "s.t.size")]
 
 
 def test_a_checkpoint_needs_its_providers() -> None:
     with fs.register_provider(Thing, Good()):
         checkpoint = save({"s": {"t": Thing(1.0)}, "u": 1})
     target = {"s": {"t": Thing()}, "u": 0}
-    found = prepare(target, stored(checkpoint)).differences
-    assert [(d.kind, d.name) for d in found] == [("kind", "s.t")]
-    assert "'thing'" in found[0].found
-    assert "register_provider" in found[0].found
+    diffs = prepare(target, stored(checkpoint)).differences
+    assert [(d.kind, d.name) for d in diffs] == [("kind", "s.t")]
+    assert "'thing'" in diffs[0].stored
+    assert "register_provider" in diffs[0].stored
     other = Good()
     other.kind = "another"
     with fs.register_provider(Thing, other):
-        found = prepare(target, stored(checkpoint)).differences
-        assert [(d.kind, d.name, d.expected, d.found) for d in found] == [("kind", "s.t", "'another'", "'thing'")]
+        diffs = prepare(target, stored(checkpoint)).differences
+        assert [(d.kind, d.name, d.expected, d.stored) for d in diffs] == [("kind", "s.t", "'another'", "'thing'")]
     with fs.register_provider(Derived, Good()):
-        found = prepare(target, stored(checkpoint)).differences
-        assert "serves test_providers.Derived, not test_providers.Thing" in found[0].found
+        diffs = prepare(target, stored(checkpoint)).differences
+        assert "serves test_providers.Derived, not test_providers.Thing" in diffs[0].stored
 
 
 def test_nothing_is_restored_before_finish_and_failures_are_named() -> None:
-    def fails(value: object, found: object) -> None:
+    def fails(value: object, result: object) -> None:
         raise KeyError("inner")
 
     source, target = Thing(1.0), Thing()
@@ -393,8 +393,8 @@ def test_memory_in_blocks_is_one_tensor_of_several_boxes() -> None:
         def chunks(self, value: Blocks) -> Iterable[object]:
             return value.blocks
 
-        def restore(self, value: Blocks, found: Mapping[str, object]) -> None:
-            assert not found
+        def restore(self, value: Blocks, actual: Mapping[str, object]) -> None:
+            assert not actual
 
     with fs.register_provider(Blocks, Provides()):
         source = Blocks([3, 1, 4], fill=True)
@@ -407,8 +407,8 @@ def test_memory_in_blocks_is_one_tensor_of_several_boxes() -> None:
         for sizes in ([3, 1, 4], [8], [2, 6]):  # any blocks take what others saved
             target, own = Blocks(sizes), Blocks(sizes)
             load(checkpoint, {"s": target, "p": fs.PerRank([own])})
-            for one in (target, own):
-                assert np.concatenate(one.blocks).tolist() == np.arange(16).reshape(8, 2).tolist()
+            for item in (target, own):
+                assert np.concatenate(item.blocks).tolist() == np.arange(16).reshape(8, 2).tolist()
         with pytest.raises(CollisionError, match=r"s\.rows"):
             describe({"s": source, "s.rows": fs.Shard(torch.ones(1, 2), (8, 2), (0, 0))})
 
@@ -446,13 +446,13 @@ def test_a_read_only_array_of_a_provider_is_not_written() -> None:
 
 
 def test_read_only_memory_is_fine_where_lengths_are_the_checkpoints() -> None:
-    found: list[object] = []
+    collected: list[object] = []
     provider = Says(
-        [fs.Part("x", "uint8", (3,), resizable=True)], [b"abc"], lambda _, given: found.append(given["x"].tobytes())
+        [fs.Part("x", "uint8", (3,), resizable=True)], [b"abc"], lambda _, given: collected.append(given["x"].tobytes())
     )
     with fs.register_provider(Thing, provider):
         load(save({"s": Thing()}), {"s": Thing()})
-    assert found == [b"abc"]
+    assert collected == [b"abc"]
 
 
 def test_memory_of_an_object_and_a_tensor_of_the_state_are_tied() -> None:
@@ -486,7 +486,7 @@ def test_small_objects_are_made_after_all_tensors_were_taken_and_only_when_asked
     with fs.register_provider(Thing, Says([PART, fs.ObjectPart("b")], lambda: chunks(next(names)))):
         described = describe({"x": Thing(), "y": Thing()})
         assert made == ["a memory", "b memory"]
-        assert described.objects["x"] == Provided(
+        assert described.objects["x"] == ProviderRecord(
             "test_providers.Thing", {"a": TensorRef("x.a", "tensor")}, {"b": "a"}
         )
         assert made == ["a memory", "b memory", "a object", "b object"]
@@ -514,9 +514,9 @@ def test_described_objects_are_not_the_users() -> None:
 
 
 class Creates(Good):
-    def create(self, found: Mapping[str, Any]) -> Thing:
+    def create(self, result: Mapping[str, Any]) -> Thing:
         made = Thing()
-        made.fixed, made.table, made.note, made.size = (found[n] for n in ("fixed", "inner.table", "note", "size"))
+        made.fixed, made.table, made.note, made.size = (result[n] for n in ("fixed", "inner.table", "note", "size"))
         return made
 
 
@@ -525,8 +525,8 @@ def test_where_no_object_is_a_provider_may_make_one() -> None:
 
     with fs.register_provider(Thing, Good()):
         checkpoint = save({"s": Keeper(Thing(3.0))})
-        found = prepare({"s": Keeper()}, stored(checkpoint)).differences
-        assert [(d.kind, d.name) for d in found] == [("kind", "s.value")]
+        differences = prepare({"s": Keeper()}, stored(checkpoint)).differences
+        assert [(d.kind, d.name) for d in differences] == [("kind", "s.value")]
     target = Keeper()
     with fs.register_provider(Thing, Creates()):
         load(checkpoint, {"s": target})
@@ -552,8 +552,8 @@ def test_parts_of_a_rank_that_nobody_wants_are_listed() -> None:
     with fs.register_provider(Thing, Good()):
         checkpoint = save({"s": fs.PerRank(Thing())})
     with fs.register_provider(Thing, less):
-        found = prepare({"s": fs.PerRank(Thing())}, stored(checkpoint)).differences
-    assert sorted((d.kind, d.name) for d in found) == [("unexpected", "s@0.fixed"), ("unexpected", "s@0.inner.table")]
+        diffs = prepare({"s": fs.PerRank(Thing())}, stored(checkpoint)).differences
+    assert sorted((d.kind, d.name) for d in diffs) == [("unexpected", "s@0.fixed"), ("unexpected", "s@0.inner.table")]
 
 
 def test_no_call_for_each_tensor_is_made_where_no_provider_has_the_word() -> None:

@@ -1,4 +1,4 @@
-"""Quantised parameters of packages that do not say what they consist of, by classes that look like theirs."""
+"""Quantised parameters of packages that do not describe their parts, by classes that look like theirs."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ def test_a_tensor_with_a_scale_for_each_block_is_restored() -> None:
 def test_another_quantisation_is_a_difference() -> None:
     target = float8(0)
     target._fp8_dtype = "E5M2"
-    found = prepare({"w": target}, stored(save({"w": float8(1)}))).differences
-    assert [(one.kind, one.name) for one in found] == [("kind", "w.quantisation")]
+    differences = prepare({"w": target}, stored(save({"w": float8(1)}))).differences
+    assert [(difference.kind, difference.name) for difference in differences] == [("kind", "w.quantisation")]
 
 
 def test_a_class_of_such_a_package_that_is_not_known_is_refused_with_what_works() -> None:
@@ -81,4 +81,4 @@ def test_a_class_of_such_a_package_that_is_not_known_is_refused_with_what_works(
     with pytest.raises(UnsupportedStateError, match=r"'m\.weight'") as caught:
         save({"m": model})
     assert "if p.requires_grad" in str(caught.value)
-    save({"m": {name: one for name, one in model.named_parameters() if one.requires_grad}})
+    save({"m": {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}})

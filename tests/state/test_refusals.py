@@ -1,4 +1,4 @@
-"""What cannot be saved or loaded is refused by path, with the remedy, before anything changes."""
+"""Values that cannot be saved or loaded are refused by path, with the remedy, before anything changes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from reference import save, stored
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flowstone.errors import CollisionError, DamagedError, UnsupportedFormatError, UnsupportedStateError
-from flowstone.format.objects import DEPTH_MAX, Named, TensorRef
-from flowstone.state import Stored, StoredTensor, describe, prepare
-from flowstone.state.tensors import dtype_of, empty, memory_of
+from flowstone.format.objects import DEPTH_MAX, NamedConstant, TensorRef
+from flowstone.state import StoredState, TensorSpec, describe, prepare
 from flowstone.table.dtype import DTYPES
+from flowstone.torch.tensors import dtype_of, empty, memory_of
 
 
 class Subclass(torch.Tensor):
@@ -80,7 +80,7 @@ def test_what_cannot_be_saved_is_refused_by_path_with_a_remedy(name: str) -> Non
 
 @pytest.mark.parametrize("section", ["", "__x", "a@b", "a\0b", "\ud800", 3, None, ("a",)])
 def test_a_section_that_cannot_be_a_name_is_refused(section: object) -> None:
-    for call in (lambda state: describe(state), lambda state: prepare(state, Stored({}, {}))):
+    for call in (lambda state: describe(state), lambda state: prepare(state, StoredState({}, {}))):
         with pytest.raises(UnsupportedStateError, match="section"):
             call({section: 1})
 
@@ -115,7 +115,7 @@ def tensors_for(tree: object) -> object:
 @pytest.mark.parametrize(("state", "first", "second"), COLLISIONS)
 def test_two_paths_of_one_name_are_refused_with_both(state: dict[str, object], first: str, second: str) -> None:
     describe(state)  # without tensors there are no names
-    for call in (lambda state: describe(state), lambda state: prepare(state, Stored({}, {}))):
+    for call in (lambda state: describe(state), lambda state: prepare(state, StoredState({}, {}))):
         with pytest.raises(CollisionError) as caught:
             call(tensors_for(state))
         assert first in str(caught.value)
@@ -143,7 +143,7 @@ def test_depth_is_bounded() -> None:
     with pytest.raises(UnsupportedStateError, match="levels deep"):
         describe({"s": nested(DEPTH_MAX + 1)})
     with pytest.raises(UnsupportedStateError, match="levels deep"):
-        prepare({"s": nested(100_000)}, Stored({}, {}))
+        prepare({"s": nested(100_000)}, StoredState({}, {}))
 
 
 def test_a_value_twice_is_no_cycle() -> None:
@@ -171,26 +171,26 @@ def kinds(target: object, source: object) -> list[tuple[str, str]]:
 
 
 def test_differences_of_objects_are_all_listed() -> None:
-    one = torch.ones(1)
-    assert kinds({"t": one, "a": 1, "b": 2}, {"t": one}) == [("missing", "s.a"), ("missing", "s.b")]
-    assert kinds({"t": one}, {"t": one, "a": 1, "b": [2]}) == [("unexpected", "s.a"), ("unexpected", "s.b")]
-    assert kinds([one, 1, 2], [one]) == [("missing", "s.1"), ("missing", "s.2")]
-    assert kinds([one], [one, 1]) == [("unexpected", "s.1")]
-    assert kinds({"t": one, "x": {"y": one, "z": 1}}, {"t": one, "x": 3}) == [("kind", "s.x")]
-    assert kinds([one], {0: one}) == [("kind", "s")]
-    assert kinds((one, 1), [one, 2]) == []
-    assert kinds(OrderedDict(t=one, n=1), {"n": 2, "t": one}) == []
+    tensor = torch.ones(1)
+    assert kinds({"t": tensor, "a": 1, "b": 2}, {"t": tensor}) == [("missing", "s.a"), ("missing", "s.b")]
+    assert kinds({"t": tensor}, {"t": tensor, "a": 1, "b": [2]}) == [("unexpected", "s.a"), ("unexpected", "s.b")]
+    assert kinds([tensor, 1, 2], [tensor]) == [("missing", "s.1"), ("missing", "s.2")]
+    assert kinds([tensor], [tensor, 1]) == [("unexpected", "s.1")]
+    assert kinds({"t": tensor, "x": {"y": tensor, "z": 1}}, {"t": tensor, "x": 3}) == [("kind", "s.x")]
+    assert kinds([tensor], {0: tensor}) == [("kind", "s")]
+    assert kinds((tensor, 1), [tensor, 2]) == []
+    assert kinds(OrderedDict(t=tensor, n=1), {"n": 2, "t": tensor}) == []
 
 
 def test_tensors_that_are_missing_or_too_many_are_not_our_business() -> None:
-    one = torch.ones(1)
-    assert kinds({"t": one}, {"u": one}) == []
-    assert kinds({"t": one, "u": one}, {}) == []
-    assert kinds({"t": None}, {"t": one}) == []
-    assert kinds({}, {"t": one}) == []
-    assert kinds([], [one]) == []
-    assert kinds({"t": one}, {"t": 3}) == []
-    assert [piece.name for piece in prepared({"t": one}, {"t": 3}).pieces] == ["s.t"]  # type: ignore[attr-defined]
+    tensor = torch.ones(1)
+    assert kinds({"t": tensor}, {"u": tensor}) == []
+    assert kinds({"t": tensor, "u": tensor}, {}) == []
+    assert kinds({"t": None}, {"t": tensor}) == []
+    assert kinds({}, {"t": tensor}) == []
+    assert kinds([], [tensor]) == []
+    assert kinds({"t": tensor}, {"t": 3}) == []
+    assert [piece.name for piece in prepared({"t": tensor}, {"t": 3}).pieces] == ["s.t"]  # type: ignore[attr-defined]
 
 
 def test_one_object_in_two_places_cannot_take_two_values() -> None:
@@ -214,39 +214,39 @@ def test_one_object_in_two_places_cannot_take_two_values() -> None:
 
 def test_a_missing_section_is_a_difference_when_it_holds_objects() -> None:
     state = {"n": 1, "d": {"x": 1}, "t": torch.ones(1), "m": torch.nn.Linear(1, 1)}
-    found = prepare(state, Stored({}, {})).differences
-    assert [(d.kind, d.name) for d in found] == [("missing", "n"), ("missing", "d")]
+    differences = prepare(state, StoredState({}, {})).differences
+    assert [(d.kind, d.name) for d in differences] == [("missing", "n"), ("missing", "d")]
 
 
 def test_objects_that_refer_to_absent_tensors_differ() -> None:
-    found = prepare({"d": deque()}, Stored({}, {"d": deque([TensorRef("d.0", "tensor")])})).differences
-    assert [(d.kind, d.name) for d in found] == [("missing", "d.0")]
+    differences = prepare({"d": deque()}, StoredState({}, {"d": deque([TensorRef("d.0", "tensor")])})).differences
+    assert [(d.kind, d.name) for d in differences] == [("missing", "d.0")]
 
 
 @pytest.mark.parametrize("kind", ["bytes", "bytearray", "ndarray"])
 def test_objects_that_refer_to_tensors_of_another_kind_are_damage(kind: str) -> None:
-    tensors = {"d.0": StoredTensor(DTYPES["bfloat16"], (2,))}
+    tensors = {"d.0": TensorSpec(DTYPES["bfloat16"], (2,))}
     with pytest.raises(DamagedError, match=r"d\.0"):
-        prepare({"d": deque()}, Stored(tensors, {"d": deque([TensorRef("d.0", kind)])}))  # type: ignore[arg-type]
+        prepare({"d": deque()}, StoredState(tensors, {"d": deque([TensorRef("d.0", kind)])}))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("constant", "error"),
     [
-        (Named("torch.dtype", "nn"), UnsupportedFormatError),
-        (Named("torch.dtype", "float5"), UnsupportedFormatError),
-        (Named("torch.layout", "float32"), UnsupportedFormatError),
-        (Named("torch.device", "abacus:1"), UnsupportedFormatError),
-        (Named("torch.Size", "1,x"), DamagedError),
-        (Named("numpy.dtype", "O"), UnsupportedFormatError),
-        (Named("numpy.dtype", "floaty32"), UnsupportedFormatError),
-        (Named("os.system", "true"), UnsupportedFormatError),
+        (NamedConstant("torch.dtype", "nn"), UnsupportedFormatError),
+        (NamedConstant("torch.dtype", "float5"), UnsupportedFormatError),
+        (NamedConstant("torch.layout", "float32"), UnsupportedFormatError),
+        (NamedConstant("torch.device", "abacus:1"), UnsupportedFormatError),
+        (NamedConstant("torch.Size", "1,x"), DamagedError),
+        (NamedConstant("numpy.dtype", "O"), UnsupportedFormatError),
+        (NamedConstant("numpy.dtype", "floaty32"), UnsupportedFormatError),
+        (NamedConstant("os.system", "true"), UnsupportedFormatError),
     ],
 )
-def test_unknown_constants_are_refused_before_anything_changes(constant: Named, error: type[Exception]) -> None:
+def test_unknown_constants_are_refused_before_anything_changes(constant: NamedConstant, error: type[Exception]) -> None:
     for node in (constant, [constant], {"k": constant}, {constant: 1}, {constant}, (1, frozenset({constant}))):
         with pytest.raises(error, match="'s"):
-            prepare({"s": 1}, Stored({}, {"s": node}))
+            prepare({"s": 1}, StoredState({}, {"s": node}))
 
 
 def test_tensors_for_results_have_the_dtype_and_shape() -> None:
@@ -262,8 +262,10 @@ def test_tensors_for_results_have_the_dtype_and_shape() -> None:
         dtype_of(quantized())
 
 
-@pytest.mark.parametrize("constant", [Named("torch.device", "abacus:1"), Named("numpy.dtype", "floaty32")])
-def test_why_torch_or_numpy_refuses_a_constant_is_kept(constant: Named) -> None:
+@pytest.mark.parametrize(
+    "constant", [NamedConstant("torch.device", "abacus:1"), NamedConstant("numpy.dtype", "floaty32")]
+)
+def test_why_torch_or_numpy_refuses_a_constant_is_kept(constant: NamedConstant) -> None:
     with pytest.raises(UnsupportedFormatError) as caught:
-        prepare({"s": 1}, Stored({}, {"s": constant}))
+        prepare({"s": 1}, StoredState({}, {"s": constant}))
     assert isinstance(caught.value.__cause__, RuntimeError | TypeError)

@@ -1,4 +1,4 @@
-"""Whatever optimizer, scheduler and flow: a run resumes bit for bit as from torch.save, or is refused by name."""
+"""With any optimizer, scheduler and flow, a run resumes bit for bit as from torch.save, or is refused by name."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _ENDS = ("equal", "refused: ", "torch ", "reads without")
 def check(case: Case, path: Path) -> str:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, of schedulers and of its own checkpoints
-        found = outcome(case, path)
-    assert found.startswith(_ENDS), f"{case}: {found}"
-    return found
+        name = outcome(case, path)
+    assert name.startswith(_ENDS), f"{case}: {name}"
+    return name
 
 
 def test_a_sample_of_the_matrix_resumes_as_from_torch_save(tmp_path: Path) -> None:
     chosen = sample(_SEED, _SAMPLE)
     for field, values in enumerate((OPTIMIZERS, SCHEDULERS, SETTINGS, FLOWS)):
         assert {case[field] for case in chosen} == set(values)
-    found = [check(case, tmp_path / str(i)) for i, case in enumerate(chosen)]
-    assert sum(one.startswith("equal") for one in found) > 0.8 * _SAMPLE, "few say nothing"
+    actual = [check(case, tmp_path / str(i)) for i, case in enumerate(chosen)]
+    assert sum(name.startswith("equal") for name in actual) > 0.8 * _SAMPLE, "few say nothing"
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

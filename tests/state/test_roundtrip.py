@@ -1,4 +1,4 @@
-"""Any state within the supported types survives, bit for bit, and describing it changes nothing."""
+"""Any state of supported types is restored bit for bit, and describing it changes nothing."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from reference import Checkpoint, fingerprint, load, save, stored
-from strategies import TORCH_DTYPES, assert_same, blank, raw_bytes, states, tensors
 
 from flowstone.state import PerRank, Shard, describe, prepare
-from flowstone.state.tensors import empty
 from flowstone.table.dtype import DTYPES
+from flowstone.torch.tensors import empty
+from strategies import TORCH_DTYPES, assert_same, blank, raw_bytes, states, tensors
 
 SLOW = settings(
     max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
@@ -180,7 +180,7 @@ def test_plain_containers_keep_their_identity() -> None:
     load(save(saved), state)
     assert_same(state, saved)
     now = [state["a"], state["a"]["b"], state["a"]["l"], state["a"]["l"][0], state["s"], state["c"]]  # type: ignore[index]
-    assert all(one is other for one, other in zip(held, now, strict=True))
+    assert all(first is other for first, other in zip(held, now, strict=True))
 
 
 def test_a_container_in_two_places_takes_two_values_apart() -> None:
@@ -309,9 +309,9 @@ def test_the_fingerprint_sees_every_change() -> None:
 
 def test_read_only_arrays_are_replaced_by_read_only_arrays() -> None:
     def made(first: float) -> dict[str, object]:
-        arrays = [np.full((2, 3), first + at) for at in range(4)]
-        for one in arrays:
-            one.setflags(write=False)
+        arrays = [np.full((2, 3), first + index) for index in range(4)]
+        for array in arrays:
+            array.setflags(write=False)
         packed = np.frombuffer(np.full(3, first).tobytes())
         return {
             "top": arrays[0], "inside": {"list": [arrays[1], 1], "tuple": (arrays[2], "x")},
@@ -323,13 +323,13 @@ def test_read_only_arrays_are_replaced_by_read_only_arrays() -> None:
     load(save(source), target)
     assert (target["shard"], target["inside"]) == (shard, inside)
     assert target["top"] is not before
-    found, expected = ([
+    actual, expected = ([
         state["top"], state["inside"]["list"][0], state["inside"]["tuple"][0],  # type: ignore[index]
         state["shard"].tensor, state["own"].value, state["backwards"]["v"],  # type: ignore[attr-defined, index]
     ] for state in (target, source))
-    for one, other in zip(found, expected, strict=True):
-        assert np.array_equal(one, other)
-        assert not one.flags.writeable
+    for array, other in zip(actual, expected, strict=True):
+        assert np.array_equal(array, other)
+        assert not array.flags.writeable
 
 
 @pytest.mark.parametrize("target", [np.frombuffer(bytes(16)), np.frombuffer(bytes(24), np.float32)])

@@ -1,4 +1,4 @@
-"""Boxes of shards: against torch's own splitting, and against the flat order of elements."""
+"""Boxes of shards: compared with torch's own splitting, and with the flat order of elements."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
-from flowstone.state.shards import Split, boxes_of, flat_boxes, runs_of
 from flowstone.table.box import Box
+from flowstone.torch.shards import DimensionSplit, boxes_of, flat_boxes, runs_of
 
 LENGTHS = st.integers(0, 40)
 SPLITS = st.lists(st.tuples(st.integers(1, 5), st.integers(1, 4)), max_size=3)  # (parts, factor)
@@ -34,7 +34,9 @@ def by_torch(length: int, splits: list[tuple[int, int]], coordinate: tuple[int, 
 def test_runs_are_what_torch_leaves_to_each_rank(length: int, splits: list[tuple[int, int]]) -> None:
     every: list[int] = []
     for coordinate in itertools.product(*(range(parts) for parts, _ in splits)):
-        ours = tuple(Split(parts, mine, factor) for (parts, factor), mine in zip(splits, coordinate, strict=True))
+        ours = tuple(
+            DimensionSplit(parts, mine, factor) for (parts, factor), mine in zip(splits, coordinate, strict=True)
+        )
         held = [i for begin, stop in runs_of(length, ours) for i in range(begin, stop)]
         expected = by_torch(length, splits, coordinate)
         assert expected is None or held == expected
@@ -53,8 +55,8 @@ def test_boxes_are_where_the_local_tensor_has_them(dims: list[tuple[int, list[tu
     per_dim = [list(itertools.product(*(range(parts) for parts, _ in splits))) for _, splits in dims]
     for coordinate in itertools.product(*per_dim):
         splits = [
-            tuple(Split(parts, mine, factor) for (parts, factor), mine in zip(of, at, strict=True))
-            for (_, of), at in zip(dims, coordinate, strict=True)
+            tuple(DimensionSplit(parts, mine, factor) for (parts, factor), mine in zip(of, position, strict=True))
+            for (_, of), position in zip(dims, coordinate, strict=True)
         ]
         held = [
             [i for begin, stop in runs_of(n, of) for i in range(begin, stop)]
@@ -79,11 +81,11 @@ def test_a_flat_range_is_few_dense_boxes_in_order(shape: list[int], data: st.Dat
     begin = data.draw(st.integers(0, total))
     stop = data.draw(st.integers(begin, total))
     whole = np.arange(total).reshape(shape)
-    found = list(flat_boxes(shape, begin, stop))
-    assert len(found) <= max(1, 2 * len(shape) - 1)
-    flat = [value for box, _ in found for value in whole[_slices(box)].reshape(-1).tolist()]
+    actual = list(flat_boxes(shape, begin, stop))
+    assert len(actual) <= max(1, 2 * len(shape) - 1)
+    flat = [value for box, _ in actual for value in whole[_slices(box)].reshape(-1).tolist()]
     assert flat == list(range(begin, stop))
-    assert [at for _, at in found] == [flat.index(int(whole[box.offset])) for box, _ in found]
+    assert [offset for _, offset in actual] == [flat.index(int(whole[box.offset])) for box, _ in actual]
 
 
 def test_a_range_outside_of_the_tensor_is_refused() -> None:
@@ -95,10 +97,10 @@ def test_a_range_outside_of_the_tensor_is_refused() -> None:
 
 def test_fsdp_over_tensor_parallelism() -> None:
     """The example of torch's own documentation: rank (1, 0) of a 2 x 2 mesh has rows 2 and 3, not 4 and 5."""
-    found = boxes_of((8, 8), [(Split(2, 1, factor=2), Split(2, 0)), ()])
-    assert [box for box, _ in found] == [Box((2, 0), (2, 8))]
+    actual = boxes_of((8, 8), [(DimensionSplit(2, 1, factor=2), DimensionSplit(2, 0)), ()])
+    assert [box for box, _ in actual] == [Box((2, 0), (2, 8))]
 
 
 def test_a_strided_shard_alone_is_several_boxes() -> None:
-    found = list(boxes_of((8,), [(Split(2, 1, factor=2),)]))
-    assert [(box.offset, box.shape, inside.offset) for box, inside in found] == [((2,), (2,), (0,)), ((6,), (2,), (2,))]
+    boxes = list(boxes_of((8,), [(DimensionSplit(2, 1, factor=2),)]))
+    assert [(box.offset, box.shape, inside.offset) for box, inside in boxes] == [((2,), (2,), (0,)), ((6,), (2,), (2,))]

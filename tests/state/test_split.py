@@ -1,4 +1,4 @@
-"""Tensor subclasses are saved as the tensors that they are made of, and restored into them."""
+"""Tensor subclasses are saved as their inner tensors, and restored into them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from quantised import Momentum8, Net, RowInt8
 from reference import Checkpoint, fingerprint, load, save, stored
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -16,6 +15,7 @@ import flowstone as fs
 from flowstone.errors import ProviderError, UnsupportedStateError
 from flowstone.format.objects import TensorRef
 from flowstone.state import describe, prepare
+from quantised import Momentum8, Net, RowInt8
 
 
 def two(seed: int = 0, rows: int = 3) -> TwoTensor:
@@ -23,14 +23,14 @@ def two(seed: int = 0, rows: int = 3) -> TwoTensor:
     return TwoTensor(torch.randn(rows, 4, generator=made), torch.randn(rows, 4, generator=made))
 
 
-def same(one: object, other: object) -> bool:
+def same(value: object, other: object) -> bool:
     """Bit for bit, in all components."""
-    assert type(one) is type(other)
-    if isinstance(one, torch.Tensor) and hasattr(one, "__tensor_flatten__"):
-        names, context = one.__tensor_flatten__()
+    assert type(value) is type(other)
+    if isinstance(value, torch.Tensor) and hasattr(value, "__tensor_flatten__"):
+        names, context = value.__tensor_flatten__()
         assert (names, context) == other.__tensor_flatten__()  # type: ignore[attr-defined]
-        return all(same(getattr(one, name), getattr(other, name)) for name in names)
-    return torch.equal(one, other)  # type: ignore[arg-type]
+        return all(same(getattr(value, name), getattr(other, name)) for name in names)
+    return torch.equal(value, other)  # type: ignore[arg-type]
 
 
 def kinds(target: object, checkpoint: Checkpoint) -> list[tuple[str, str]]:
@@ -69,7 +69,7 @@ def test_components_are_restored_in_place(make: Any, hold: Any) -> None:
 
 def test_names_are_those_of_the_components() -> None:
     model = Net()
-    described = describe({"model": model, "o": torch.optim.SGD([{"params": [one]} for one in model.parameters()])})
+    described = describe({"model": model, "o": torch.optim.SGD([{"params": [param]} for param in model.parameters()])})
     assert [piece.name for piece in described.pieces] == [
         "model.base.weight.codes", "model.base.weight.scale", "model.base.bias", "model.head.weight", "model.head.bias",
     ]
@@ -108,10 +108,10 @@ def test_slots_of_a_type_that_nobody_registered_are_a_difference() -> None:
     checkpoint = save({"model": model, "optimizer": optimizer})
     other = Net(1)
     fresh = Momentum8([p for p in other.parameters() if p.requires_grad])
-    found = prepare({"model": other, "optimizer": fresh}, stored(checkpoint)).differences
-    assert [(d.kind, d.name) for d in found] == [("kind", "optimizer.state.model.head.weight.momentum")]
-    assert "quantised.RowInt8" in found[0].found
-    assert "register" in found[0].found
+    differences = prepare({"model": other, "optimizer": fresh}, stored(checkpoint)).differences
+    assert [(d.kind, d.name) for d in differences] == [("kind", "optimizer.state.model.head.weight.momentum")]
+    assert "quantised.RowInt8" in differences[0].stored
+    assert "register" in differences[0].stored
 
 
 def test_a_dense_slot_and_a_split_one_are_not_the_same() -> None:
@@ -121,8 +121,8 @@ def test_a_dense_slot_and_a_split_one_are_not_the_same() -> None:
     name = "optimizer.state.model.head.weight.momentum"
     state, plain = {"model": model, "optimizer": optimizer}, {"model": other, "optimizer": target}
     for here, there in ((state, plain), (plain, state)):
-        found = prepare(here, stored(save(there))).differences
-        assert [(d.kind, d.name) for d in found] == [("kind", name)]
+        differences = prepare(here, stored(save(there))).differences
+        assert [(d.kind, d.name) for d in differences] == [("kind", name)]
 
 
 def test_a_plain_tensor_and_a_component_of_the_same_memory_are_tied() -> None:
@@ -157,9 +157,9 @@ def test_a_graph_that_saved_the_old_values_notices() -> None:
     target = {"s": two()}
     leaf = torch.ones(3, 4, requires_grad=True)
     product = (leaf * target["s"].a).sum()
-    versions = [one._version for one in (target["s"], target["s"].a, target["s"].b)]
+    versions = [item._version for item in (target["s"], target["s"].a, target["s"].b)]
     load(save({"s": two(1)}), target)
-    now = [one._version for one in (target["s"], target["s"].a, target["s"].b)]
+    now = [item._version for item in (target["s"], target["s"].a, target["s"].b)]
     assert all(after > before for before, after in zip(versions, now, strict=True))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         product.backward()
@@ -171,9 +171,9 @@ def test_what_differs_is_listed_by_path_and_nothing_changes() -> None:
     unsigned = RowInt8(codes.codes, codes.scale, torch.float32, signed=False)
     target = {"w": unsigned, "n": 1, "t": torch.ones(1)}
     before = fingerprint(codes.codes, codes.scale)
-    found = prepare({"s": target}, stored(checkpoint)).differences
-    assert [(d.kind, d.name) for d in found] == [("kind", "s.w.outer")]
-    assert (found[0].expected, found[0].found) == ("context signed False", "context signed True")
+    differences = prepare({"s": target}, stored(checkpoint)).differences
+    assert [(d.kind, d.name) for d in differences] == [("kind", "s.w.outer")]
+    assert (differences[0].expected, differences[0].stored) == ("context signed False", "context signed True")
     assert fingerprint(codes.codes, codes.scale) == before
     wider = {"w": RowInt8.of(torch.randn(3, 5)), "n": 1, "t": torch.ones(1)}
     assert kinds(wider, checkpoint) == [("kind", "s.w.outer")]  # and the codes' shape, which is found with all tensors'
@@ -187,8 +187,8 @@ def test_a_quantised_parameter_and_a_dense_one_differ_by_path() -> None:
     dense = Net(1)
     dense.base.weight = torch.nn.Parameter(torch.ones(5, 6))
     for here, there in ((Net(), dense), (dense, Net())):
-        found = prepare({"m": here}, stored(save({"m": there}))).differences
-        assert [(d.name, d.kind in ("kind", "missing")) for d in found] == [("m.base.weight", True)]
+        differences = prepare({"m": here}, stored(save({"m": there}))).differences
+        assert [(d.name, d.kind in ("kind", "missing")) for d in differences] == [("m.base.weight", True)]
 
 
 def test_a_state_dict_and_its_module_load_each_other() -> None:
@@ -284,15 +284,15 @@ def test_enumerations_and_dataclasses_in_a_context_are_compared() -> None:
 def test_no_tensor_is_made_of_a_context_that_a_file_cannot_tell() -> None:
     with fs.register_provider(Told, fs.SplitTensor(Told)):
         checkpoint = save({"s": Keeper(told(Recipe(Grain.ROW)))})
-        found = prepare({"s": Keeper()}, stored(checkpoint)).differences
-        assert [(d.kind, d.name) for d in found] == [("kind", "s.value")]
-        assert "test_split.Recipe" in found[0].found
+        differences = prepare({"s": Keeper()}, stored(checkpoint)).differences
+        assert [(d.kind, d.name) for d in differences] == [("kind", "s.value")]
+        assert "test_split.Recipe" in differences[0].stored
         nested = save({"s": Keeper(told(None, two(), two()))})
-        assert "themselves made of tensors" in prepare({"s": Keeper()}, stored(nested)).differences[0].found
+        assert "themselves made of tensors" in prepare({"s": Keeper()}, stored(nested)).differences[0].stored
     base = save({"s": Keeper(two())})
     base.objects["s"] = base.objects["s"].replace('"type": "torch.testing._internal.two_tensor.', '"type": "')
     with fs.register_provider(TwoTensor, fs.SplitTensor(TwoTensor)):
-        assert "it is a TwoTensor" in prepare({"s": Keeper()}, stored(base)).differences[0].found
+        assert "it is a TwoTensor" in prepare({"s": Keeper()}, stored(base)).differences[0].stored
 
 
 def test_a_context_that_cannot_be_stored_is_refused_by_path() -> None:

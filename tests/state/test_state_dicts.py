@@ -1,4 +1,4 @@
-"""The idiom of torch.save: state_dict()s in the place of objects. Told once, and loaded into live objects, too."""
+"""The idiom of torch.save: state_dict()s instead of objects. Reported once, and also loaded into live objects."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def store(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def _nothing_told_yet() -> None:
-    state_dicts.warn_of_save.cache_clear()
-    state_dicts.warn_of_load.cache_clear()
+    state_dicts.warn_state_dict_saved.cache_clear()
+    state_dicts.warn_state_dict_loaded.cache_clear()
 
 
 def model(seed: int = 0) -> torch.nn.Module:
@@ -87,7 +87,7 @@ def test_what_state_dicts_were_saved_of_is_brought_back_in_live_objects(store: P
     assert mine["state"].keys() == theirs["state"].keys()
     train(module, optimizer, 3)
     train(fresh, again, 3)
-    assert all(torch.equal(one, other) for one, other in zip(module.parameters(), fresh.parameters(), strict=True))
+    assert all(torch.equal(param, other) for param, other in zip(module.parameters(), fresh.parameters(), strict=True))
     with fs.Checkpointer(store) as checkpointer:
         checkpointer.save(6, {"model": fresh, "optimizer": again, "step": 6})
         checkpointer.load({"model": module, "optimizer": optimizer, "step": 0})
@@ -100,8 +100,8 @@ def test_named_parameters_are_found_by_their_names_in_another_order(store: Path)
     with fs.Checkpointer(store) as checkpointer:
         report = checkpointer.load({"model": fresh, "optimizer": again, "step": 0})
     assert "by name" in " ".join(report.notes)
-    for one, other in zip(module.parameters(), fresh.parameters(), strict=True):
-        assert torch.equal(optimizer.state[one]["exp_avg"], again.state[other]["exp_avg"])
+    for parameter, other in zip(module.parameters(), fresh.parameters(), strict=True):
+        assert torch.equal(optimizer.state[parameter]["exp_avg"], again.state[other]["exp_avg"])
 
 
 def test_names_of_another_model_are_refused(store: Path) -> None:
@@ -128,7 +128,7 @@ def test_an_order_that_cannot_be_the_same_is_refused_and_changes_nothing(store: 
     with fs.Checkpointer(store) as checkpointer, pytest.raises(fs.MismatchError) as caught:
         checkpointer.load({"model": fresh, "optimizer": make(fresh)})
     assert says in str(caught.value)
-    assert all(torch.equal(fresh.state_dict()[name], one) for name, one in before.items())
+    assert all(torch.equal(fresh.state_dict()[name], tensor) for name, tensor in before.items())
 
 
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "_orig_mod.module."])
@@ -146,7 +146,7 @@ def test_state_dicts_of_wrapped_modules_are_brought_back_in_bare_ones(store: Pat
         fresh = model(seed=1)
         report = checkpointer.load({"model": fresh})
     assert (f"model.{prefix}0.weight", "model.0.weight") in report.renamed
-    assert all(torch.equal(one, other) for one, other in zip(module.parameters(), fresh.parameters(), strict=True))
+    assert all(torch.equal(param, other) for param, other in zip(module.parameters(), fresh.parameters(), strict=True))
 
 
 def test_state_dicts_by_names_are_brought_back_too(store: Path) -> None:
@@ -164,7 +164,7 @@ def test_state_dicts_by_names_are_brought_back_too(store: Path) -> None:
         checkpointer.load({"model": fresh, "optimizer": again})
     train(module, optimizer, 1)
     train(fresh, again, 1)
-    assert all(torch.equal(one, other) for one, other in zip(module.parameters(), fresh.parameters(), strict=True))
+    assert all(torch.equal(param, other) for param, other in zip(module.parameters(), fresh.parameters(), strict=True))
 
 
 # The other way round
@@ -205,8 +205,8 @@ def test_state_dicts_are_loaded_in_place_into_ones_of_the_same_form(
     state = idiom(fresh, again)
     with fs.Checkpointer(store) as checkpointer:
         checkpointer.load(state)
-    assert "give it to the optimizer's load_state_dict()" in caplog.text
-    assert all(torch.equal(one, other) for one, other in zip(module.parameters(), fresh.parameters(), strict=True))
+    assert "pass the dict to the optimizer's load_state_dict()" in caplog.text
+    assert all(torch.equal(param, other) for param, other in zip(module.parameters(), fresh.parameters(), strict=True))
     again.load_state_dict(state["optimizer"])  # type: ignore[arg-type]
     assert again.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
 
@@ -220,8 +220,8 @@ def test_a_save_of_state_dicts_is_told_once_with_what_to_write_instead(
     module = model()
     optimizer = OPTIMIZERS["adamw"](module)
     with caplog.at_level(logging.WARNING, logger="flowstone"):
-        for at in ("one", "two"):
-            with fs.Checkpointer(store / at) as checkpointer:
+        for position in ("one", "two"):
+            with fs.Checkpointer(store / position) as checkpointer:
                 checkpointer.save(1, idiom(module, optimizer))
                 checkpointer.save(2, idiom(module, optimizer))
     (message,) = caplog.messages
@@ -246,7 +246,7 @@ def test_a_save_of_state_dicts_is_told_once_with_what_to_write_instead(
 )
 def test_where_they_lie_is_told(state: Callable[..., dict[str, object]], says: str) -> None:
     module = model()
-    assert state_dicts.found_in(state(module, OPTIMIZERS["adamw"](module))) == says
+    assert state_dicts.find_state_dicts(state(module, OPTIMIZERS["adamw"](module))) == says
 
 
 def test_a_section_that_is_called_otherwise_says_what_there_is(store: Path) -> None:

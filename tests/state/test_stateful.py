@@ -1,4 +1,4 @@
-"""Schedulers, scalers, loaders: anything with state_dict and load_state_dict."""
+"""Schedulers, scalers, loaders: any object with state_dict and load_state_dict."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from reference import load, save, stored
-from strategies import assert_same
 from torch.optim import lr_scheduler
 
 import flowstone as fs
 from flowstone.errors import DamagedError, StateError, UnsupportedStateError
 from flowstone.state import describe, prepare
+from strategies import assert_same
 
 
 class Warmup:
@@ -156,8 +156,8 @@ def test_nothing_is_loaded_before_finish() -> None:
 
 
 def test_an_absent_object_is_a_difference() -> None:
-    found = prepare({"a": Recorder("a")}, stored(save({}))).differences
-    assert [(d.kind, d.name) for d in found] == [("missing", "a")]
+    differences = prepare({"a": Recorder("a")}, stored(save({}))).differences
+    assert [(d.kind, d.name) for d in differences] == [("missing", "a")]
 
 
 class Broken(Recorder):

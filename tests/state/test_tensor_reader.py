@@ -1,4 +1,4 @@
-"""What DLPack's functions say of tensors is what torch's methods say."""
+"""DLPack's functions report the same about tensors as torch's methods."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 
 import flowstone as fs
 from flowstone import _native
-from flowstone.state import tensors
-from flowstone.state.tensors import TORCH_DTYPES, empty
+from flowstone.torch import tensors
+from flowstone.torch.tensors import TORCH_DTYPES, empty
 
 EXCHANGE = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
 needs_exchange = pytest.mark.skipif(EXCHANGE is None, reason="this torch has no DLPack functions")
@@ -20,7 +20,7 @@ needs_exchange = pytest.mark.skipif(EXCHANGE is None, reason="this torch has no 
 def kinds() -> dict[str, torch.Tensor]:
     """Of each kind of dense tensor one."""
     base = torch.arange(24.0).view(2, 3, 4)
-    found = {
+    kinds = {
         "whole": base, "number": torch.tensor(3), "empty": torch.empty(0), "empty in the middle": torch.empty(2, 0, 3),
         "transposed": base.transpose(0, 2), "columns": base[:, :, 1:3], "a row": base[1], "every second": base[:, ::2],
         "expanded": torch.ones(1, 3).expand(4, 3), "expanded by one": torch.ones(3).expand(1, 3),
@@ -31,18 +31,18 @@ def kinds() -> dict[str, torch.Tensor]:
         "conjugate": torch.ones(3, dtype=torch.complex64).conj(),
         "freed": torch.ones(8), "64 dimensions": torch.ones([1] * 64),
     }
-    found["freed"].untyped_storage().resize_(0)
+    kinds["freed"].untyped_storage().resize_(0)
     with torch.inference_mode():
-        found["of inference"] = torch.ones(4)
-    return found
+        kinds["of inference"] = torch.ones(4)
+    return kinds
 
 
 @needs_exchange
 @pytest.mark.parametrize("name", kinds())
 def test_a_tensor_is_read_as_by_its_methods(name: str) -> None:
-    one = kinds()[name]
-    address, types, shapes, odd, is_complex, number, devices = tensors._reader()([one])  # type: ignore[misc]
-    expected = tensors._read_each([one])
+    kind = kinds()[name]
+    address, types, shapes, odd, is_complex, number, devices = tensors._reader()([kind])  # type: ignore[misc]
+    expected = tensors._read_each([kind])
     assert (number.tolist(), devices) == (expected[5].tolist(), expected[6]) == ([-1], [])
     assert (address.dtype, address.tolist()) == (np.uint64, expected[0].tolist())
     assert (types, [tuple(shape) for shape in shapes], odd, is_complex) == (
@@ -54,9 +54,9 @@ def test_a_tensor_is_read_as_by_its_methods(name: str) -> None:
 def test_every_type_is_read_as_itself_or_not_at_all() -> None:
     known = 0
     for own, dtype in TORCH_DTYPES.items():
-        found = tensors._reader()([empty(dtype, (2, 3))])
-        assert found is None or (found[1], found[2]) == ([dtype], [(2, 3)]), own
-        known += found is not None
+        actual = tensors._reader()([empty(dtype, (2, 3))])
+        assert actual is None or (actual[1], actual[2]) == ([dtype], [(2, 3)]), own
+        known += actual is not None
     assert known >= 14
 
 
@@ -65,12 +65,12 @@ def test_deterministic_torch_which_cannot_make_all_types_reads_as_well() -> None
     tensors._samples.cache_clear()
     torch.use_deterministic_algorithms(True)
     try:
-        found = tensors._reader()([torch.ones(3), torch.ones(2, dtype=torch.int8)])
+        actual = tensors._reader()([torch.ones(3), torch.ones(2, dtype=torch.int8)])
     finally:
         torch.use_deterministic_algorithms(False)
         tensors._samples.cache_clear()
-    assert found is not None
-    assert [dtype.name for dtype in found[1]] == ["float32", "int8"]
+    assert actual is not None
+    assert [dtype.name for dtype in actual[1]] == ["float32", "int8"]
 
 
 @needs_exchange
@@ -92,10 +92,10 @@ def test_without_a_sample_of_each_type_torch_is_asked(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.Tensor, "view", _raises)
     try:
         assert tensors._reader()([torch.ones(3)]) is None
-        found = tensors.columns([torch.ones(3)], ["a"], hold=True)
+        actual = tensors.columns([torch.ones(3)], ["a"], hold=True)
     finally:
         tensors._samples.cache_clear()
-    assert [dtype.name for dtype in found.dtypes] == ["float32"]
+    assert [dtype.name for dtype in actual.dtypes] == ["float32"]
 
 
 def _raises(*_: object) -> None:
@@ -104,10 +104,10 @@ def _raises(*_: object) -> None:
 
 @needs_exchange
 def test_equal_shapes_are_one_object() -> None:
-    found = tensors._reader()([torch.ones(2, 3), torch.ones(3, 2), torch.zeros(2, 3, dtype=torch.int8)])
-    assert found is not None
-    assert found[2] == [(2, 3), (3, 2), (2, 3)]
-    assert found[2][0] is found[2][2]
+    actual = tensors._reader()([torch.ones(2, 3), torch.ones(3, 2), torch.zeros(2, 3, dtype=torch.int8)])
+    assert actual is not None
+    assert actual[2] == [(2, 3), (3, 2), (2, 3)]
+    assert actual[2][0] is actual[2][2]
 
 
 @needs_exchange
@@ -115,11 +115,11 @@ def test_equal_shapes_are_one_object() -> None:
 def test_what_has_no_address_is_left_to_torch(kind: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        one: object = {
+        value: object = {
             "sparse": lambda: torch.eye(3).to_sparse(), "meta": lambda: torch.ones(2, device="meta"),
             "quantized": lambda: torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8), "no tensor": lambda: 7,
         }[kind]()
-    assert tensors._reader()([torch.ones(1), one]) is None  # type: ignore[list-item]
+    assert tensors._reader()([torch.ones(1), value]) is None  # type: ignore[list-item]
     assert tensors._reader()([torch.ones(1)]) is not None, "no error is left behind"
 
 

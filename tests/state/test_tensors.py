@@ -1,4 +1,4 @@
-"""Columns: what is read off many tensors at once is what each of them says by itself."""
+"""Columns: many tensors read at once give the same as each tensor by itself."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import tensors as any_tensor
 
 import flowstone as fs
 from flowstone.errors import UnsupportedStateError
-from flowstone.state import tensors
-from flowstone.state.tensors import TORCH_DTYPES, check_tensor, columns, deferred, memory_of
+from flowstone.torch import tensors
+from flowstone.torch.tensors import TORCH_DTYPES, check_tensor, columns, is_deferred, memory_of
+from strategies import tensors as any_tensor
 
 NUMBER = 600  # more than two blocks
 
@@ -22,25 +22,25 @@ NUMBER = 600  # more than two blocks
 @settings(deadline=None)
 @given(st.lists(any_tensor(), max_size=6), st.booleans())
 def test_columns_are_what_each_tensor_says(some: list[torch.Tensor], hold: bool) -> None:
-    found = columns(some, [f"t{i}" for i in range(len(some))], hold=hold)
+    actual = columns(some, [f"t{i}" for i in range(len(some))], hold=hold)
     memory = [memory_of(tensor) for tensor in some]
-    assert list(found.dtypes) == [check_tensor(tensor, "t") for tensor in some]
-    assert list(found.shapes) == [tuple(tensor.shape) for tensor in some]
-    assert found.address.tolist() == [one.address for one in memory]
-    odd = [at for at, one in enumerate(memory) if not one.contiguous or deferred(some[at])]
-    assert list(found.odd) == odd
-    assert all(isinstance(owner, torch.UntypedStorage if hold else torch.Tensor) for owner in found.owners)
+    assert list(actual.dtypes) == [check_tensor(tensor, "t") for tensor in some]
+    assert list(actual.shapes) == [tuple(tensor.shape) for tensor in some]
+    assert actual.address.tolist() == [array.address for array in memory]
+    odd = [index for index, array in enumerate(memory) if not array.contiguous or is_deferred(some[index])]
+    assert list(actual.odd) == odd
+    assert all(isinstance(owner, torch.UntypedStorage if hold else torch.Tensor) for owner in actual.owners)
 
 
-@pytest.mark.parametrize("at", [0, tensors._BLOCK - 1, tensors._BLOCK, NUMBER - 1])
-def test_an_odd_tensor_is_found_in_any_block(at: int) -> None:
+@pytest.mark.parametrize("position", [0, tensors._BLOCK - 1, tensors._BLOCK, NUMBER - 1])
+def test_an_odd_tensor_is_found_in_any_block(position: int) -> None:
     turned = torch.ones(2, 3).t()
     negative = torch.ones(2, dtype=torch.complex64).conj().imag
     conjugate = torch.ones(2, dtype=torch.complex64).conj()
     for odd in (turned, negative, conjugate, torch._neg_view(torch.ones(3))):
         some = [torch.ones(2) for _ in range(NUMBER)]
-        some[at] = odd
-        assert list(columns(some, [""] * NUMBER, hold=False).odd) == [at]
+        some[position] = odd
+        assert list(columns(some, [""] * NUMBER, hold=False).odd) == [position]
 
 
 def freed(begin: int) -> torch.Tensor:
@@ -50,12 +50,12 @@ def freed(begin: int) -> torch.Tensor:
     return tensor
 
 
-@pytest.mark.parametrize("at", [0, tensors._BLOCK, NUMBER - 1])
+@pytest.mark.parametrize("offset", [0, tensors._BLOCK, NUMBER - 1])
 @pytest.mark.parametrize("begin", [0, 1, 999_999])
-def test_a_freed_storage_is_refused_by_name(at: int, begin: int) -> None:
+def test_a_freed_storage_is_refused_by_name(offset: int, begin: int) -> None:
     some = [torch.ones(2) for _ in range(NUMBER)]
-    some[at] = freed(begin)
-    with pytest.raises(UnsupportedStateError, match=f"'t{at}' has no memory"):
+    some[offset] = freed(begin)
+    with pytest.raises(UnsupportedStateError, match=f"'t{offset}' has no memory"):
         columns(some, [f"t{i}" for i in range(NUMBER)], hold=False)
 
 
@@ -97,8 +97,8 @@ class Packed:
     def state_dict(self) -> dict[str, torch.Tensor]:
         return self.tensors
 
-    def load_state_dict(self, found: dict[str, torch.Tensor]) -> None:
-        self.tensors = found
+    def load_state_dict(self, state_dict: dict[str, torch.Tensor]) -> None:
+        self.tensors = state_dict
 
 
 @pytest.mark.usefixtures("deterministic")
@@ -112,7 +112,7 @@ def test_deterministic_torch_loads_types_below_a_byte_into_new_tensors(tmp_path:
         checkpointer.load({"packed": loaded})
     assert list(loaded.tensors) == list(saved)
     for name, value in saved.items():
-        found = loaded.tensors[name]
-        assert found.dtype is value.dtype
-        assert torch.equal(found.view(torch.uint8), raw)
+        tensor = loaded.tensors[name]
+        assert tensor.dtype is value.dtype
+        assert torch.equal(tensor.view(torch.uint8), raw)
         assert torch.equal(fs.open(tmp_path / "run").read(f"packed.{name}").view(torch.uint8), raw)

@@ -1,4 +1,4 @@
-"""Module trees say what torch's own state_dict() and named_parameters() say, or nothing."""
+"""Module trees give the names of torch's own state_dict() and named_parameters(), or nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from flowstone.state.names import strip_wrappers
-from flowstone.state.trees import tree_of
+from flowstone.torch.trees import tree_of
 
 
 def agree(module: nn.Module) -> None:

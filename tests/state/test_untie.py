@@ -1,4 +1,4 @@
-"""Entries of state dicts that share memory, and are stored with different values: each gets its own tensor."""
+"""Entries of state dicts that share memory, but are stored with different values: each gets its own tensor."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def load(request: pytest.FixtureRequest, store: Path) -> Callable[[Dicts, Dicts]
 
 
 def values(*numbers: float) -> list[torch.Tensor]:
-    return [torch.tensor(one) for one in numbers]
+    return [torch.tensor(number) for number in numbers]
 
 
 @pytest.mark.parametrize("flow", ["numbered", "objects into dicts", "named", "flattened", "DCP", "DCP staged"])
@@ -71,33 +71,33 @@ def test_one_list_at_two_places_becomes_two_where_its_values_differ(load: Callab
 
 
 def test_what_is_stored_equal_stays_one(load: Callable[[Dicts, Dicts], None]) -> None:
-    one, other = torch.zeros(3), torch.ones(3)
-    target: Dicts = {"s": {"n": 0, "a": [one], "b": [one], "c": [one], "d": [one]}}
+    tensor, other = torch.zeros(3), torch.ones(3)
+    target: Dicts = {"s": {"n": 0, "a": [tensor], "b": [tensor], "c": [tensor], "d": [tensor]}}
     load({"s": {"n": 1, "a": [torch.ones(3)], "b": [torch.ones(3)], "c": [other * 2], "d": [other * 3]}}, target)
-    assert target["s"]["a"][0] is target["s"]["b"][0] is one
+    assert target["s"]["a"][0] is target["s"]["b"][0] is tensor
     assert [target["s"][key][0].tolist() for key in "abcd"] == [[n] * 3 for n in (1.0, 1.0, 2.0, 3.0)]
 
 
 @pytest.mark.parametrize("load", [through_state_dicts, through_states])  # DCP stores each
 def test_what_is_stored_as_one_becomes_one(store: Path, load: Callable[[Path, Dicts, Dicts], None]) -> None:
-    one, stored = torch.zeros(3), torch.ones(3)
-    target: Dicts = {"s": {"n": 0, "a": [one], "b": [one], "c": [one]}}
+    tensor, stored = torch.zeros(3), torch.ones(3)
+    target: Dicts = {"s": {"n": 0, "a": [tensor], "b": [tensor], "c": [tensor]}}
     load(store, {"s": {"n": 1, "a": [torch.zeros(3) + 5], "b": [stored], "c": [stored]}}, target)
     assert target["s"]["b"][0] is target["s"]["c"][0]
     assert (target["s"]["a"][0].tolist(), target["s"]["b"][0].tolist()) == ([5.0] * 3, [1.0] * 3)
 
 
 def test_a_list_keeps_its_values_where_another_place_of_it_gets_others(load: Callable[[Dicts, Dicts], None]) -> None:
-    one = torch.zeros(2)
-    shared = [one]
-    target: Dicts = {"s": {"n": 0, "a": [one], "b": shared, "c": shared}}
+    tensor = torch.zeros(2)
+    shared = [tensor]
+    target: Dicts = {"s": {"n": 0, "a": [tensor], "b": shared, "c": shared}}
     load({"s": {"n": 1, "a": [torch.ones(2)], "b": [torch.ones(2) * 2], "c": [torch.ones(2)]}}, target)
     assert [target["s"][key][0].tolist() for key in "abc"] == [[1.0] * 2, [2.0] * 2, [1.0] * 2]
 
 
 def test_strided_entries_and_tuples_are_replaced(load: Callable[[Dicts, Dicts], None]) -> None:
-    one = torch.zeros(4, 4).t()
-    target: Dicts = {"s": {"n": 0, "a": (one, 1), "b": (one, 1)}}
+    entry = torch.zeros(4, 4).t()
+    target: Dicts = {"s": {"n": 0, "a": (entry, 1), "b": (entry, 1)}}
     load({"s": {"n": 1, "a": (torch.eye(4), 2), "b": (torch.arange(16.0).view(4, 4), 3)}}, target)
     assert torch.equal(target["s"]["a"][0], torch.eye(4))
     assert torch.equal(target["s"]["b"][0], torch.arange(16.0).view(4, 4))
@@ -122,31 +122,31 @@ def test_a_list_with_other_values_beside_its_tensors_becomes_two(
     saved = {"s": {"n": 1, "a": [torch.ones(2), 0.1, {"n": 1}], "b": ([torch.ones(2), 0.2, {"n": 2}],)},
              "c": [torch.ones(2) * 3, 0.3, {"n": 3}]}
     load(store, saved, target)
-    found = target["s"]["a"], target["s"]["b"][0], target["c"]
-    assert found[0] is shared
-    assert [one[0].tolist() for one in found] == [[1.0] * 2, [1.0] * 2, [3.0] * 2]
-    assert [one[1:] for one in found] == [[0.1, {"n": 1}], [0.2, {"n": 2}], [0.3, {"n": 3}]]
+    actual = target["s"]["a"], target["s"]["b"][0], target["c"]
+    assert actual[0] is shared
+    assert [entry[0].tolist() for entry in actual] == [[1.0] * 2, [1.0] * 2, [3.0] * 2]
+    assert [entry[1:] for entry in actual] == [[0.1, {"n": 1}], [0.2, {"n": 2}], [0.3, {"n": 3}]]
 
 
-def _tied_weights(model: Dicts, one: torch.Tensor) -> Dicts:
-    return {"model": {**model, "tied": one}}
+def _tied_weights(model: Dicts, tensor: torch.Tensor) -> Dicts:
+    return {"model": {**model, "tied": tensor}}
 
 
-def _beside_a_model(model: Dicts, one: torch.Tensor) -> Dicts:
-    return {"model": model, "s": {"n": 0, "last": [one]}}
+def _beside_a_model(model: Dicts, tensor: torch.Tensor) -> Dicts:
+    return {"model": model, "s": {"n": 0, "last": [tensor]}}
 
 
-def _view_beside_a_model(model: Dicts, one: torch.Tensor) -> Dicts:
-    return {"model": model, "s": {"n": 0, "last": [one[:1], one[:1]]}}
+def _view_beside_a_model(model: Dicts, tensor: torch.Tensor) -> Dicts:
+    return {"model": model, "s": {"n": 0, "last": [tensor[:1], tensor[:1]]}}
 
 
-def _slots(model: Dicts, one: torch.Tensor) -> Dicts:
+def _slots(model: Dicts, tensor: torch.Tensor) -> Dicts:
     groups = [{"params": [0, 1], "lr": 0.1}]
-    return {"o": {"state": {0: {"buffer": one}, 1: {"buffer": one}}, "param_groups": groups}}
+    return {"o": {"state": {0: {"buffer": tensor}, 1: {"buffer": tensor}}, "param_groups": groups}}
 
 
-def _parameters(model: Dicts, one: torch.Tensor) -> Dicts:
-    return {"s": {"n": 0, "own": [torch.nn.Parameter(one), one]}}
+def _parameters(model: Dicts, tensor: torch.Tensor) -> Dicts:
+    return {"s": {"n": 0, "own": [torch.nn.Parameter(tensor), tensor]}}
 
 
 @pytest.mark.parametrize("make", [_tied_weights, _beside_a_model, _view_beside_a_model, _slots, _parameters])
@@ -202,23 +202,23 @@ def _like(value: Any, tensors: Any) -> Any:
 
 
 def test_what_differs_only_in_the_journal_gets_memory_of_its_own(store: Path) -> None:
-    one = torch.zeros(3)
-    state = _journaled(store, {"s": {"n": 1, "a": [one], "b": [one]}})
+    tensor = torch.zeros(3)
+    state = _journaled(store, {"s": {"n": 1, "a": [tensor], "b": [tensor]}})
     assert (state["s"]["a"][0].tolist(), state["s"]["b"][0].tolist()) == ([1.0] * 3, [7.0] * 3)
 
 
 def test_memory_that_cannot_hold_both_values_of_a_journal_is_refused(store: Path) -> None:
-    one = torch.zeros(3)
+    tensor = torch.zeros(3)
     with pytest.raises(fs.MismatchError, match=r"'s\.b' shares memory with 's\.a', and their values at step 4 differ"):
-        _journaled(store, {"s": {"a": one, "b": one}})
+        _journaled(store, {"s": {"a": tensor, "b": tensor}})
 
 
 def test_a_load_says_what_has_memory_of_its_own_now(store: Path) -> None:
-    one = torch.zeros(2)
-    target: Dicts = {"s": {"n": 0, "a": [one], "b": [one]}}
+    tensor = torch.zeros(2)
+    target: Dicts = {"s": {"n": 0, "a": [tensor], "b": [tensor]}}
     with fs.Checkpointer(store) as checkpointer:
         checkpointer.save(1, {"s": {"n": 1, "a": [torch.ones(2)], "b": [torch.zeros(2)]}}).committed.result()
         assert fs.explain(checkpointer.latest(), target).differences == ()
-        assert target == {"s": {"n": 0, "a": [one], "b": [one]}}
+        assert target == {"s": {"n": 0, "a": [tensor], "b": [tensor]}}
         report = checkpointer.load(target)
-    assert report.notes == ("s.b.0: shared memory with s.a.0, and is now a tensor of its own",)
+    assert report.notes == ("s.b.0: shared memory with s.a.0 when it was saved, but is now a separate tensor",)

@@ -1,4 +1,4 @@
-"""Optimizers around others, as they are found in the wild: SAM, Lookahead, schedule-free, clipping, several in one."""
+"""Optimizers around others, as real code has them: SAM, Lookahead, schedule-free, clipping, several in one."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ class SAM(optim.Optimizer):
         with torch.enable_grad():
             closure()
         for group in self.param_groups:
-            for one in group["params"]:
-                if one.grad is not None:
-                    self.state[one]["old"] = one.clone()
-                    one.add_(one.grad, alpha=group["rho"])
+            for param in group["params"]:
+                if param.grad is not None:
+                    self.state[param]["old"] = param.clone()
+                    param.add_(param.grad, alpha=group["rho"])
         with torch.enable_grad():
             closure()
         for group in self.param_groups:
-            for one in group["params"]:
-                if one.grad is not None:
-                    one.copy_(self.state[one]["old"])
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.copy_(self.state[param]["old"])
         self.base_optimizer.step()
 
     def load_state_dict(self, state_dict: Any) -> None:
@@ -52,12 +52,12 @@ class ScheduleFree(optim.Optimizer):
         for group in self.param_groups:
             group["k"] += 1
             group["weight_sum"] += group["lr"] ** 2
-            for one in group["params"]:
-                if one.grad is not None:
-                    state = self.state[one]
-                    state.setdefault("z", one.clone())
-                    state["z"].sub_(one.grad, alpha=group["lr"])
-                    one.lerp_(state["z"], 1 / group["k"])
+            for param in group["params"]:
+                if param.grad is not None:
+                    state = self.state[param]
+                    state.setdefault("z", param.clone())
+                    state["z"].sub_(param.grad, alpha=group["lr"])
+                    param.lerp_(state["z"], 1 / group["k"])
 
 
 class Lookahead(optim.Optimizer):
@@ -73,11 +73,11 @@ class Lookahead(optim.Optimizer):
         self.optimizer.step(closure)
         self.count += 1
         for group in self.param_groups:
-            for one in group["params"]:
-                slow = self.state[one].setdefault("slow", one.detach().clone())
+            for param in group["params"]:
+                slow = self.state[param].setdefault("slow", param.detach().clone())
                 if self.count % 2 == 0:
-                    slow.lerp_(one.detach(), 0.5)
-                    one.data.copy_(slow)
+                    slow.lerp_(param.detach(), 0.5)
+                    param.data.copy_(slow)
 
     def state_dict(self) -> Any:
         own = super().state_dict()
@@ -86,7 +86,7 @@ class Lookahead(optim.Optimizer):
     def load_state_dict(self, state_dict: Any) -> None:
         self.optimizer.load_state_dict(state_dict["inner"])
         self.param_groups = self.optimizer.param_groups
-        owned = [one for group in self.param_groups for one in group["params"]]
+        owned = [param for group in self.param_groups for param in group["params"]]
         self.count = state_dict["count"]
         for number, slots in state_dict["slow"].items():
             self.state[owned[number]] = dict(slots)
@@ -104,7 +104,7 @@ class Clipping:
     def step(self, closure: Any = None) -> None:
         if closure is not None:
             closure()
-        torch.nn.utils.clip_grad_norm_([one for group in self.param_groups for one in group["params"]], self.limit)
+        torch.nn.utils.clip_grad_norm_([param for group in self.param_groups for param in group["params"]], self.limit)
         self.optimizer.step()
 
     def zero_grad(self) -> None:
@@ -125,21 +125,21 @@ class Several:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        return [group for one in self.optimizers for group in one.param_groups]
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     def step(self, closure: Any = None) -> None:
         if closure is not None:
             closure()
-        for one in self.optimizers:
-            one.step()
+        for optimizer in self.optimizers:
+            optimizer.step()
 
     def zero_grad(self) -> None:
-        for one in self.optimizers:
-            one.zero_grad()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
 
     def state_dict(self) -> Any:
-        return [one.state_dict() for one in self.optimizers]
+        return [optimizer.state_dict() for optimizer in self.optimizers]
 
     def load_state_dict(self, state_dict: Any) -> None:
-        for one, state in zip(self.optimizers, state_dict, strict=True):
-            one.load_state_dict(state)
+        for optimizer, state in zip(self.optimizers, state_dict, strict=True):
+            optimizer.load_state_dict(state)

@@ -1,10 +1,10 @@
 """Jobs of tests/store/test_object_checkpoints.py, in one program, so that one process is started and the others forked.
 
-    commit URL NUMBER COUNT   commits step 2, and sees no lock; its tensor has so many numbers (0: it has none)
-    train URL MOST            trains and saves each step, until it is killed, or has done so many
+    commit URL NUMBER COUNT   commits step 2, and ignores the lock; its tensor has that many numbers (0: it has none)
+    train URL MOST            trains and saves each step, until it is killed, or has made that many
 
-The second says with which step it begins, and each step that is committed. It ends with an error if what it has loaded
-is not what its steps make.
+`train` prints the step with which it begins, and each committed step. It ends with an error if the loaded state is not
+the result of its steps.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def train(state: dict[str, object]) -> None:
     model, optimizer = state["model"], state["optimizer"]
     assert isinstance(model, torch.nn.Linear)
     assert isinstance(optimizer, torch.optim.Optimizer)
-    for one in model.parameters():
-        one.grad = torch.full_like(one, -1.0)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, -1.0)
     optimizer.step()
 
 
@@ -64,8 +64,8 @@ def commit_at_once(url: str, number: int, count: int) -> None:
 
 def train_on(url: str, most: int) -> None:
     state, expected = make(), make()
-    for one in (state, expected):
-        for parameter in one["model"].parameters():  # type: ignore[attr-defined]
+    for row in (state, expected):
+        for parameter in row["model"].parameters():  # type: ignore[attr-defined]
             parameter.data.zero_()
     with fs.Checkpointer(url, keep=3) as ckpt:
         begin = ckpt.load(state).step if ckpt.latest() is not None else 0

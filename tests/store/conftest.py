@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator
 
 import pytest
+
 from object_server import BUCKET, Server, serving
 
 _numbers = itertools.count()

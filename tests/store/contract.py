@@ -1,4 +1,4 @@
-"""What every store does, whatever is beneath it. A suite is a subclass with `open_store`."""
+"""The behaviour of every store. A test suite is a subclass with `open_store`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from flowstone import _native
 from flowstone.config import CHUNK_BYTES, KIB, MIB, READ_REQUEST_BYTES
 from flowstone.errors import CancelledError, DamagedError, LockedError, StorageError
-from flowstone.store.base import FilePlan, ReadReceipt, Receipt, Store, finish_reading, lacks
+from flowstone.store.base import FilePlan, ReadReceipt, Receipt, Store, finish_reading, missing_methods
 
 SEGMENT = "draft/rank-00000.safetensors"
 ALIGNMENT = 4 * KIB
@@ -55,12 +55,15 @@ def read_rows(
 ) -> _native.ReadExtents:
     lengths = [target.nbytes for target in targets]
     counts = chunk_counts(lengths)
-    return _native.ReadExtents(
+    rows = _native.ReadExtents(
         file=np.array(files, np.uint32), offset=np.array(offsets, np.uint64), length=np.array(lengths, np.uint64),
-        address=np.array([target.ctypes.data for target in targets], np.uint64),
         chunk=(np.cumsum(counts) - counts).astype(np.uint64), first=np.zeros(len(targets), np.uint64),
-        last=counts.astype(np.uint64), layout=np.full(len(targets), -1, np.int64), layouts=[], digests=digests,
+        last=counts.astype(np.uint64), digests=digests,
     )
+    rows.aim(
+        np.array([target.ctypes.data for target in targets], np.uint64), np.full(len(targets), -1, np.int64), []
+    )
+    return rows
 
 
 class StoreContract:
@@ -170,7 +173,7 @@ class StoreContract:
         assert not store.is_link("missing")
 
     def test_it_has_all_of_a_store_and_can_commit(self, store: Store) -> None:
-        assert lacks(store) == {}
+        assert missing_methods(store) == {}
         assert store.capabilities.atomic_rename or store.capabilities.conditional_put
 
     def test_rename_moves_a_file_to_a_name_that_is_free(self, store: Store) -> None:
@@ -279,10 +282,10 @@ class StoreContract:
         assert receipt.digests.tolist() == [_native.xxh3_64(chunk) for chunk in chunks]
         assert receipt.io.copied_bytes == sum(LENGTHS)
         targets = [np.zeros_like(source) for source in sources]
-        found = self._read(store, arena, offsets, targets, receipt.digests)
-        assert found.error is None
-        assert found.bad.size == 0
-        assert found.touched.all()
+        actual = self._read(store, arena, offsets, targets, receipt.digests)
+        assert actual.error is None
+        assert actual.bad.size == 0
+        assert actual.touched.all()
         for source, target in zip(sources, targets, strict=True):
             np.testing.assert_array_equal(source, target)
 
@@ -297,16 +300,16 @@ class StoreContract:
     def test_two_segments_are_written_by_one_call(self, store: Store, arena: _native.Arena) -> None:
         sources = [random_bytes(100 * KIB, seed) for seed in range(2)]
         store.make_directory(self.draft)
-        names = [f"{self.draft}/segment-{at}" for at in range(2)]
+        names = [f"{self.draft}/segment-{index}" for index in range(2)]
         files = [FilePlan(name, 128 * KIB) for name in names]
         writing = store.write(files, write_rows([0, 1], [4096, 8200], sources), arena)
         receipt = writing.receipt()
         assert receipt.error is None
         targets = [np.zeros_like(source) for source in sources]
         rows = read_rows([1, 0], [4096, 8200], targets, receipt.digests)
-        found = finish_reading(store.read_extents(names[::-1], rows, arena, wanted_bytes=200 * KIB))
-        assert found.error is None
-        assert found.bad.size == 0
+        actual = finish_reading(store.read_extents(names[::-1], rows, arena, wanted_bytes=200 * KIB))
+        assert actual.error is None
+        assert actual.bad.size == 0
         for source, target in zip(sources, targets, strict=True):
             np.testing.assert_array_equal(source, target)
 
@@ -314,7 +317,7 @@ class StoreContract:
         self, store: Store, arena: _native.Arena
     ) -> None:
         sources = [random_bytes(100 * KIB), random_bytes(3 * MIB + 17, 1)]
-        digests = [_native.xxh3_64(sources[1][at : at + MIB]) for at in range(0, sources[1].nbytes, MIB)]
+        digests = [_native.xxh3_64(sources[1][offset : offset + MIB]) for offset in range(0, sources[1].nbytes, MIB)]
         sources[1][MIB + 5] ^= 1
         store.make_directory(self.draft)
         moves, rests = f"{self.draft}/moves", f"{self.draft}/rests"
@@ -322,25 +325,25 @@ class StoreContract:
             FilePlan(moves, 128 * KIB),
             FilePlan(rests, 4 * MIB, lambda size: f"{size} bytes".encode().ljust(ALIGNMENT)),
         ]
-        room = np.zeros(ALIGNMENT, np.uint8)
+        tensor = np.zeros(ALIGNMENT, np.uint8)
         encoder = _native.delta_encoder(np.array([0, *digests], np.uint64), np.array([False, True, True, True, True]))
         rows = _native.WriteExtents(
             file=np.array([0, 1, 1], np.uint32), offset=np.array([4096, 0, ALIGNMENT], np.uint64),
             length=np.array([sources[0].nbytes, ALIGNMENT, sources[1].nbytes], np.uint64),
-            address=np.array([one.ctypes.data for one in (sources[0], room, sources[1])], np.uint64),
+            address=np.array([item.ctypes.data for item in (sources[0], tensor, sources[1])], np.uint64),
             chunk=np.array([0, _native.NO_DIGEST, 1], np.uint64), layout=np.full(3, -1, np.int64), layouts=[], chunks=5,
         )
         rows.encode(encoder, 1)
         receipt = store.write(files, rows, arena).receipt()
         assert receipt.error is None
-        found = receipt.encoded
-        assert found is not None
-        assert found.same.tolist() == [False, True, False, True, True]
-        assert list(found.file_bytes) == [128 * KIB, ALIGNMENT + MIB]
+        encoded = receipt.encoded
+        assert encoded is not None
+        assert encoded.same.tolist() == [False, True, False, True, True]
+        assert list(encoded.file_bytes) == [128 * KIB, ALIGNMENT + MIB]
         assert (store.size(moves), store.size(rests)) == (128 * KIB, ALIGNMENT + MIB)
         assert store.read(rests, length=ALIGNMENT).rstrip() == f"{ALIGNMENT + MIB} bytes".encode()
-        at = int(found.offset[2])
-        assert store.read(rests, offset=at, length=MIB) == sources[1][MIB : 2 * MIB].tobytes()
+        offset = int(encoded.offset[2])
+        assert store.read(rests, offset=offset, length=MIB) == sources[1][MIB : 2 * MIB].tobytes()
         assert store.read(moves, offset=4096, length=100 * KIB) == sources[0].tobytes()
 
     def test_source_may_change_once_it_is_captured(self, store: Store, arena: _native.Arena) -> None:
@@ -386,10 +389,10 @@ class StoreContract:
         first = int(chunk_counts(LENGTHS)[:2].sum())
         for stop in (True, False):
             targets = [np.zeros_like(source) for source in sources]
-            found = self._read(store, arena, offsets, targets, receipt.digests, stop_at_bad=stop)
-            bad = set(found.bad.tolist())
+            actual = self._read(store, arena, offsets, targets, receipt.digests, stop_at_bad=stop)
+            bad = set(actual.bad.tolist())
             expected = {first + 1, first + 4}
-            assert found.error is None
+            assert actual.error is None
             assert bad == expected if not stop else bad and bad <= expected
 
     def test_untouched_rows_are_told(self, store: Store, arena: _native.Arena) -> None:
@@ -398,9 +401,9 @@ class StoreContract:
         digests = receipt.digests.copy()
         digests[:] ^= 1
         targets = [np.zeros_like(source) for source in sources]
-        found = self._read(store, arena, offsets, targets, digests, stop_at_bad=False)
-        assert found.bad.size == digests.size
-        for target, touched in zip(targets, found.touched, strict=True):
+        actual = self._read(store, arena, offsets, targets, digests, stop_at_bad=False)
+        assert actual.bad.size == digests.size
+        for target, touched in zip(targets, actual.touched, strict=True):
             assert touched or not target.any()
 
     def test_file_that_is_too_short_is_damage_with_its_range(self, store: Store, arena: _native.Arena) -> None:
@@ -409,10 +412,10 @@ class StoreContract:
         store.remove(self.segment)
         store.put(self.segment, content[: offsets[3] + 10])
         targets = [np.zeros_like(source) for source in sources]
-        found = self._read(store, arena, offsets, targets, receipt.digests)
-        assert isinstance(found.error, DamagedError)
-        assert "rank-00000" in found.error.message
-        assert str(found.error.facts["range"]).startswith("bytes ")
+        actual = self._read(store, arena, offsets, targets, receipt.digests)
+        assert isinstance(actual.error, DamagedError)
+        assert "rank-00000" in actual.error.message
+        assert str(actual.error.facts["range"]).startswith("bytes ")
 
     def test_missing_segment_is_an_error_that_names_it(self, store: Store, arena: _native.Arena) -> None:
         rows = read_rows([0], [0], [random_bytes(10)], np.zeros(1, np.uint64))
@@ -442,6 +445,6 @@ class StoreContract:
         digests: NDArray[np.uint64], *, stop_at_bad: bool = True,
     ) -> ReadReceipt:
         rows = read_rows([0] * len(targets), offsets, targets, digests)
-        wanted = sum(target.nbytes for target in targets)
-        reading = store.read_extents([self.segment], rows, arena, wanted_bytes=wanted, stop_at_bad=stop_at_bad)
+        expected = sum(target.nbytes for target in targets)
+        reading = store.read_extents([self.segment], rows, arena, wanted_bytes=expected, stop_at_bad=stop_at_bad)
         return finish_reading(reading)

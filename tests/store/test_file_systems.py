@@ -1,4 +1,4 @@
-"""Stores in file systems of fsspec's: the contract of every store, on a disk and in memory; and what they refuse."""
+"""Stores in file systems of fsspec: the contract of every store, on a disk and in memory; and refusals."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 import flowstone as fs
 from flowstone.errors import ArgumentError, FrameworkError, LockedError, StorageError
-from flowstone.store.objects.client import Patience
+from flowstone.store.objects.client import RetryPolicy
 from flowstone.store.objects.file_system import FileSystemBucket
 from flowstone.store.objects.store import ObjectStore
 
-BRIEF = Patience(budget_s=0.3, request_s=5, first_delay_s=0.01, delay_s_max=0.05)
+BRIEF = RetryPolicy(budget_s=0.3, request_s=5, first_delay_s=0.01, delay_s_max=0.05)
 
 
 class TestOnLocalDisk(StoreContract):
@@ -126,7 +126,7 @@ def test_a_part_that_a_killed_writer_has_left_goes_with_its_directory(tmp_path: 
     (tmp_path / "run/draft/.flowstone-part-0123").write_bytes(b"half")
     assert store.names("draft") == ()
     store.remove("draft")
-    assert (store.names(), sorted(at.name for at in (tmp_path / "run").iterdir())) == ((), [".flowstone-directory"])
+    assert (store.names(), sorted(path.name for path in (tmp_path / "run").iterdir())) == ((), [".flowstone-directory"])
 
 
 class Slow(MemoryFileSystem):
@@ -155,27 +155,27 @@ def test_a_file_system_that_is_not_known_to_bear_it_is_called_by_one_thread_at_a
 
 
 def test_a_second_job_is_refused_and_one_whose_lock_was_replaced_is_told(tmp_path: Path) -> None:
-    one, other = (fs.Fsspec(LocalFileSystem(), f"{tmp_path}/run") for _ in range(2))
-    one.make_directory()
-    one.lock("the first job")
+    first, other = (fs.Fsspec(LocalFileSystem(), f"{tmp_path}/run") for _ in range(2))
+    first.make_directory()
+    first.lock("the first job")
     with pytest.raises(LockedError, match="the first job"):
         other.lock("the second job")
     lock = tmp_path / "run" / "flowstone.lock"
     lock.write_bytes(lock.read_bytes().replace(b"first", b"third"))
-    one.check_lock()  # its own token: this holding's, whoever has touched the file
+    first.check_lock()  # its own token: this holding's, whoever has touched the file
     lock.unlink()
     with pytest.raises(LockedError, match="was removed"):
-        one.check_lock()
+        first.check_lock()
     other.close()
-    one.close()
+    first.close()
 
 
 class Coarse(MemoryFileSystem):
     """Tells nothing of a file but its size and the day."""
 
     def info(self, path: str, **kwargs: Any) -> Any:
-        found = super().info(path, **kwargs)
-        return {name: found[name] for name in ("name", "size", "type")} | {"mtime": "2026-01-01"}
+        result = super().info(path, **kwargs)
+        return {name: result[name] for name in ("name", "size", "type")} | {"mtime": "2026-01-01"}
 
 
 def test_a_small_file_is_told_from_another_one_of_its_size_where_times_are_coarse() -> None:
@@ -267,11 +267,11 @@ def test_an_open_transaction_is_refused_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("make", "says"), [
-    (lambda: fs.Fsspec(object(), "run"), "is no file system of fsspec's"),
-    (lambda: fs.Fsspec(new_memory(), ""), "is no path of a directory"),
-    (lambda: fs.Fsspec(new_memory(), "run[1]"), "takes for a pattern"),
-    (lambda: fs.Fsspec(fsspec.filesystem("simplecache", target_protocol="memory"), "run"), "keeps copies"),
-    (lambda: fs.Checkpointer("fsspec+nowhere://run").latest(), "no URL that fsspec can open"),
+    (lambda: fs.Fsspec(object(), "run"), "is not an fsspec file system"),
+    (lambda: fs.Fsspec(new_memory(), ""), "is not the path of a directory"),
+    (lambda: fs.Fsspec(new_memory(), "run[1]"), "takes as a pattern"),
+    (lambda: fs.Fsspec(fsspec.filesystem("simplecache", target_protocol="memory"), "run"), "caches what"),
+    (lambda: fs.Checkpointer("fsspec+nowhere://run").latest(), "fsspec cannot open the URL"),
     (lambda: fs.Checkpointer("ftp://host/run"), r"write fsspec\+ftp://host/run"),
 ])
 def test_what_is_no_such_file_system_is_refused(make: Any, says: str) -> None:

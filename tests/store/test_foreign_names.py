@@ -1,4 +1,4 @@
-"""What other programs have put into a store, under whatever name: passed over, told, and never removed."""
+"""Files of other programs in a store, under any name: ignored, reported, and never removed."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 import boto3
 import numpy as np
 import pytest
-from object_server import BUCKET, Server
 from typer.testing import CliRunner
 
 import flowstone as fs
 from flowstone.cli.app import app
 from flowstone.errors import FrameworkError, NoCheckpointError
 from flowstone.store.objects.store import ObjectStore
+from object_server import BUCKET, Server
 
 STATE = {"w": np.arange(6)}
 REFUSED = (
@@ -52,8 +52,8 @@ def test_a_foreign_object_of_whatever_name_changes_nothing_for_a_store(url: str,
         assert ckpt.load({"w": np.zeros(6, np.int64)}).step == 1
         ckpt.save(2, STATE)
     for verb in ("ls", "show", "verify", "du"):
-        found = CliRunner().invoke(app, [verb, url])
-        assert found.exit_code == 0, found.output
+        result = CliRunner().invoke(app, [verb, url])
+        assert result.exit_code == 0, result.output
     saved(url, 3, keep=1)  # removes step 1, in which some of them are
     assert fs.open(url).step == 3
     with pytest.raises(NoCheckpointError):
@@ -86,10 +86,10 @@ def test_what_cannot_be_a_file_of_ours_is_told_once_by_its_name(
         assert "rank-00000.safetensors" in store.names("step-00000001")
         assert "step-00000001" in store.names()
         store.names(directory)
-    told = [record.getMessage() for record in caplog.records if "are skipped" in record.getMessage()]
-    assert len(told) == 1
+    reported = [record.getMessage() for record in caplog.records if "ignoring objects" in record.getMessage()]
+    assert len(reported) == 1
     own = name.removeprefix("step-00000001/").removeprefix("step-00000009/")
-    assert repr(own.partition("/")[0] + "/" * ("/" in own)) in told[0]
+    assert repr(own.partition("/")[0] + "/" * ("/" in own)) in reported[0]
 
 
 def test_a_first_save_goes_beside_foreign_objects(url: str, s3: Any) -> None:

@@ -1,4 +1,4 @@
-"""What a forked child keeps of a store: nothing that holds a lock, or the space of files that are removed."""
+"""A forked child inherits nothing of a store that holds a lock or the space of removed files."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ def seen_in_a_child(look: Callable[[], bytes]) -> str:
 
 def kept_of(root: str) -> Callable[[], bytes]:
     def look() -> bytes:
-        found = []
+        collected = []
         for fd in os.listdir("/proc/self/fd"):
             try:
-                found.append(os.readlink(f"/proc/self/fd/{fd}"))
+                collected.append(os.readlink(f"/proc/self/fd/{fd}"))
             except FileNotFoundError:
                 continue  # of the listing itself
-        return "\n".join(sorted(path for path in found if root in path)).encode()
+        return "\n".join(sorted(path for path in collected if root in path)).encode()
 
     return look
 

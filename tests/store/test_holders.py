@@ -1,4 +1,4 @@
-"""Holders of locks, as real processes: who is alive refuses at once, and who ends is waited for."""
+"""Holders of locks, as real processes: a live holder is refused at once, and an ending one is waited for."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from memory_agent import own_agent
-from peer_nodes import HERE, SECRET
 
 from flowstone.config import LOCK_GRACE_S
 from flowstone.errors import LockedError
 from flowstone.store import holders
 from flowstone.store.base import Store
-from flowstone.store.holders import here, standing
+from flowstone.store.holders import machine_and_process, process_state
 from flowstone.store.local import LocalStore
 from flowstone.store.lock import LOCK_NAME
-from flowstone.store.node_memory import NodeMemory
+from flowstone.store.memory.node_memory import NodeMemory
 from flowstone.store.peers.store import PeerMemory
+from memory_agent import own_agent
+from peer_nodes import HERE, SECRET
 
 _HOLD = f"""
 import ctypes, sys, threading
-from flowstone.store.holders import here
+from flowstone.store.holders import machine_and_process
 from flowstone.store.local import LocalStore
-from flowstone.store.node_memory import NodeMemory
+from flowstone.store.memory.node_memory import NodeMemory
 from flowstone.store.peers.store import PeerMemory
 kind, place = sys.argv[1:]
 if kind == "disk":
@@ -41,7 +41,7 @@ else:
     store = PeerMemory(place, secret={SECRET!r}, interface={HERE!r})
 store.make_directory()
 store.lock("the first job")
-print(here()[1], flush=True)
+print(machine_and_process()[1], flush=True)
 sys.stdin.readline()
 threading.Thread(target=threading.Event().wait, daemon=True).start()
 ctypes.CDLL(None).syscall({{"x86_64": 60, "aarch64": 93}}[__import__("platform").machine()], 0)
@@ -61,11 +61,11 @@ def _holder(kind: str, place: str) -> Iterator[tuple[subprocess.Popen[str], str]
             started.kill()
 
 
-def _begin_to_end(process: subprocess.Popen[str], told: str) -> None:
+def _begin_to_end(process: subprocess.Popen[str], message: str) -> None:
     assert process.stdin is not None
     process.stdin.write("\n")
     process.stdin.flush()
-    while standing(here()[0], told) == "alive":
+    while process_state(machine_and_process()[0], message) == "alive":
         os.sched_yield()
 
 
@@ -113,8 +113,8 @@ def test_a_lock_is_waited_for_while_its_holder_dies(
     opened: tuple[str, str, Store], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kind, place, store = opened
-    with _holder(kind, place) as (process, told):
-        _begin_to_end(process, told)
+    with _holder(kind, place) as (process, reported):
+        _begin_to_end(process, reported)
         waits = _waits(monkeypatch, process)
         store.lock("the second job")
         assert waits, "it was held when it was first asked for"
@@ -134,7 +134,7 @@ def test_a_holder_that_is_alive_refuses_without_a_wait(
         with pytest.raises(LockedError, match="the first job") as caught:
             store.lock("the second job")
         assert not waits
-        assert caught.value.facts["found"] == "it is alive"
+        assert caught.value.facts["found"] == "the holder is alive"
 
 
 def test_a_holder_on_another_machine_refuses_by_name_after_the_grace(
@@ -158,21 +158,21 @@ def _local(path: Path) -> Iterator[LocalStore]:
 
 
 def test_a_process_that_has_the_number_of_a_dead_holder_is_not_taken_for_it(tmp_path: Path) -> None:
-    machine, process = here()
+    machine, process = machine_and_process()
     pid, _, began = process.partition(" ")
-    assert standing(machine, process) == "alive"
-    assert standing(machine, f"{pid} {int(began) - 1}") == "dead"
+    assert process_state(machine, process) == "alive"
+    assert process_state(machine, f"{pid} {int(began) - 1}") == "dead"
 
 
 def test_what_is_known_of_a_process_until_its_end(tmp_path: Path) -> None:
-    machine = here()[0]
-    with _holder("disk", str(tmp_path)) as (process, told):
-        assert standing(machine, told) == "alive"
-        assert standing("another machine", told) == "unknown"
-        _begin_to_end(process, told)
-        assert standing(machine, told) == "dying"
+    machine = machine_and_process()[0]
+    with _holder("disk", str(tmp_path)) as (process, reported):
+        assert process_state(machine, reported) == "alive"
+        assert process_state("another machine", reported) == "unknown"
+        _begin_to_end(process, reported)
+        assert process_state(machine, reported) == "dying"
         process.kill()
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-        assert standing(machine, told) == "dead", "its status alone is left"
+        assert process_state(machine, reported) == "dead", "its status alone is left"
         process.wait()
-        assert standing(machine, told) == "dead"
+        assert process_state(machine, reported) == "dead"

@@ -1,4 +1,4 @@
-"""Huge pages where the kernel allows them: in the arena, and in the agent's files; and nothing that fails without."""
+"""Huge pages, if the kernel allows them, in the arena and in the agent's files; without them, nothing fails."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from memory_agent import own_agent
 
 import flowstone as fs
 from flowstone import _native
 from flowstone.config import MIB
+from memory_agent import own_agent
 
 HUGE = Path("/sys/kernel/mm/transparent_hugepage")
 
@@ -54,14 +54,14 @@ def agent() -> Iterator[Path]:
 
 def huge_bytes(name: str, of: str) -> int:
     """By /proc/self/smaps: of how many bytes of mappings with that name the page tables have huge pages."""
-    found, counts = 0, False
+    bytes, counts = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         key, _, value = line.partition(" ")
         if not key.endswith(":"):
             counts = name in line
         elif counts and key == f"{of}:":
-            found += int(value.split()[0]) << 10
-    return found
+            bytes += int(value.split()[0]) << 10
+    return bytes
 
 
 @OWN
@@ -104,16 +104,16 @@ def test_memory_that_is_reserved_has_its_pages_its_size_and_what_it_had(size: in
     fd = os.memfd_create("flowstone")
     os.pwrite(fd, b"before", 0)
     _native.reserve_memory(fd, 0, size)
-    found = os.fstat(fd)
-    assert found.st_size == max(6, size)
-    assert found.st_blocks * 512 >= size
+    actual = os.fstat(fd)
+    assert actual.st_size == max(6, size)
+    assert actual.st_blocks * 512 >= size
     assert os.pread(fd, 10, 0).rstrip(b"\0") == b"before"
     _native.reserve_memory(fd, 0, 4096)
     _native.reserve_memory(fd, 8 * MIB, 8 * MIB)
     assert os.fstat(fd).st_size == max(4096, size), "it gets no shorter"
     _native.reserve_memory(fd, 8 * MIB, 9 * MIB)
     assert os.fstat(fd).st_size == 9 * MIB
-    with pytest.raises(ValueError, match="of pages"):
+    with pytest.raises(ValueError, match="at pages"):
         _native.reserve_memory(fd, 5, 4096)
     os.close(fd)
     with pytest.raises(OSError, match="fallocate"):
@@ -141,5 +141,5 @@ assert huge_bytes("", "AnonHugePages") == huge_bytes("", "ShmemPmdMapped") == 0
 
 def test_nothing_fails_in_a_process_that_gets_no_huge_pages(agent: Path, tmp_path: Path) -> None:
     tests = Path(__file__).resolve().parent
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tests.parent), *filter(None, sys.path)])}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tests.parent / "support"), *filter(None, sys.path)])}
     subprocess.run([sys.executable, "-c", _WITHOUT, str(tests), str(tmp_path)], check=True, env=environment)

@@ -1,4 +1,4 @@
-"""Links in a store are somebody else's: nothing that writes, locks or removes follows one. What reads may."""
+"""Links in a store are treated as foreign: no write, lock or removal follows them. Reads may."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def store(tmp_path: Path, archive: Path):
     store.close()
 
 
-def content(at: Path) -> dict[str, bytes | None]:
-    return {str(path.relative_to(at)): None if path.is_dir() else path.read_bytes() for path in at.rglob("*")}
+def content(place: Path) -> dict[str, bytes | None]:
+    return {str(path.relative_to(place)): None if path.is_dir() else path.read_bytes() for path in place.rglob("*")}
 
 
 def _write_segment(store: LocalStore) -> None:
@@ -64,7 +64,7 @@ def test_nothing_is_changed_through_a_link(store: LocalStore, archive: Path, cha
     with pytest.raises(StorageError, match="link") as caught:
         CHANGES[change](store)
     assert caught.value.errno == errno.ELOOP
-    assert "no symbolic links" in str(caught.value.facts["next"])
+    assert "must not contain symbolic links" in str(caught.value.facts["next"])
     assert content(archive) == before
 
 
@@ -99,11 +99,11 @@ class Swapping(System):
     def __init__(self, draft: Path, archive: Path) -> None:
         self._draft, self._archive = draft, archive
 
-    def create(self, path: Path, flags: int, at: int | None = None) -> int:
+    def create(self, path: Path, flags: int, position: int | None = None) -> int:
         if path.parent == self._draft and not self._draft.is_symlink():
             self._draft.rename(self._draft.with_name("moved"))
             self._draft.symlink_to(self._archive)
-        return super().create(path, flags, at)
+        return super().create(path, flags, position)
 
 
 def test_a_link_that_somebody_puts_in_the_way_at_the_last_moment_leads_nowhere(tmp_path: Path, archive: Path) -> None:

@@ -1,4 +1,4 @@
-"""LocalStore obeys the contract with each backend, past the page cache and through it; and what is its own."""
+"""LocalStore obeys the contract with each backend, bypassing the page cache and through it; and its own behaviour."""
 
 import errno
 import os
@@ -16,11 +16,11 @@ from flowstone.store.local import LocalStore
 from flowstone.store.system import System
 
 
-def options(backend: str, direct: str, at: Path) -> EngineOptions:
+def options(backend: str, direct: str, path: Path) -> EngineOptions:
     if backend == "io_uring" and not _native.has_io_uring():
         pytest.skip("this kernel or container refuses io_uring")
-    if direct == "on" and not _native.probe_direct(str(at)):
-        pytest.skip(f"the file system at {at} refuses O_DIRECT")
+    if direct == "on" and not _native.probe_direct(str(path)):
+        pytest.skip(f"the file system at {path} refuses O_DIRECT")
     return EngineOptions(backend=backend, direct=direct, queue_depth=4, request_bytes=2 * MIB)
 
 
@@ -53,9 +53,9 @@ def store(tmp_path: Path):
 class Beside(System):
     """Another rank makes the same directories, a moment before each of ours."""
 
-    def make_directory(self, path: Path, at: int | None = None) -> None:
-        super().make_directory(path, at)
-        super().make_directory(path, at)
+    def make_directory(self, path: Path, position: int | None = None) -> None:
+        super().make_directory(path, position)
+        super().make_directory(path, position)
 
 
 def test_a_root_that_several_ranks_make_at_once_is_there_for_all(tmp_path: Path) -> None:

@@ -69,11 +69,11 @@ class TestDirectoryInMemory(StoreContract):
         phase = target.ctypes.data % 4096
         receipt = store.write([FilePlan("segment", 6 * MIB)], write_rows([0], [phase], [source]), arena).receipt()
         rows = read_rows([0], [phase], [target], receipt.digests)
-        found = finish_reading(store.read_extents(["segment"], rows, arena, wanted_bytes=source.nbytes))
+        actual = finish_reading(store.read_extents(["segment"], rows, arena, wanted_bytes=source.nbytes))
         store.close()
-        assert found.error is None
-        assert (found.direct_bytes > 4 * MIB) == is_direct
-        assert (found.direct_bytes == 0) != is_direct
+        assert actual.error is None
+        assert (actual.direct_bytes > 4 * MIB) == is_direct
+        assert (actual.direct_bytes == 0) != is_direct
         np.testing.assert_array_equal(source, target)
 
     def test_saves_and_loads(self, root: Path) -> None:

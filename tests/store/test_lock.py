@@ -1,4 +1,4 @@
-"""The writer's lock: who has lost it is told before it does what only the one writer may do."""
+"""The writer's lock: a job that has lost it gets an error before any operation of the only writer."""
 
 from __future__ import annotations
 
@@ -47,16 +47,16 @@ def _taken_and_given_back(store: LocalStore) -> None:
 
 
 @pytest.mark.parametrize(
-    ("happens", "found"),
+    ("happens", "actual"),
     [(_removed, "was removed"), (_replaced, "was removed or replaced"), (_taken, "another job has it"),
-     (_taken_and_given_back, "another job has taken it since")],
+     (_taken_and_given_back, "another job has taken the lock since")],
 )
-def test_a_lock_that_was_lost_is_told(store: LocalStore, happens: Callable[[LocalStore], None], found: str) -> None:
+def test_a_lock_that_was_lost_is_told(store: LocalStore, happens: Callable[[LocalStore], None], actual: str) -> None:
     store.check_lock()
     happens(store)
     with pytest.raises(LockedError, match="has lost the lock") as caught:
         store.check_lock()
-    assert found in str(caught.value.facts["found"])
+    assert actual in str(caught.value.facts["found"])
 
 
 def test_a_lock_that_was_lost_can_be_taken_again_once_it_was_given_back(store: LocalStore) -> None:

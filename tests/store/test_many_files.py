@@ -1,4 +1,4 @@
-"""Checkpoints of more segments than a process may have open files: only what is read is opened, some at a time."""
+"""Checkpoints of more segments than a process may open files: only needed ones are opened, a few at a time."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from unittest import mock
 
 import pytest
 import torch
-from apart import apart
 
 import flowstone as fs
 from flowstone.plan import write
 from flowstone.store.engines import EngineChoice
+from own_process import run_in_own_process
 
 TENSORS = 150
 FILES_MAX = 100  # of a process; some are open before anything is read
@@ -29,7 +29,7 @@ def _state(value: float) -> dict[str, object]:
 
 def _saved(path: Path) -> Path:
     with (
-        mock.patch("flowstone.pipeline.plan_cache.plan_writes", partial(write.plan_writes, header_bytes_max=4096)),
+        mock.patch("flowstone.save.plan_cache.plan_writes", partial(write.plan_writes, header_bytes_max=4096)),
         fs.Checkpointer(path) as checkpointer,
     ):
         checkpointer.save(1, _state(1.0)).committed.result()
@@ -50,10 +50,10 @@ def _counted() -> Iterator[_Opened]:
     opened, real = _Opened(), EngineChoice.open_to_read
 
     def open_to_read(engines: EngineChoice, path: Path, *rest: object) -> tuple[int, int]:
-        found = real(engines, path, *rest)  # type: ignore[arg-type]
+        result = real(engines, path, *rest)  # type: ignore[arg-type]
         opened.paths.append(str(path))
         opened.most = max(opened.most, len(os.listdir("/proc/self/fd")))
-        return found
+        return result
 
     with mock.patch.object(EngineChoice, "open_to_read", open_to_read):
         yield opened
@@ -63,9 +63,9 @@ def _read_with_few_files(path: Path) -> tuple[int, int, int, int]:
     """How many files were opened to read one tensor, to verify, to load; the most that were open."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (FILES_MAX, FILES_MAX))
     counts = []
-    with _counted() as one:
+    with _counted() as caught:
         assert torch.equal(fs.open(path).read(f"weights.{LONG}7"), torch.full((4,), 8.0))
-    counts.append(len(one.paths))
+    counts.append(len(caught.paths))
     with _counted() as verified:
         fs.open(path).verify()
     counts.append(len(verified.paths))
@@ -76,12 +76,12 @@ def _read_with_few_files(path: Path) -> tuple[int, int, int, int]:
         wanted = _state(1.0)["weights"]
         assert all(torch.equal(tensor, wanted[name]) for name, tensor in state["weights"].items())  # type: ignore[attr-defined,index]
     counts.append(len(loaded.paths))
-    return counts[0], counts[1], counts[2], max(one.most, verified.most, loaded.most) - before
+    return counts[0], counts[1], counts[2], max(caught.most, verified.most, loaded.most) - before
 
 
 def test_more_segments_than_open_files_are_read_some_at_a_time(tmp_path: Path) -> None:
-    one, verified, loaded, most = apart(_read_with_few_files, _saved(tmp_path / "run"))
-    assert one == 1
+    caught, verified, loaded, most = run_in_own_process(_read_with_few_files, _saved(tmp_path / "run"))
+    assert caught == 1
     assert verified == loaded == TENSORS
     assert most < FILES_MAX // 2
 
@@ -104,7 +104,7 @@ def _descriptors_taken(path: Path) -> bool:
 
 
 def test_descriptors_that_others_have_taken_make_lots_smaller(tmp_path: Path) -> None:
-    assert apart(_descriptors_taken, _saved(tmp_path / "run"))
+    assert run_in_own_process(_descriptors_taken, _saved(tmp_path / "run"))
 
 
 def _damaged(path: Path) -> tuple[list[str], list[str], str]:
@@ -118,14 +118,14 @@ def _damaged(path: Path) -> tuple[list[str], list[str], str]:
         segment.write_bytes(text)
     with pytest.raises(fs.DamagedError) as verified:
         fs.open(path).verify()
-    found = [segment.name for segment in segments if f"{segment.name}:" in str(verified.value)]
+    names = [segment.name for segment in segments if f"{segment.name}:" in str(verified.value)]
     with pytest.raises(fs.DamagedError) as loaded, fs.Checkpointer(path) as checkpointer:
         checkpointer.load(_state(0.0))
-    return [segment.name for segment in damaged], found, str(loaded.value)
+    return [segment.name for segment in damaged], names, str(loaded.value)
 
 
 def test_verify_names_the_damage_in_every_lot_and_a_load_stops_at_the_first(tmp_path: Path) -> None:
-    damaged, found, said = apart(_damaged, _saved(tmp_path / "run"))
-    assert found == damaged
-    assert damaged[0] in said
-    assert damaged[1] not in said
+    damaged, actual, message = run_in_own_process(_damaged, _saved(tmp_path / "run"))
+    assert actual == damaged
+    assert damaged[0] in message
+    assert damaged[1] not in message

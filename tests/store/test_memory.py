@@ -1,4 +1,4 @@
-"""The store in memory: the contract of every store, in both ways to commit; and a Checkpointer's whole life on it."""
+"""The store in memory: the contract of every store, with both ways to commit; and the full life of a Checkpointer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from msgspec.structs import replace
 import flowstone as fs
 from flowstone.commit import catalog
 from flowstone.errors import ArgumentError, DamagedError, NotAStoreError, StorageError
-from flowstone.store.memory import Contents, MemoryStore
+from flowstone.store.memory.store import MemoryStore, SharedMemoryDirectory
 
 
 class TestMemoryStore(StoreContract):
@@ -24,10 +24,10 @@ class TestMemoryStore(StoreContract):
 
     @pytest.fixture(autouse=True)
     def _several(self) -> None:
-        self.contents: dict[Path, Contents] = {}
+        self.contents: dict[Path, SharedMemoryDirectory] = {}
 
     def open_store(self, root: Path) -> MemoryStore:
-        contents = self.contents.setdefault(root, Contents())
+        contents = self.contents.setdefault(root, SharedMemoryDirectory())
         return MemoryStore(contents, location=str(root), atomic_rename=self.atomic_rename)
 
 
@@ -140,7 +140,7 @@ def test_memory_that_is_not_there_is_an_error_that_says_so(monkeypatch: pytest.M
     def refuse(fd: int, begin: int, end: int) -> None:
         raise OSError(errno.ENOSPC, "no space")
 
-    monkeypatch.setattr("flowstone.store.memory._native.reserve_memory", refuse)
+    monkeypatch.setattr("flowstone.store.memory.store._native.reserve_memory", refuse)
     with pytest.raises(fs.FullError, match="no space to write"):
         store.put("file", b"content")
     assert store.names() == ()

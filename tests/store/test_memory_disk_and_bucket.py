@@ -1,4 +1,4 @@
-"""The three kinds of store as tiers of one run: what a failure takes, the next one has."""
+"""The three kinds of stores as tiers of one run: the next tier has the checkpoint that a failure loses."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from memory_agent import own_agent
 
 import flowstone as fs
+from memory_agent import own_agent
 
 STEPS = 5
 _TRAINER = """

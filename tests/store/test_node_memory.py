@@ -1,4 +1,4 @@
-"""The store in a node's memory: the contract of every store, by a real agent; what it keeps, and what it refuses."""
+"""The store in a node's memory: the contract of every store, with a real agent; its retention and its refusals."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ import msgspec
 import numpy as np
 import pytest
 from contract import StoreContract
-from memory_agent import NO_ONE, agent_process, files_of, kill, own_agent
 
 import flowstone as fs
 from flowstone.commit import catalog
 from flowstone.config import AGENT_CONNECTIONS_MAX, MIB
 from flowstone.errors import ArgumentError, BudgetError, FullError, MemoryAgentError, StorageError
 from flowstone.format.manifest import MARKER_NAME
-from flowstone.store import agent_client, local_sockets
-from flowstone.store.agent_wire import PROTOCOL, SOCKET_NAME, Answer, Request, decode_answer, encode
+from flowstone.store.memory import agent_client, local_sockets
+from flowstone.store.memory.agent_wire import PROTOCOL, SOCKET_NAME, AgentRequest, AgentResponse, decode_answer, encode
+from flowstone.store.memory.node_memory import NodeMemory, list_runs
 from flowstone.store.mount import available_bytes
-from flowstone.store.node_memory import NodeMemory, held_runs
+from memory_agent import NO_ONE, agent_process, files_of, kill, own_agent
 
 ELEMENTS = 600_000
 
@@ -99,7 +99,7 @@ def test_memory_that_is_used_again_is_zero_where_nothing_is_written(run: str) ->
     with fs.Checkpointer(f"memory://{run}") as checkpointer:
         for step in range(1, 5):  # of another phase each, so that gaps lie elsewhere
             memory = np.full(3 * MIB, 255, np.uint8)
-            state = {name: memory[step * 100 + at : step * 100 + at + 70_001] for name, at in (("a", 0), ("b", MIB))}
+            state = {name: memory[step * 100 + b : step * 100 + b + 70_001] for name, b in (("a", 0), ("b", MIB))}
             checkpointer.save(step, state).committed.result()
             checkpointer.wait()
             assert fs.open(f"memory://{run}").verify().sound, "padding is verified to be zero"
@@ -108,7 +108,7 @@ def test_memory_that_is_used_again_is_zero_where_nothing_is_written(run: str) ->
 def test_a_file_that_is_read_stays_as_it_is_when_its_checkpoint_is_removed(run: str) -> None:
     _saved(f"memory://{run}", 1, 2)
     store = NodeMemory(run)
-    held, path = store.held("step-00000001"), "step-00000001/rank-00000.safetensors"
+    held, path = store.snapshot("step-00000001"), "step-00000001/rank-00000.safetensors"
     before = held.read(path)
     _saved(f"memory://{run}", 3, 4, 5)
     assert catalog.steps(store) == (4, 5)
@@ -174,18 +174,18 @@ def test_what_a_listing_tells_of_it(run: str) -> None:
     _saved(f"memory://{run}", 1, 2)
     listed = CliRunner().invoke(app, ["ls", f"memory://{run}", "--json"])
     assert listed.exit_code == 0
-    found = msgspec.json.decode(listed.stdout)
-    assert [row["step"] for row in found["checkpoints"]] == [1, 2]
-    assert found["memory"]["held_bytes"] > 2 * 4 * ELEMENTS
-    told = CliRunner().invoke(app, ["agent", "--status"])
-    assert run in told.stdout
+    listing = msgspec.json.decode(listed.stdout)
+    assert [row["step"] for row in listing["checkpoints"]] == [1, 2]
+    assert listing["memory"]["held_bytes"] > 2 * 4 * ELEMENTS
+    result = CliRunner().invoke(app, ["agent", "--status"])
+    assert run in result.stdout
     assert CliRunner().invoke(app, ["ls", "memory://nothing"]).exit_code == 2
-    assert "nothing" not in [status.name for status in held_runs()], "what is only looked for is not made"
+    assert "nothing" not in [status.name for status in list_runs()], "what is only looked for is not made"
 
 
 @pytest.mark.parametrize("name", ["", "a b", "../up", "a//b", "a/../b", ".", "x" * 201, "n\n"])
 def test_a_name_that_names_no_run_is_refused(name: str) -> None:
-    with pytest.raises(ArgumentError, match="names no run"):
+    with pytest.raises(ArgumentError, match="is not a valid name of a run"):
         fs.Checkpointer(f"memory://{name}")
 
 
@@ -198,7 +198,7 @@ def test_a_node_with_less_memory_than_the_generations_is_refused_with_the_number
         NodeMemory(run, state_bytes=half)
     assert f"2 x {half} bytes" in str(caught.value)
     assert "available" in str(caught.value)
-    with pytest.raises(ArgumentError, match="generations 1"):
+    with pytest.raises(ArgumentError, match="generations is 1"):
         NodeMemory(run, generations=1)
 
 
@@ -272,13 +272,13 @@ def _connection(agent: Path) -> socket.socket:
 
 def _greeted(agent: Path, run: str) -> socket.socket:
     connection = _connection(agent)
-    connection.send(encode(Request("hello", run, number=PROTOCOL)))
+    connection.send(encode(AgentRequest("hello", run, number=PROTOCOL)))
     assert decode_answer(connection.recv(65536)).errno == 0
     return connection
 
 
 _NO_MESSAGES = {
-    "garbage": b"\xff\x00garbage" * 10, "half a message": encode(Request("hello", "run", number=1))[:-9],
+    "garbage": b"\xff\x00garbage" * 10, "half a message": encode(AgentRequest("hello", "run", number=1))[:-9],
     "a huge length": b"\x87\xa4verb\xdb\xff\xff\xff\xff", "a huge list": b"\xdd\xff\xff\xff\xff",
     "too long": b"\x90" * 70_000,
     "an unknown verb": msgspec.msgpack.encode({"verb": "format"}), "a list": msgspec.msgpack.encode([1, 2]),
@@ -288,37 +288,38 @@ _NO_MESSAGES = {
 }
 
 
-@pytest.mark.parametrize("what", _NO_MESSAGES)
+@pytest.mark.parametrize("kind", _NO_MESSAGES)
 @pytest.mark.parametrize("is_greeted", [False, True])
-def test_what_is_no_request_ends_that_connection_alone(agent: Path, run: str, what: str, is_greeted: bool) -> None:
+def test_what_is_no_request_ends_that_connection_alone(agent: Path, run: str, kind: str, is_greeted: bool) -> None:
     _saved(f"memory://{run}", 1)
     process = agent_process(agent)
     with _greeted(agent, run) if is_greeted else _connection(agent) as stranger:
-        stranger.send(_NO_MESSAGES[what])
-        said = stranger.recv(65536)
-        assert not said or decode_answer(said).errno
-        if what != "a number beyond 64 bits":
-            assert not said or stranger.recv(65536) == b"", "it is cut off"
+        stranger.send(_NO_MESSAGES[kind])
+        message = stranger.recv(65536)
+        assert not message or decode_answer(message).errno
+        if kind != "a number beyond 64 bits":
+            assert not message or stranger.recv(65536) == b"", "it is cut off"
     assert agent_process(agent) == process
     assert _weights(run) == {1.0}
 
 
 @pytest.mark.parametrize("request_", [
-    Request("create", "a", size_bytes=-1), Request("create", "a", size_bytes=2**62),
-    Request("create", "no/where", size_bytes=1),
-    Request("put", "a", size_bytes=5), Request("open", "nothing"), Request("release", number=77),
-    Request("resize", number=77, size_bytes=1), Request("keep", number=0), Request("keep", number=2, seconds=-1.0),
-    Request("keep", number=2, target="relative"), Request("keep", number=2, seconds=float("nan")),
-    Request("hello", "again", number=PROTOCOL), Request("rename", "a", "b"), Request("rename", "", ""),
-    Request("remove", "nothing"), Request("link", "", "b"),
+    AgentRequest("create", "a", size_bytes=-1), AgentRequest("create", "a", size_bytes=2**62),
+    AgentRequest("create", "no/where", size_bytes=1),
+    AgentRequest("put", "a", size_bytes=5), AgentRequest("open", "nothing"), AgentRequest("release", number=77),
+    AgentRequest("resize", number=77, size_bytes=1), AgentRequest("keep", number=0),
+    AgentRequest("keep", number=2, seconds=-1.0),
+    AgentRequest("keep", number=2, target="relative"), AgentRequest("keep", number=2, seconds=float("nan")),
+    AgentRequest("hello", "again", number=PROTOCOL), AgentRequest("rename", "a", "b"), AgentRequest("rename", "", ""),
+    AgentRequest("remove", "nothing"), AgentRequest("link", "", "b"),
 ], ids=lambda request: f"{request.verb}-{request.size_bytes}-{request.number}-{request.target}")
-def test_requests_that_cannot_be_are_refused(agent: Path, run: str, request_: Request) -> None:
+def test_requests_that_cannot_be_are_refused(agent: Path, run: str, request_: AgentRequest) -> None:
     with _greeted(agent, run) as client:
-        client.send(encode(Request("make_directory", "")))
+        client.send(encode(AgentRequest("make_directory", "")))
         client.recv(65536)
         client.send(encode(request_))
         assert decode_answer(client.recv(65536)).errno, "it is refused"
-        client.send(encode(Request("names")))
+        client.send(encode(AgentRequest("names")))
         assert decode_answer(client.recv(65536)).names == ()
 
 
@@ -327,27 +328,27 @@ def test_descriptors_that_were_not_asked_for_are_closed(agent: Path, run: str) -
     with _greeted(agent, run) as client:
         before = len(os.listdir(f"/proc/{process}/fd"))
         for _ in range(20):
-            socket.send_fds(client, [encode(Request("names"))], [0, 1, 2])
+            socket.send_fds(client, [encode(AgentRequest("names"))], [0, 1, 2])
             decode_answer(client.recv(65536))
-            socket.send_fds(client, [encode(Request("put", "x", size_bytes=1))], [0, 1])
+            socket.send_fds(client, [encode(AgentRequest("put", "x", size_bytes=1))], [0, 1])
             assert decode_answer(client.recv(65536)).errno
         assert len(os.listdir(f"/proc/{process}/fd")) == before
 
 
 def test_another_release_is_refused_by_name(agent: Path, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with _connection(agent) as client:
-        client.send(encode(Request("hello", run, number=PROTOCOL + 1, text="9.9")))
+        client.send(encode(AgentRequest("hello", run, number=PROTOCOL + 1, text="9.9")))
         answer = decode_answer(client.recv(65536))
-        assert (answer.error, answer.text) == ("they are of different releases", fs.__version__)
+        assert (answer.error, answer.text) == ("the releases of agent and client differ", fs.__version__)
         assert client.recv(100) == b""
     monkeypatch.setattr(agent_client, "PROTOCOL", PROTOCOL + 1)
-    with pytest.raises(MemoryAgentError, match="does not serve this process: they are of different releases") as caught:
+    with pytest.raises(MemoryAgentError, match="this process: the releases of agent and client differ") as caught:
         NodeMemory(run).make_directory()
     assert f"protocol {PROTOCOL}" in str(caught.value)
     assert "flowstone agent --stop" in str(caught.value)
 
 
-@pytest.mark.parametrize("says", [b"hello, who is there?", encode(Answer(number=77, text="9.9")), b""])
+@pytest.mark.parametrize("says", [b"hello, who is there?", encode(AgentResponse(number=77, text="9.9")), b""])
 def test_what_is_no_agent_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: bytes) -> None:
     directory = tmp_path / "fake"
     directory.mkdir(mode=0o700)
@@ -390,7 +391,7 @@ def test_a_directory_that_is_not_this_users_alone_is_refused(
         directory.mkdir()
         directory.chmod(0o755)
     monkeypatch.setenv(local_sockets.DIRECTORY_VARIABLE, str(directory))
-    with pytest.raises(StorageError, match="is not safe"):
+    with pytest.raises(StorageError, match="is not a private directory"):
         NodeMemory("run").make_directory()
     assert files_of(tmp_path / "real") == set()
 
@@ -404,23 +405,23 @@ def test_another_user_is_refused_even_where_the_directory_lets_it_in(agent: Path
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
-        said = b"nothing"
+        message = b"nothing"
         try:
             os.setresuid(NO_ONE, NO_ONE, NO_ONE)
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
                 stranger.settimeout(30.0)
                 stranger.connect(str(agent / SOCKET_NAME))
-                said = stranger.recv(65536)
+                message = stranger.recv(65536)
         except BaseException as error:
-            said = repr(error).encode()
-        os.write(writer, said)
+            message = repr(error).encode()
+        os.write(writer, message)
         os._exit(0)
     os.close(writer)
     try:
         os.waitpid(child, 0)
         answer = decode_answer(os.read(reader, 65536))
         assert answer.errno
-        assert f"not of {NO_ONE}" in answer.error
+        assert f"not to user {NO_ONE}" in answer.error
     finally:
         os.close(reader)
         os.chmod(agent, 0o700)

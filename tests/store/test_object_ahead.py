@@ -1,4 +1,4 @@
-"""What a load from a bucket asks for with the manifest, before that has said what there is."""
+"""The objects that a load from a bucket requests with the manifest, before it has read that."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from contextlib import ExitStack
 
 import numpy as np
 import pytest
-from object_server import Server
 from obstore.store import MemoryStore
 
 import flowstone as fs
 from flowstone.commit.manifests import read_manifest
 from flowstone.config import CHUNK_BYTES, KIB
-from flowstone.pipeline.opening import checkpoint_in, open_step
+from flowstone.load.prefetch_step import checkpoint_in, open_step
 from flowstone.store.objects.store import ObjectStore
 from flowstone.store.wrap import Wrapper
+from object_server import Server
 
 STEP = "step-00000002"
 NAMES = ("index.safetensors", "objects.json", "rank-00000.safetensors")
@@ -44,12 +44,12 @@ def test_index_objects_and_header_are_asked_for_with_the_manifest(url: str, serv
     assert loaded(url, elements=2_500_000) == 2
     made = server.requests()
     first, second, third = made[:2], made[2:6], made[6:]
-    assert any("flowstone.json" in one for one in first)
-    assert any("list-type" in one for one in first)
-    assert {one.split("?")[0].split(" ")[1].rpartition("/")[2] for one in second} == {"manifest.json", *NAMES}, made
+    assert any("flowstone.json" in item for item in first)
+    assert any("list-type" in item for item in first)
+    assert {name.split("?")[0].split(" ")[1].rpartition("/")[2] for name in second} == {"manifest.json", *NAMES}, made
     assert len(third) == 3, "the tensor"
-    assert all(NAMES[2] in one for one in third)
-    assert not any(one.startswith("HEAD") for one in made), "an answer with bytes tells the size, too"
+    assert all(NAMES[2] in item for item in third)
+    assert not any(name.startswith("HEAD") for name in made), "an answer with bytes tells the size, too"
 
 
 def test_what_is_older_than_the_manifest_is_read_again(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,7 +59,7 @@ def test_what_is_older_than_the_manifest_is_read_again(url: str, monkeypatch: py
         store.put(f"{STEP}/{name}", b"of a writer that died" * 10_000)
     ahead = store.ahead()
     assert ahead is not None
-    ahead.ask({f"{STEP}/{name}": CHUNK_BYTES for name in NAMES})
+    ahead.prefetch({f"{STEP}/{name}": CHUNK_BYTES for name in NAMES})
     ahead.close()
     assert ahead.read(f"{STEP}/{NAMES[0]}", length=9) == b"of a writ"
     for name in NAMES:
@@ -94,9 +94,9 @@ def test_a_step_that_is_not_committed_costs_its_first_requests_once(url: str, se
         store.put(f"step-0000000{step}/rank-00000.safetensors", b"begun")
     server.requests()
     assert loaded(url) == 2
-    made = [one for one in server.requests() if "/step-0000000" in one]
-    assert sum("step-00000004" in one for one in made) == 4, made
-    assert sum("step-00000003" in one for one in made) == 1, "the manifest that is not there"
+    made = [request for request in server.requests() if "/step-0000000" in request]
+    assert sum("step-00000004" in arena for arena in made) == 4, made
+    assert sum("step-00000003" in arena for arena in made) == 1, "the manifest that is not there"
 
 
 def test_an_index_and_a_header_longer_than_what_is_asked_for_are_read_on(url: str) -> None:
@@ -117,7 +117,7 @@ def test_requests_that_fail_ahead_are_made_again(url: str, server: Server) -> No
     ahead = store.ahead()
     assert ahead is not None
     server.fail(share=1, kinds=("500", "truncated"), method="GET")
-    ahead.ask({f"{STEP}/{name}": 64 * KIB for name in NAMES})
+    ahead.prefetch({f"{STEP}/{name}": 64 * KIB for name in NAMES})
     ahead.close()
     server.fail(share=0)
     assert ahead.size(f"{STEP}/{NAMES[0]}") == store.size(f"{STEP}/{NAMES[0]}")

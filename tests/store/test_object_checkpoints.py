@@ -1,4 +1,4 @@
-"""Checkpoints in a bucket: a training state's whole life, two jobs at once, and jobs that are killed."""
+"""Checkpoints in a bucket: the full life of a training state, two jobs at once, and jobs that are killed."""
 
 from __future__ import annotations
 
@@ -16,10 +16,7 @@ import numpy as np
 import pytest
 import torch
 from contract import write_rows
-from object_server import Server
 from obstore.store import MemoryStore
-from test_threads import inventory, live
-from warm_start import warm_start
 
 import flowstone as fs
 from flowstone import _native
@@ -27,6 +24,9 @@ from flowstone.errors import BudgetError, LockedError, StepExistsError, StorageE
 from flowstone.store.base import FilePlan
 from flowstone.store.objects.store import ObjectStore
 from flowstone.store.objects.uploads import PART_BYTES_MIN, PARTS_MAX, in_order, part_bytes
+from object_server import Server
+from thread_names import inventory, live
+from warm_start import warm_start
 
 JOB = str(Path(__file__).parent / "bucket_job.py")
 
@@ -47,13 +47,13 @@ def tensors(state: dict[str, object]) -> list[torch.Tensor]:
     assert isinstance(optimizer, torch.optim.Optimizer)
     assert isinstance(average, torch.Tensor)
     slots = [slot for slots in optimizer.state.values() for slot in slots.values() if isinstance(slot, torch.Tensor)]
-    return [*(one.detach() for one in model.parameters()), *slots, average]
+    return [*(parameter.detach() for parameter in model.parameters()), *slots, average]
 
 
-def assert_same(one: dict[str, object], other: dict[str, object]) -> None:
-    for a, b in zip(tensors(one), tensors(other), strict=True):
+def assert_same(record: dict[str, object], other: dict[str, object]) -> None:
+    for a, b in zip(tensors(record), tensors(other), strict=True):
         assert torch.equal(a, b)
-    assert one["epoch"] == other["epoch"]
+    assert record["epoch"] == other["epoch"]
 
 
 def test_what_loads_from_a_bucket_is_what_was_saved(url: str, server: Server) -> None:
@@ -91,16 +91,17 @@ def test_a_load_and_a_save_make_few_requests(url: str, server: Server) -> None:
         ckpt.load(state)
         made = server.requests()
     assert len(made) <= 10, made
-    assert not any("step-0000000" in one for one in made if "step-00000004" not in one), made
-    data = [one for one in made if one.startswith("GET") and "rank-00000" in one]
+    assert not any("step-0000000" in arena for arena in made if "step-00000004" not in arena), made
+    data = [name for name in made if name.startswith("GET") and "rank-00000" in name]
     assert len(data) == 2, "the header and the tensor"
 
 
 def test_requests_of_saves_and_loads_are_as_many_as_the_limits_say(url: str, server: Server) -> None:
     text = " ".join(Path(__file__).parents[2].joinpath("docs/BUCKETS.md").read_text().split())
-    told = re.search(r"first save of a job of one rank makes (\d+) .*? a later one (\d+), .*? a load (\d+),", text)
-    assert told is not None
-    first, later, load = map(int, told.groups())
+    saves = r"the first save makes (\d+) requests .*? each later save (\d+)\. "
+    match = re.search(saves + r".*? of one rank: (\d+) requests in two", text)
+    assert match is not None
+    first, later, load = map(int, match.groups())
     has_boto3 = importlib.util.find_spec("boto3") is not None
     small, large = ({"x": np.arange(elements, dtype=float)} for elements in (100_000, 2_500_000))  # 1 part, 3 parts
     server.requests()
@@ -155,20 +156,20 @@ def test_a_journal_in_a_bucket_is_refused_by_name(url: str) -> None:
 
 
 def test_each_thread_of_a_bucket_is_in_the_inventory(url: str) -> None:
-    found: set[str] = set()
+    names: set[str] = set()
     start = threading.Thread.start
 
     def seen(thread: threading.Thread) -> None:
         start(thread)
-        found.update([re.sub(r"[_-]\d+$", "", thread.name)], live().values())
+        names.update([re.sub(r"[_-]\d+$", "", thread.name)], live().values())
 
     state = training(1)
     before = set(live().values())
     with mock.patch.object(threading.Thread, "start", seen), fs.Checkpointer(url) as ckpt:
         ckpt.save(1, state).committed.result(60)
         ckpt.load(state)
-    assert {"flowstone-lease", "flowstone-upload", "flowstone-download", "flowstone-heads"} <= found
-    assert found - before <= inventory(), f"not in docs/ARCHITECTURE.md: {found - before - inventory()}"
+    assert {"flowstone-lease", "flowstone-upload", "flowstone-download", "flowstone-heads"} <= names
+    assert names - before <= inventory(), f"not in docs/ARCHITECTURE.md: {names - before - inventory()}"
     left = {name for name in live().values() if name.startswith("flowstone-")} - before
     assert left <= {"flowstone-log", "flowstone-act"}, f"outlive the Checkpointer: {left}"
 
@@ -201,14 +202,14 @@ def test_of_two_jobs_that_commit_one_step_at_once_one_wins_and_the_other_is_told
             assert job.stdin is not None
             job.stdin.write("go\n")
             job.stdin.flush()
-        said = [job.communicate(timeout=120)[0].split() for job in jobs]
-    assert sorted(one[0] for one in said) == ["committed", "refused"], said
-    winner = next(number for number, one in zip((1, 2), said, strict=True) if one[0] == "committed")
-    found = fs.open(url)
-    assert (found.step, found.objects["job"]) == (2, winner)
-    assert found.verify().sound
+        outputs = [job.communicate(timeout=120)[0].split() for job in jobs]
+    assert sorted(line[0] for line in outputs) == ["committed", "refused"], outputs
+    winner = next(number for number, item in zip((1, 2), outputs, strict=True) if item[0] == "committed")
+    checkpoint = fs.open(url)
+    assert (checkpoint.step, checkpoint.objects["job"]) == (2, winner)
+    assert checkpoint.verify().sound
     if tensors != "0":
-        assert (found.read("x", framework="numpy") == winner).all()
+        assert (checkpoint.read("x", framework="numpy") == winner).all()
 
 
 def resume_after_kills(url: str, kills: int, seed: int) -> None:

@@ -1,4 +1,4 @@
-"""Credentials by the ways of other programs, and what a bucket refuses: each error says what to do."""
+"""Credentials as for other programs, and requests that a bucket refuses: each error names the remedy."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from object_server import Server
 
 import flowstone as fs
 from flowstone.errors import ArgumentError, FrameworkError, StorageError
-from flowstone.store.objects.client import Patience
+from flowstone.store.objects.client import RetryPolicy
 from flowstone.store.objects.store import ObjectStore
+from object_server import Server
 
-BRIEF = Patience(budget_s=0.3, request_s=5, first_delay_s=0.01, delay_s_max=0.05)
+BRIEF = RetryPolicy(budget_s=0.3, request_s=5, first_delay_s=0.01, delay_s_max=0.05)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What a bucket does on a bad day: errors, resets, lost answers, bodies that end early, lists that come late."""
+"""Faults of a bucket: errors, resets, lost answers, truncated bodies, delayed lists."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
-from object_server import BUCKET, KINDS, Server
 from obstore.exceptions import PreconditionError
 from obstore.store import MemoryStore
 
@@ -19,13 +18,14 @@ from flowstone.errors import LockedError, StorageError
 from flowstone.store import holders
 from flowstone.store.base import FilePlan, Pace
 from flowstone.store.objects import lease
-from flowstone.store.objects.client import Client, Patience
+from flowstone.store.objects.client import Client, RetryPolicy
 from flowstone.store.objects.lease import ObjectLease
 from flowstone.store.objects.store import ObjectStore
+from object_server import BUCKET, KINDS, Server
 
-QUICK = Patience(budget_s=60, request_s=20, first_delay_s=0.01, delay_s_max=0.05)
+QUICK = RetryPolicy(budget_s=60, request_s=20, first_delay_s=0.01, delay_s_max=0.05)
 LEASE_S = 300.0  # no thread of a test renews it
-BRIEF = Patience(budget_s=0.3, request_s=5, first_delay_s=0.01, delay_s_max=0.05)
+BRIEF = RetryPolicy(budget_s=0.3, request_s=5, first_delay_s=0.01, delay_s_max=0.05)
 
 
 def values(step: int) -> dict[str, np.ndarray]:
@@ -153,7 +153,7 @@ def test_a_save_into_a_bucket_that_fails_meanwhile_fails_and_leaves_the_step_bef
     ("kind", "code", "says"),
     [
         ("denied", errno.EACCES, "list, read, write and delete"), ("other region", errno.EREMOTE, "AWS_REGION"),
-        ("not implemented", errno.ENOTSUP, "puts conditionally"), ("quota", errno.ENOSPC, "raise the quota"),
+        ("not implemented", errno.ENOTSUP, "conditional puts"), ("quota", errno.ENOSPC, "raise the quota"),
     ],
 )
 def test_a_refusal_says_what_to_do(url: str, server: Server, kind: str, code: int, says: str) -> None:
@@ -202,8 +202,9 @@ def test_a_writer_that_stood_still_neither_replaces_nor_removes_what_the_next_on
     offset, length = np.array([0], np.uint64), np.array([source.nbytes], np.uint64)
     rows = _native.WriteExtents(
         file=np.zeros(1, np.uint32), offset=offset, length=length, address=np.array([source.ctypes.data], np.uint64),
-        chunk=np.zeros(1, np.uint64), layout=np.full(1, -1, np.int64), layouts=[], chunks=12, lazy=np.ones(1, bool),
+        chunk=np.zeros(1, np.uint64), layout=np.full(1, -1, np.int64), layouts=[], chunks=12,
     )
+    rows.mark_lazy(np.ones(1, bool))
     writing = late.write([FilePlan(path, source.nbytes)], rows, arena, pace)
     next_one = ObjectStore(url)
     next_one.remove(path)
@@ -229,8 +230,8 @@ def leases() -> Iterator[tuple[ObjectLease, ObjectLease]]:
     bucket = MemoryStore()
     pair = [ObjectLease(Client("a bucket", bucket, bucket, BRIEF), lease_s=LEASE_S) for _ in range(2)]
     yield pair[0], pair[1]
-    for one in pair:
-        one.release()
+    for item in pair:
+        item.release()
 
 
 class Waits:
@@ -250,32 +251,32 @@ class Waits:
 
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on this process seems to run on another machine."""
-    monkeypatch.setattr("flowstone.store.holders.here", lambda: ("another machine", "1 1"))
+    monkeypatch.setattr("flowstone.store.holders.machine_and_process", lambda: ("another machine", "1 1"))
 
 
 def test_a_lease_that_is_renewed_elsewhere_is_not_taken(
     leases: tuple[ObjectLease, ObjectLease], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = leases
-    first.take("the first")
+    first.acquire("the first")
     elsewhere(monkeypatch)
     waits = Waits(monkeypatch, lambda: first._renew(first._ended))
     with pytest.raises(LockedError, match="the first"):
-        second.take("the second")
+        second.acquire("the second")
     assert waits.now < LEASE_S
     first.check()
 
 
 def test_a_lease_that_is_held_is_renewed_again_and_again() -> None:
     bucket = MemoryStore()
-    one = ObjectLease(Client("a bucket", bucket, bucket, BRIEF), lease_s=0.04)
-    one.take("a job")
+    lease = ObjectLease(Client("a bucket", bucket, bucket, BRIEF), lease_s=0.04)
+    lease.acquire("a job")
     deadline = time.monotonic() + 60
-    while (found := one._find()[0]) is not None and found.turn < 3:
+    while (actual := lease._find()[0]) is not None and actual.turn < 3:
         assert time.monotonic() < deadline
         time.sleep(0.005)
-    one.check()
-    one.release()
+    lease.check()
+    lease.release()
 
 
 def test_a_lease_that_no_thread_can_renew_is_given_up_at_once(
@@ -288,12 +289,12 @@ def test_a_lease_that_no_thread_can_renew_is_given_up_at_once(
 
     with monkeypatch.context() as limited:
         limited.setattr(threading.Thread, "start", start)
-        with pytest.raises(StorageError, match="no thread can be started"):
-            first.take("the first")
-    assert second.take("the second"), "nobody has it"
+        with pytest.raises(StorageError, match="cannot start a thread"):
+            first.acquire("the first")
+    assert second.acquire("the second"), "nobody has it"
     second.check()
     second.release()
-    assert first.take("the first again")
+    assert first.acquire("the first again")
     first.check()
 
 
@@ -301,14 +302,14 @@ def test_a_lease_that_nobody_renews_is_taken_after_its_time_and_the_first_one_is
     leases: tuple[ObjectLease, ObjectLease], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = leases
-    first.take("the first")
+    first.acquire("the first")
     first._ended.set()  # it stands still
     elsewhere(monkeypatch)
     waits = Waits(monkeypatch, lambda: None)
-    second.take("the second")
+    second.acquire("the second")
     assert waits.now >= LEASE_S
     second.check()
-    with pytest.raises(LockedError, match="the second has taken it since"):
+    with pytest.raises(LockedError, match="the second has taken the lock since"):
         first.check()
 
 
@@ -316,19 +317,19 @@ def test_the_lease_of_a_process_of_this_machine_that_is_gone_is_taken_at_once(
     leases: tuple[ObjectLease, ObjectLease], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = leases
-    here = holders.here()
-    monkeypatch.setattr("flowstone.store.holders.here", lambda: (here[0], f"{2**22 - 1} 1"))
-    first.take("the first")
+    here = holders.machine_and_process()
+    monkeypatch.setattr("flowstone.store.holders.machine_and_process", lambda: (here[0], f"{2**22 - 1} 1"))
+    first.acquire("the first")
     first._ended.set()
     waits = Waits(monkeypatch, lambda: None)
-    second.take("the second")
+    second.acquire("the second")
     assert waits.now == 0
 
 
 def test_an_object_in_the_place_of_the_lease_is_taken_over(leases: tuple[ObjectLease, ObjectLease]) -> None:
     first, _ = leases
     first._client.once.put("flowstone.lock", b"what somebody else has put there")
-    first.take("the first")
+    first.acquire("the first")
     first.check()
 
 
@@ -365,10 +366,10 @@ def test_a_gateway_that_quotes_tags_here_and_not_there_is_a_store_like_any_other
     assert fs.open(store).verify().sound
     first, second = ObjectLease(make().client), ObjectLease(make().client)
     bucket.inner.delete("flowstone.lock")
-    for one in (first, second):
-        one.take("a job")
-        one.check()
-        one.release()
+    for item in (first, second):
+        item.acquire("a job")
+        item.check()
+        item.release()
     client = make().client
     tag = client.tag("flowstone.lock")
     assert client.replace("flowstone.lock", b"mine", '"another"') is None
@@ -389,7 +390,7 @@ def test_the_threads_of_a_job_are_woken_when_it_stops_and_miss_no_end() -> None:
         layout=np.full(1, -1, np.int64), layouts=[], chunks=1,
     )
     before = engine.wakes
-    job = engine.write(arena, [(_native.File(fd=7, path="a", alignment=1), 12_288)], rows, gap_bytes=0)
+    job = engine.write(arena, [(_native.File(fd=7, path="a", alignment=1), 12_288)], rows)
     ((number, _, _, _, length, _),) = engine.take("write", (7, 8), 4, 60, before)
     job.cancel()
     stopped = engine.wakes

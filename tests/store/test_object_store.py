@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 from contract import StoreContract
-from object_server import BUCKET, Server
 from obstore.store import MemoryStore
 
 from flowstone.store.objects.store import ObjectStore
+from object_server import BUCKET, Server
 
 
 class TestObjectStoreInMemory(StoreContract):

@@ -10,9 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from memory_agent import own_agent
 from msgspec import json
-from object_server import Server
 from safetensors.numpy import load as load_safetensors
 from safetensors.numpy import save_file
 from typer.testing import CliRunner
@@ -21,12 +19,14 @@ import flowstone as fs
 from flowstone.cli.app import app
 from flowstone.convert.copy import BUDGET_BYTES_MIN
 from flowstone.errors import LockedError, StepExistsError, StorageError
-from flowstone.store.holders import here
+from flowstone.store.holders import machine_and_process
 from flowstone.store.memory import MemoryStore
-from flowstone.store.objects.client import Patience
+from flowstone.store.objects.client import RetryPolicy
 from flowstone.store.objects.store import ObjectStore
+from memory_agent import own_agent
+from object_server import Server
 
-BRIEF = Patience(budget_s=0.3, request_s=5, first_delay_s=0.01, delay_s_max=0.05)
+BRIEF = RetryPolicy(budget_s=0.3, request_s=5, first_delay_s=0.01, delay_s_max=0.05)
 
 
 def training(seed: int = 1) -> dict[str, object]:
@@ -45,9 +45,9 @@ def saved(place: object, state: dict[str, object], step: int = 1, **options: obj
 
 
 def run(*arguments: object) -> dict[str, object]:
-    found = CliRunner().invoke(app, [*map(str, arguments), "--json"])
-    assert found.exit_code == 0, found.output
-    decoded: dict[str, object] = json.decode(found.stdout)
+    result = CliRunner().invoke(app, [*map(str, arguments), "--json"])
+    assert result.exit_code == 0, result.output
+    decoded: dict[str, object] = json.decode(result.stdout)
     return decoded
 
 
@@ -91,11 +91,11 @@ def test_an_import_into_a_bucket_is_a_checkpoint_like_any_other(url: str, tmp_pa
     save_file(tensors, tmp_path / "model.safetensors")
     report = run("import", tmp_path / "model.safetensors", url, "--step", 3, "--budget", BUDGET_BYTES_MIN)
     assert report["path"] == f"{url}/step-00000003"
-    found = fs.open(url)
-    assert found.step == 3
-    assert found.verify().sound
+    checkpoint = fs.open(url)
+    assert checkpoint.step == 3
+    assert checkpoint.verify().sound
     for name, value in tensors.items():
-        assert np.array_equal(found.read(f"model.{name}", framework="numpy"), value)
+        assert np.array_equal(checkpoint.read(f"model.{name}", framework="numpy"), value)
     with pytest.raises(StepExistsError, match="newest step 3"):
         fs.import_checkpoint(tmp_path / "model.safetensors", url, step=3)
     with fs.Checkpointer(url) as ckpt:  # its lock was given up
@@ -108,11 +108,11 @@ def test_from_bucket_to_bucket_and_to_any_store(url: str) -> None:
     run("import", f"{url}/a", f"{url}/b", "--step", 1)
     memory = MemoryStore()
     fs.import_checkpoint(f"{url}/a", memory, step=1)
-    for one in (f"{url}/b", memory):
-        report = fs.diff(f"{url}/a", one)
+    for item in (f"{url}/b", memory):
+        report = fs.diff(f"{url}/a", item)
         assert report.equal
         assert len(report.tensors) == len(fs.open(f"{url}/a").tensors)
-        assert fs.open(one).verify().sound
+        assert fs.open(item).verify().sound
 
 
 def test_a_diff_of_buckets_finds_the_element_that_differs(url: str, tmp_path: Path) -> None:
@@ -123,13 +123,13 @@ def test_a_diff_of_buckets_finds_the_element_that_differs(url: str, tmp_path: Pa
     saved(f"{url}/b", state)
     saved(tmp_path / "b", state)
     for other in (f"{url}/b", tmp_path / "b"):
-        found = CliRunner().invoke(app, ["diff", f"{url}/a", str(other), "--json", "--budget", str(BUDGET_BYTES_MIN)])
-        assert found.exit_code == 1, found.output
-        differing = [one for one in json.decode(found.stdout)["tensors"] if not one["equal"]]
-        found_at = [(one["name"], one["unequal"], one["largest_at"]) for one in differing]
+        result = CliRunner().invoke(app, ["diff", f"{url}/a", str(other), "--json", "--budget", str(BUDGET_BYTES_MIN)])
+        assert result.exit_code == 1, result.output
+        differing = [tensor for tensor in json.decode(result.stdout)["tensors"] if not tensor["equal"]]
+        found_at = [(row["name"], row["unequal"], row["largest_at"]) for row in differing]
         assert found_at == [("model.1.weight", 1, [3, 7])]
     trusted = fs.diff(f"{url}/a", f"{url}/b", trust_digests=True)
-    assert [one.name for one in trusted.differing] == ["model.1.weight"]
+    assert [difference.name for difference in trusted.differing] == ["model.1.weight"]
     assert trusted.bytes < 1 << 24
 
 
@@ -148,15 +148,15 @@ def test_du_counts_every_object_of_a_bucket_once(url: str) -> None:
     with fs.Checkpointer(url) as ckpt:
         for step in (1, 2):
             ckpt.save(step, {"x": np.zeros(step * 100_000)}).committed.result(60)
-    found = run("du", url, "--step", 1)
+    results = run("du", url, "--step", 1)
     store = ObjectStore(url)
     steps = {
         step: sum(store.size(f"step-0000000{step}/{name}") for name in store.names(f"step-0000000{step}"))
         for step in (1, 2)
     }
-    assert {one["step"]: one["bytes"] for one in found["steps"]} == steps  # type: ignore[attr-defined]
-    assert found["removing"] == {"steps": [1], "freed_bytes": steps[1]}
-    assert found["bytes"] == sum(steps.values()) + store.size("flowstone.json") + store.size("flowstone.lock")
+    assert {step["step"]: step["bytes"] for step in results["steps"]} == steps  # type: ignore[attr-defined]
+    assert results["removing"] == {"steps": [1], "freed_bytes": steps[1]}
+    assert results["bytes"] == sum(steps.values()) + store.size("flowstone.json") + store.size("flowstone.lock")
 
 
 def test_what_measures_a_disk_refuses_a_bucket_by_name(url: str) -> None:
@@ -170,27 +170,27 @@ def test_a_run_in_memory_is_flushed_into_a_bucket(url: str) -> None:
         saved("memory://flushed", {"x": np.arange(2_000_000.0), "epoch": 7}, step=5)
         copied = run("flush", "memory://flushed", url)
     assert (copied["path"], copied["step"], copied["skipped_reason"]) == (url, 5, "")
-    found = fs.open(url)
-    assert found.objects["epoch"] == 7
-    assert found.verify().sound
+    checkpoint = fs.open(url)
+    assert checkpoint.objects["epoch"] == 7
+    assert checkpoint.verify().sound
 
 
 def test_what_is_open_in_a_bucket_is_read_in_every_way(url: str) -> None:
     state = training()
     saved(url, state)
-    found, model = fs.open(url), state["model"]
+    checkpoint, model = fs.open(url), state["model"]
     assert isinstance(model, torch.nn.Module)
     weight = model.get_parameter("1.weight").detach()
-    assert torch.equal(found["model.1.weight"][2:5, 100:300], weight[2:5, 100:300])
-    assert torch.equal(found.read("model.1.weight", fs.Box((5, 0), (3, 900))), weight[5:8])
-    streamed = dict(found.stream("model.*"))
+    assert torch.equal(checkpoint["model.1.weight"][2:5, 100:300], weight[2:5, 100:300])
+    assert torch.equal(checkpoint.read("model.1.weight", fs.Box((5, 0), (3, 900))), weight[5:8])
+    streamed = dict(checkpoint.stream("model.*"))
     assert streamed.keys() == {f"model.{name}" for name in model.state_dict()}
     assert all(torch.equal(streamed[f"model.{name}"], value) for name, value in model.state_dict().items())
     again = torch.nn.Sequential(torch.nn.Linear(900, 900), torch.nn.Linear(900, 800))
-    again.load_state_dict(found.state_dict("model"))
+    again.load_state_dict(checkpoint.state_dict("model"))
     assert torch.equal(again[1].weight, weight)
     optimizer = torch.optim.AdamW(again.parameters())
-    optimizer.load_state_dict(found.state_dict("optimizer"))
+    optimizer.load_state_dict(checkpoint.state_dict("optimizer"))
 
 
 # What ends early
@@ -238,7 +238,7 @@ def test_an_export_that_was_killed_is_begun_anew_where_it_was(url: str, server: 
 
 def test_two_exports_to_one_url_do_not_meet(url: str, tmp_path: Path) -> None:
     saved(tmp_path / "run", {"model": {"a": np.zeros(10)}})
-    machine, process = here()
+    machine, process = machine_and_process()
     store = ObjectStore(f"{url}/hf")
     for other in ("elsewhere", machine):
         note = {"holder": "the other one", "machine": other, "process": process, "files": ["a"]}
@@ -247,7 +247,7 @@ def test_two_exports_to_one_url_do_not_meet(url: str, tmp_path: Path) -> None:
             fs.export(tmp_path / "run", f"{url}/hf")
         assert caught.value.facts["holder"] == "the other one"
     store.client.once.put(".flowstone-export", b"what somebody else has put there")
-    with pytest.raises(StorageError, match="no export wrote it"):
+    with pytest.raises(StorageError, match="was not written by an export"):
         fs.export(tmp_path / "run", f"{url}/hf")
 
 
@@ -273,5 +273,5 @@ def test_a_source_in_a_bucket_that_is_damaged_is_refused(url: str) -> None:
     content = bytearray(store.read(path))
     content[len(content) // 2] ^= 1
     store.client.once.put(path, bytes(content))
-    with pytest.raises(fs.DamagedError, match="is not what was written"):
+    with pytest.raises(fs.DamagedError, match="does not match its digest"):
         fs.diff(url, url)

@@ -1,5 +1,4 @@
-"""The memory of several nodes as one store: the contract of every store, by two agents; what is where; who is refused.
-"""
+"""The memory of several nodes as one store: the contract of every store, with two agents; places; refused peers."""
 
 from __future__ import annotations
 
@@ -15,16 +14,16 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 from contract import StoreContract
-from memory_agent import agent_process, kill
-from peer_nodes import Nodes, several_nodes
 
 import flowstone as fs
 from flowstone.commit import catalog
 from flowstone.errors import LockedError, StorageError
-from flowstone.store.peers.erasure import is_there
-from flowstone.store.peers.node import Link, Node
+from flowstone.store.peers.erasure import is_available
+from flowstone.store.peers.node import Node, NodeLink
 from flowstone.store.peers.store import PeerMemory
-from flowstone.store.peers.wire import Ask
+from flowstone.store.peers.wire import PeerRequest
+from memory_agent import agent_process, kill
+from peer_nodes import Nodes, several_nodes
 
 
 @pytest.fixture(scope="module")
@@ -47,9 +46,9 @@ class TestPeerMemory(StoreContract):
         for store in self.opened:
             store.close()
         for node in kept[0]._peers.nodes:
-            assert node.link.ask(Ask("lock", text="the end")).yes
+            assert node.link.request(PeerRequest("lock", text="the end")).yes
             _empty(node)
-            node.link.ask(Ask("unlock"))
+            node.link.request(PeerRequest("unlock"))
 
     @pytest.fixture(scope="class")
     def kept(self, nodes: Nodes) -> list[PeerMemory]:
@@ -73,7 +72,7 @@ class TestPeerMemory(StoreContract):
         return f"memory://{self.run}"
 
 
-@pytest.mark.skipif(not is_there(), reason="ISA-L is not installed: pip install 'flowstone[parity]'")
+@pytest.mark.skipif(not is_available(), reason="ISA-L is not installed: pip install 'flowstone[parity]'")
 class TestPeerMemoryWithParity(TestPeerMemory):
     """The same with parity."""
 
@@ -94,10 +93,10 @@ def pair(nodes: Nodes, request: pytest.FixtureRequest) -> Iterator[list[PeerMemo
 
 def _names(store: PeerMemory, path: str = "") -> list[tuple[str, ...]]:
     """On each node."""
-    return [_link(store, node).ask(Ask("names", path)).names for node in range(2)]
+    return [_link(store, node).request(PeerRequest("names", path)).names for node in range(2)]
 
 
-def _link(store: PeerMemory, node: int) -> Link:
+def _link(store: PeerMemory, node: int) -> NodeLink:
     """A connection of its own: the store's threads use theirs."""
     return store._peers.link_of(node).link
 
@@ -105,7 +104,7 @@ def _link(store: PeerMemory, node: int) -> Link:
 def _lose(store: PeerMemory, node: int, path: str) -> None:
     """A file of a checkpoint, on one node: by the connection that holds the lock."""
     with store._peers._guard:
-        store._peers.nodes[node].link.ask(Ask("remove", path))
+        store._peers.nodes[node].link.request(PeerRequest("remove", path))
 
 
 def test_what_is_saved_is_on_both_nodes_when_it_is_committed_and_says_where(pair: list[PeerMemory]) -> None:
@@ -146,7 +145,7 @@ def test_what_only_the_other_node_has_is_read_over_the_network_and_verified(pair
         assert fs.open(second).verify().sound
         _lose(first, 1, "step-00000001/rank-00000.safetensors")
         assert checkpointer.latest() is None, "not whole"
-        assert "rank-00000.safetensors" in first.absent()
+        assert "rank-00000.safetensors" in first.missing_checkpoints()
 
 
 def test_a_commit_that_one_node_refuses_is_undone_on_the_other(pair: list[PeerMemory]) -> None:
@@ -154,7 +153,7 @@ def test_a_commit_that_one_node_refuses_is_undone_on_the_other(pair: list[PeerMe
     store.make_directory()
     store.lock("the job")
     store.make_directory(".saving-00000001-a")
-    store._peers.nodes[1].link.ask(Ask("make_directory", "step-00000001"))
+    store._peers.nodes[1].link.request(PeerRequest("make_directory", "step-00000001"))
     with pytest.raises(StorageError) as caught:
         store.rename(".saving-00000001-a", "step-00000001")
     assert caught.value.errno == errno.EEXIST
@@ -167,13 +166,13 @@ def test_an_agent_keeps_the_step_that_is_whole_together_though_it_has_a_newer_on
         checkpointer.save(1, {"w": np.zeros(1000), "step": 1}).committed.result()
         own = store._peers.nodes[0].link  # which holds the lock
         with store._peers._guard:
-            own.ask(Ask("make_directory", "step-00000002"))  # as a rank 0 that dies in its commit leaves it
-            own.ask(Ask("put", "step-00000002/manifest.json", payload_bytes=2), b"{}")
+            own.request(PeerRequest("make_directory", "step-00000002"))  # as a rank 0 that dies in its commit leaves it
+            own.request(PeerRequest("put", "step-00000002/manifest.json", payload_bytes=2), b"{}")
             for number in range(2):
-                own.ask(Ask("make_directory", f".saving-00000003-{number}"))
-            assert "step-00000001" in own.ask(Ask("names")).names
+                own.request(PeerRequest("make_directory", f".saving-00000003-{number}"))
+            assert "step-00000001" in own.request(PeerRequest("names")).names
             for number in range(2):
-                own.ask(Ask("remove", f".saving-00000003-{number}"))
+                own.request(PeerRequest("remove", f".saving-00000003-{number}"))
 
 
 def test_a_server_that_was_killed_is_started_again_by_the_next_save(pair: list[PeerMemory], nodes: Nodes) -> None:
@@ -196,12 +195,12 @@ def test_a_server_that_was_killed_is_started_again_by_the_next_save(pair: list[P
 def _servers(directory: Path, run: str) -> list[int]:
     agent = agent_process(directory)
     children = Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
-    found = []
+    servers = []
     for pid in children:
         with suppress(FileNotFoundError, ProcessLookupError):  # it has ended since it was listed
             if run.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
-                found.append(int(pid))
-    return found
+                servers.append(int(pid))
+    return servers
 
 
 def test_an_agent_outlives_the_end_of_a_run_that_it_has_served(nodes: Nodes) -> None:
@@ -251,8 +250,8 @@ def test_a_lost_node_fails_the_save_by_its_address_and_a_new_one_gets_all(nodes:
 
 
 def _empty(node: Node, path: str = "") -> None:
-    for name in node.link.ask(Ask("names", path)).names:
+    for name in node.link.request(PeerRequest("names", path)).names:
         _empty(node, f"{path}/{name}" if path else name)
-    if not path and not node.link.ask(Ask("exists")).yes:
+    if not path and not node.link.request(PeerRequest("exists")).yes:
         return
-    node.link.ask(Ask("remove", path))
+    node.link.request(PeerRequest("remove", path))

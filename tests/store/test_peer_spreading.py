@@ -1,4 +1,4 @@
-"""Copies for other nodes are spread over the time between two saves, and no more once a thread waits for them."""
+"""Copies for other nodes are spread over the time between two saves, until a thread waits for them."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from peer_nodes import Nodes, several_nodes
 
 import flowstone as fs
 from flowstone.errors import ArgumentError, CancelledError
-from flowstone.pipeline.futures import Save
-from flowstone.store.peers.copies import Limits, Pace
-from flowstone.store.peers.spreading import Spreading
+from flowstone.session.futures import Save
+from flowstone.store.peers.copies import Limits, SendPace
+from flowstone.store.peers.spreading import CopySchedule
 from flowstone.store.peers.store import PeerMemory
-from flowstone.tiers.writer import TieredWriter
+from flowstone.tiered.writer import TieredWriter
+from peer_nodes import Nodes, several_nodes
 
 MB = 8  # of a save; parts have 4 MiB
 PATIENCE_S = 60.0
@@ -37,12 +37,12 @@ class Clock:
 
 def test_the_first_save_is_not_spread_and_later_ones_take_a_share_of_the_shortest_interval_known() -> None:
     clock = Clock()
-    spreading = Spreading(0.5, 60.0, clock)
+    spreading = CopySchedule(0.5, 60.0, clock)
 
     def left_s(draft: str, *, after_s: float, capture_s: float = 1.0) -> float:
         clock.now += after_s
-        spreading.began(draft)
-        spreading.began(draft)  # its second file
+        spreading.note_save(draft)
+        spreading.note_save(draft)  # its second file
         clock.now += capture_s
         left = spreading.left_s(spreading.due(draft))
         clock.now -= capture_s
@@ -61,42 +61,42 @@ def test_the_first_save_is_not_spread_and_later_ones_take_a_share_of_the_shortes
 
 def test_what_is_waited_for_is_spread_no_more_and_what_begins_later_is() -> None:
     clock = Clock()
-    spreading = Spreading(0.5, 60.0, clock)
+    spreading = CopySchedule(0.5, 60.0, clock)
     for draft in "ab":
         clock.now += 10.0
-        spreading.began(draft)
+        spreading.note_save(draft)
     due = spreading.due("b")
     assert spreading.left_s(due) == 5.0
     spreading.expedite()
     assert due.is_expedited
     assert spreading.left_s(due) == 0.0
     clock.now += 10.0
-    spreading.began("c")
+    spreading.note_save("c")
     assert spreading.left_s(spreading.due("c")) == 5.0
     assert spreading.bounded(2.0).left_s(spreading.due("c")) == 5.0, "the same clock"
     bounded = spreading.bounded(2.0)
     for draft in "cd":
-        bounded.began(draft)
+        bounded.note_save(draft)
         clock.now += 10.0
-    bounded.began("e")
+    bounded.note_save("e")
     assert bounded.left_s(bounded.due("e")) == 2.0
 
 
 def test_a_pace_spreads_parts_evenly_catches_up_and_ends_its_waits_when_told() -> None:
-    told = {"expedited": False, "cancelled": False}
-    limits = Limits(None, 0.4, lambda: told["expedited"], lambda: told["cancelled"])
+    record = {"expedited": False, "cancelled": False}
+    limits = Limits(None, 0.4, lambda: record["expedited"], lambda: record["cancelled"])
     began = time.monotonic()
-    pace = Pace(limits, 1.0, 4)
+    pace = SendPace(limits, 1.0, 4)
     seen = []
     for _ in range(4):
         pace.wait(1)
         seen.append(time.monotonic() - began)
-    assert all(at >= 0.1 * number for number, at in enumerate(seen))
-    slow = Pace(Limits(None, 1000.0, lambda: told["expedited"], lambda: told["cancelled"]), 1.0, 2)
+    assert all(position >= 0.1 * number for number, position in enumerate(seen))
+    slow = SendPace(Limits(None, 1000.0, lambda: record["expedited"], lambda: record["cancelled"]), 1.0, 2)
     slow.wait(1)
-    told["expedited"] = True
+    record["expedited"] = True
     slow.wait(1)
-    told |= {"expedited": False, "cancelled": True}
+    record |= {"expedited": False, "cancelled": True}
     with pytest.raises(CancelledError):
         slow.wait(1)
     assert time.monotonic() - began < 60.0
@@ -148,7 +148,7 @@ def _is_whole(stores: list[PeerMemory], step: int) -> bool:
     """Each of its files on both nodes, each segment bit for bit."""
     places = stores[0].copies(step)
     read = fs.open(stores[1], step=step)
-    return all(len(set(at)) == 2 for at in places.values()) and bool(
+    return all(len(set(place)) == 2 for place in places.values()) and bool(
         (read.read("w", framework="numpy") == step).all() and read.verify().sound
     )
 
@@ -166,7 +166,7 @@ def test_copies_are_spread_over_the_interval_and_whole_without_anybody_waiting_f
         _pause_until(began[-1] + interval, ended=ended[-1])
         took = [end[0] - begin for begin, end in zip(began, ended, strict=True)]
         # The last part goes after two thirds of half the interval, or later.
-        assert all(0.3 * interval < one for one in took[1:]), took
+        assert all(0.3 * interval < item for item in took[1:]), took
 
 
 def test_copies_go_at_full_rate_in_the_first_save_and_once_the_next_one_waits_for_them(nodes: Nodes) -> None:
@@ -211,7 +211,7 @@ def test_a_flush_does_not_give_way_to_copies_that_are_spread_and_who_waits_for_i
         save = checkpointer.save(2, _state(2))
         save.captured.result()
         assert isinstance(checkpointer._store_writer, TieredWriter)
-        assert not checkpointer._store_writer.is_saving()
+        assert not checkpointer._store_writer.hooks.is_saving()
         assert not save.committed.done()
         save.durable.result()
         assert time.monotonic() - began < 25.0, "50 s would be the half of the interval"

@@ -1,4 +1,4 @@
-"""What nodes of a job say to each other, who is refused and how, where copies go, and what is whole together."""
+"""The messages between nodes of a job, refused peers and how, the places of copies, and complete steps."""
 
 from __future__ import annotations
 
@@ -14,21 +14,31 @@ from math import comb
 
 import msgspec
 import pytest
-from memory_agent import own_agent
-from peer_nodes import HERE, SECRET, Nodes, several_nodes
 
 import flowstone as fs
-from flowstone.agent.peers import Attendance, PeerServer
-from flowstone.config import PEER_STRANGERS_MAX, PEER_STRANGERS_TOLD_MAX
+from flowstone.agent.peers import PeerServer, PeerSession
+from flowstone.config import PEER_STRANGERS_LOGGED_MAX, PEER_STRANGERS_MAX
 from flowstone.errors import ArgumentError, PeerError
-from flowstone.store.agent_wire import Request
+from flowstone.store.memory.agent_wire import AgentRequest
 from flowstone.store.peers import wire
 from flowstone.store.peers.interfaces import address_of
-from flowstone.store.peers.node import Link, Place
-from flowstone.store.peers.parity import Contribution
+from flowstone.store.peers.node import NodeAddress, NodeLink
+from flowstone.store.peers.parity import ParityContribution
 from flowstone.store.peers.placement import groups, keepers
-from flowstone.store.peers.view import Source, see
-from flowstone.store.peers.wire import Ask, Channel, Greeting, Held, HeldStep, Introduction, Told, greet, welcome
+from flowstone.store.peers.view import FileSource, merge_inventories
+from flowstone.store.peers.wire import (
+    Channel,
+    Greeting,
+    Introduction,
+    PeerInventory,
+    PeerRequest,
+    PeerResponse,
+    StepInventory,
+    greet,
+    welcome,
+)
+from memory_agent import own_agent
+from peer_nodes import HERE, SECRET, Nodes, several_nodes
 
 KEY = SECRET.encode()
 _DRAFT = ".saving-00000001-a"
@@ -42,8 +52,8 @@ _DRAFT = ".saving-00000001-a"
 def test_each_node_is_kept_by_as_many_nodes_of_its_group_and_keeps_as_many(nodes: int, replicas: int) -> None:
     assert sorted(node for group in groups(nodes, replicas) for node in group) == list(range(nodes))
     kept = [keepers(node, nodes, replicas) for node in range(nodes)]
-    assert all(one[0] == node and len(set(one)) == min(nodes, replicas) for node, one in enumerate(kept))
-    assert {sum(node in one for one in kept) for node in range(nodes)} == {min(nodes, replicas)}, "no one keeps more"
+    assert all(entry[0] == node and len(set(entry)) == min(nodes, replicas) for node, entry in enumerate(kept))
+    assert {sum(node in item for item in kept) for node in range(nodes)} == {min(nodes, replicas)}, "no one keeps more"
 
 
 def is_survived(lost: frozenset[int], nodes: int, replicas: int) -> bool:
@@ -95,13 +105,13 @@ def _greeted(
     """What each side has of the other, given run and secret of each."""
     pair = _pair()
     client, server = pair.__enter__()
-    found: list[Channel | Exception] = []
+    collected: list[Channel | Exception] = []
 
     def serve() -> None:
         try:
-            found.append(welcome(server, *server_says, "node-1"))
+            collected.append(welcome(server, *server_says, "node-1"))
         except (PeerError, OSError, EOFError) as error:
-            found.append(error)
+            collected.append(error)
 
     thread = threading.Thread(target=serve)
     thread.start()
@@ -111,7 +121,7 @@ def _greeted(
     except PeerError as error:
         mine = error
     thread.join()
-    return mine, found[0], pair  # type: ignore[return-value]
+    return mine, collected[0], pair  # type: ignore[return-value]
 
 
 def test_nodes_of_one_job_exchange_messages_and_bytes() -> None:
@@ -120,18 +130,18 @@ def test_nodes_of_one_job_exchange_messages_and_bytes() -> None:
     assert isinstance(server, Channel)
     assert client.node == "node-1"
     for number in range(3):
-        client.send(Ask("look", f"file-{number}", payload_bytes=3))
+        client.send(PeerRequest("look", f"file-{number}", payload_bytes=3))
         client.connection.sendall(b"abc")
-        asked, target = server.receive(Ask), bytearray(3)
+        asked, target = server.receive(PeerRequest), bytearray(3)
         server.receive_into(memoryview(target))
         assert (asked.path, target) == (f"file-{number}", b"abc")
-        server.send(Told(number=number))
-        assert client.receive(Told).number == number
+        server.send(PeerResponse(number=number))
+        assert client.receive(PeerResponse).number == number
 
 
 @pytest.mark.parametrize(("client", "words"), [
-    (("run", b"another secret, as long as the first"), "its secret is another one"),
-    (("other", KEY), "this is memory://run, not memory://other"),
+    (("run", b"another secret, as long as the first"), "the secrets of client and node differ"),
+    (("other", KEY), "the client asks for memory://other, the node serves memory://run"),
 ])
 def test_another_job_is_refused_by_name_on_both_sides(client: tuple[str, bytes], words: str) -> None:
     mine, other, _kept = _greeted(client, ("run", KEY))
@@ -153,8 +163,8 @@ def _framed(message: msgspec.Struct | Mapping[str, object]) -> bytes:
 
 def test_a_client_of_another_protocol_is_told_so_and_the_node_tells_its_log() -> None:
     with _pair() as (client, server):
-        said = Introduction(9, "99.0", "run", b"n" * 16, b"p" * 32)
-        client.sendall(_framed({**msgspec.structs.asdict(said), "new": 1}))
+        introduction = Introduction(9, "99.0", "run", b"n" * 16, b"p" * 32)
+        client.sendall(_framed({**msgspec.structs.asdict(introduction), "new": 1}))
         with pytest.raises(PeerError, match=r"protocol 9 \(flowstone 99\.0\), not 2"):
             welcome(server, "run", KEY, "node")
         assert b"protocol 9" in client.recv(10_000)
@@ -163,7 +173,7 @@ def test_a_client_of_another_protocol_is_told_so_and_the_node_tells_its_log() ->
 def test_a_node_of_another_protocol_is_named_with_its_release() -> None:
     with _pair() as (client, server):
         server.sendall(b"flowstone peer\n" + _framed(Greeting(9, "99.0", b"n" * 16)))
-        with pytest.raises(PeerError, match="of another release") as caught:
+        with pytest.raises(PeerError, match="uses another release") as caught:
             greet(client, "run", KEY, "10.0.0.3:7000")
         assert caught.value.facts["found"] == "protocol 9, flowstone 99.0"
 
@@ -173,7 +183,7 @@ def test_what_is_no_node_is_told_apart(words: bytes) -> None:
     with _pair() as (client, server):
         server.sendall(words)
         server.close()
-        with pytest.raises(PeerError, match="the-place is no node of a flowstone job"):
+        with pytest.raises(PeerError, match="the-place is not a node of a flowstone job"):
             greet(client, "run", KEY, "the-place")
 
 
@@ -186,7 +196,7 @@ def test_what_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) ->
 def test_an_impostor_without_the_secret_is_found_out() -> None:
     with _pair() as (client, server):
         server.sendall(b"flowstone peer\n" + _framed(Greeting(wire.PEER_PROTOCOL, "1", b"n" * 16)))
-        server.sendall(_framed(wire.Verdict("", wire.PEER_PROTOCOL, "1", "node", b"p" * 32)))
+        server.sendall(_framed(wire.GreetingReply("", wire.PEER_PROTOCOL, "1", "node", b"p" * 32)))
         with pytest.raises(PeerError, match="does not know this job's secret"):
             greet(client, "run", KEY, "the-place")
 
@@ -196,17 +206,17 @@ def test_a_message_that_is_not_as_it_was_sent_ends_the_connection(how: str) -> N
     client, server, _kept = _greeted(("run", KEY), ("run", KEY))
     assert isinstance(client, Channel)
     assert isinstance(server, Channel)
-    client.send(Ask("look", "file"))
+    client.send(PeerRequest("look", "file"))
     sent = server.connection.recv(10_000)
     if how == "changed":
         client.connection.sendall(sent[:-1] + bytes([sent[-1] ^ 1]))
     elif how == "repeated":
         client.connection.sendall(sent + sent)
-        server.receive(Ask)
+        server.receive(PeerRequest)
     else:
         server.connection.sendall(sent)
-    with pytest.raises(PeerError, match="was changed on its way"):
-        client.receive(Told) if how == "reflected" else server.receive(Ask)
+    with pytest.raises(PeerError, match="was changed during the transfer"):
+        client.receive(PeerResponse) if how == "reflected" else server.receive(PeerRequest)
 
 
 # A real server
@@ -214,36 +224,38 @@ def test_a_message_that_is_not_as_it_was_sent_ends_the_connection(how: str) -> N
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Nodes]:
-    with several_nodes(1) as one:
-        yield one
+    with several_nodes(1) as caught:
+        yield caught
 
 
 def test_strangers_are_refused_and_told_in_the_log_and_the_job_goes_on(nodes: Nodes) -> None:
     (store,) = nodes.stores("run")
     place = store._peers.nodes[0].place
-    link = Link(place, "run", KEY)
-    link.ask(Ask("free"))
+    link = NodeLink(place, "run", KEY)
+    link.request(PeerRequest("free"))
     where = (place.address, place.port)
     with socket.create_connection(where) as stranger:
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
         with suppress(ConnectionResetError):
             while stranger.recv(1000):
                 pass  # until it is refused
-    for secret, run, words in ((b"another secret, quite long", "run", "another one"), (KEY, "other", "memory://run")):
+    for secret, run, words in (
+        (b"another secret, quite long", "run", "the secrets of client and node differ"), (KEY, "other", "memory://run"),
+    ):
         with pytest.raises(PeerError, match=words):
-            Link(Place("", *where), run, secret).ask(Ask("free"))
+            NodeLink(NodeAddress("", *where), run, secret).request(PeerRequest("free"))
     crowd = [socket.create_connection(where, timeout=30) for _ in range(PEER_STRANGERS_MAX + 5)]
-    newcomer = Link(place, "run", KEY)
-    assert newcomer.ask(Ask("free")).size_bytes > 0, "who is slow makes room for who is not"
+    newcomer = NodeLink(place, "run", KEY)
+    assert newcomer.request(PeerRequest("free")).size_bytes > 0, "who is slow makes room for who is not"
     newcomer.close()
     assert _is_cut_off(crowd[0]), "the oldest first"
-    for one in crowd:
-        one.close()
-    assert link.ask(Ask("free")).size_bytes > 0
+    for item in crowd:
+        item.close()
+    assert link.request(PeerRequest("free")).size_bytes > 0
     link.close()
     log = (nodes.directories[0] / "agent.log").read_text()
-    assert "its secret is another one" in log
-    assert "is no node of a flowstone job" in log
+    assert "the secrets of client and node differ" in log
+    assert "is not a node of a flowstone job" in log
     store.close()
 
 
@@ -282,17 +294,17 @@ def test_a_greeting_has_one_deadline_however_slowly_it_comes(monkeypatch: pytest
 def test_what_a_stranger_sends_is_escaped_in_the_log_and_told_a_bounded_number_of_times(nodes: Nodes) -> None:
     (store,) = nodes.stores("escaped")
     place = store._peers.nodes[0].place
-    for _ in range(4 * PEER_STRANGERS_TOLD_MAX):
+    for _ in range(4 * PEER_STRANGERS_LOGGED_MAX):
         with socket.create_connection((place.address, place.port), timeout=30) as stranger:
-            said = stranger.recv(15)
-            while len(said) < 15:
-                said += stranger.recv(15 - len(said))
+            message = stranger.recv(15)
+            while len(message) < 15:
+                message += stranger.recv(15 - len(message))
             release = "1\x1b[2J\nmemory://run: all is well" + "x" * 900
             stranger.sendall(_framed(Introduction(9, release, "run", b"", b"")))
             assert _is_cut_off(stranger)
     log = (nodes.directories[0] / "agent.log").read_text()
     lines = [line for line in log.splitlines() if "flowstone 1" in line]
-    assert 0 < len(lines) < 3 * PEER_STRANGERS_TOLD_MAX
+    assert 0 < len(lines) < 3 * PEER_STRANGERS_LOGGED_MAX
     assert all("\\x1b[2J\\nmemory://run: all is well" in line and len(line) < 500 for line in lines)
     assert not [line for line in log.splitlines() if line.startswith("memory://run: all is well")]
     store.close()
@@ -303,22 +315,23 @@ def test_a_name_that_is_too_long_is_refused_and_ends_no_server(nodes: Nodes) -> 
     store.make_directory()
     store.lock("the job")
     links = [store._peers.nodes[0].link, store._peers.link_of(0).link]
-    assert links[1].ask(Ask("free")).size_bytes
-    for asked in (Ask("exists", "x" * 70_000), Ask("rename", "a", "x" * 70_000), Ask("create", "x" * 70_000),
-                  Ask("put", "x" * 70_000, payload_bytes=0)):
+    assert links[1].request(PeerRequest("free")).size_bytes
+    for asked in (PeerRequest("exists", "x" * 70_000), PeerRequest("rename", "a", "x" * 70_000),
+        PeerRequest("create", "x" * 70_000),
+                  PeerRequest("put", "x" * 70_000, payload_bytes=0)):
         with pytest.raises(OSError, match="too long") as caught:
-            links[0].ask(asked)
+            links[0].request(asked)
         assert caught.value.errno == errno.ENAMETOOLONG
-    assert links[1].ask(Ask("free")).size_bytes, "the same connection still"
+    assert links[1].request(PeerRequest("free")).size_bytes, "the same connection still"
     for link in links:
         link.close()
     store.close()
 
 
-def _refused(link: Link, *all_asked: Ask) -> None:
+def _refused(link: NodeLink, *all_asked: PeerRequest) -> None:
     for asked in all_asked:
         with pytest.raises(PermissionError, match="only the holder of the run's lock"):
-            link.ask(asked, b"x" * asked.payload_bytes)
+            link.request(asked, b"x" * asked.payload_bytes)
 
 
 def test_only_the_holder_of_the_lock_takes_away_what_is_committed_and_adds_to_it(nodes: Nodes) -> None:
@@ -328,11 +341,12 @@ def test_only_the_holder_of_the_lock_takes_away_what_is_committed_and_adds_to_it
         checkpointer.save(1, {"x": [1, 2, 3]}).committed.result()
         link = store._peers.link_of(0).link
         _refused(
-            link, Ask("remove", f"{step}/manifest.json"), Ask("remove", "flowstone.json"),
-            Ask("rename", step, ".deleting-00000001-a"), Ask("put", f"{step}/more", payload_bytes=1),
-            Ask("create", f"{step}/more", size_bytes=1), Ask("put", ".rewound-00000000-a"),
-            Ask("make_directory", "step-00000007"), Ask("agree", step, number=9), Ask("put", f"{draft}/a"),
-            Ask("gather", f"{draft}/.parity-0-0-0-0-0", size_bytes=1, payload_bytes=1),
+            link, PeerRequest("remove", f"{step}/manifest.json"), PeerRequest("remove", "flowstone.json"),
+            PeerRequest("rename", step, ".deleting-00000001-a"), PeerRequest("put", f"{step}/more", payload_bytes=1),
+            PeerRequest("create", f"{step}/more", size_bytes=1), PeerRequest("put", ".rewound-00000000-a"),
+            PeerRequest("make_directory", "step-00000007"), PeerRequest("agree", step, number=9),
+            PeerRequest("put", f"{draft}/a"),
+            PeerRequest("gather", f"{draft}/.parity-0-0-0-0-0", size_bytes=1, payload_bytes=1),
         )
         checkpointer.save(2, {"x": [1, 2, 3]}).committed.result()
         checkpointer.rewind(1)  # who holds it may
@@ -348,17 +362,19 @@ def test_a_draft_takes_files_of_all_ranks_as_long_as_the_lock_is_held_under_whic
     assert store.lock("the job") is None
     store.make_directory(draft)
     of_rank, before = (store._peers.link_of(0).link for _ in range(2))
-    of_rank.ask(Ask("put", f"{draft}/one", payload_bytes=1), b"x")
-    of_rank.ask(Ask("create", f"{draft}/two", size_bytes=1))
-    before.ask(Ask("free"))
-    _refused(of_rank, Ask("rename", draft, "step-00000001"), Ask("remove", draft))
+    of_rank.request(PeerRequest("put", f"{draft}/one", payload_bytes=1), b"x")
+    of_rank.request(PeerRequest("create", f"{draft}/two", size_bytes=1))
+    before.request(PeerRequest("free"))
+    _refused(of_rank, PeerRequest("rename", draft, "step-00000001"), PeerRequest("remove", draft))
     store.unlock()
-    _refused(before, Ask("make_directory", ".saving-00000002-a"))
+    _refused(before, PeerRequest("make_directory", ".saving-00000002-a"))
     assert store.lock("the next job") is None
-    _refused(before, Ask("put", f"{draft}/late", payload_bytes=1), Ask("rename", draft, "step-00000001"))
-    before.ask(Ask("make_directory", ".saving-00000002-a"))  # as the first rank that needs it
-    before.ask(Ask("put", ".saving-00000002-a/one", payload_bytes=1), b"x")
-    _refused(before, Ask("rename", ".saving-00000002-a", "step-00000002"))
+    _refused(
+        before, PeerRequest("put", f"{draft}/late", payload_bytes=1), PeerRequest("rename", draft, "step-00000001")
+    )
+    before.request(PeerRequest("make_directory", ".saving-00000002-a"))  # as the first rank that needs it
+    before.request(PeerRequest("put", ".saving-00000002-a/one", payload_bytes=1), b"x")
+    _refused(before, PeerRequest("rename", ".saving-00000002-a", "step-00000002"))
     assert set(store.names(draft)) == {"one", "two"}
     for link in (of_rank, before):
         link.close()
@@ -391,7 +407,7 @@ def server() -> Iterator[PeerServer]:
     """Of other nodes, in this process."""
     with own_agent():
         server = PeerServer("run", "node-0", KEY, None)  # type: ignore[arg-type]
-        server.tree.keep(Request("keep", number=2))
+        server.tree.keep(AgentRequest("keep", number=2))
         server.tree.make_directory("")
         yield server
         server.tree.close()
@@ -426,22 +442,22 @@ def test_a_connection_that_no_thread_can_serve_is_refused_and_the_next_one_is_se
         monkeypatch.setattr(threading.Thread, "start", refused)
         with socket.create_connection(listener.getsockname(), timeout=20) as refused_one:
             assert refused_one.recv(1) == b""
-        link = Link(Place("", *listener.getsockname()), "run", KEY)
-        assert link.ask(Ask("exists", "")).yes
+        link = NodeLink(NodeAddress("", *listener.getsockname()), "run", KEY)
+        assert link.request(PeerRequest("exists", "")).yes
         link.close()
         listener.shutdown(socket.SHUT_RDWR)
         serving.join(20)
         assert not serving.is_alive()
     server.serve()  # ends at once, too: its listener is closed
-    told = capsys.readouterr().err
-    assert "can't start new thread" in told
-    assert "cannot accept" not in told
+    err = capsys.readouterr().err
+    assert "can't start new thread" in err
+    assert "cannot accept" not in err
 
 
 @pytest.mark.parametrize(("error", "is_told"), [
     (EOFError(), False), (ConnectionResetError(errno.ECONNRESET, "reset"), False), (TimeoutError(), False),
     (OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)), True),
-], ids=lambda one: type(one).__name__ if isinstance(one, Exception) else "")
+], ids=lambda error: type(error).__name__ if isinstance(error, Exception) else "")
 def test_what_ends_a_connection_on_this_side_is_told_and_that_the_other_has_gone_is_not(
     server: PeerServer, error: Exception, is_told: bool, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -453,7 +469,7 @@ def test_what_ends_a_connection_on_this_side_is_told_and_that_the_other_has_gone
     with _pair() as (_, connection):
         server._open = 1
         server._strangers.admit(connection, "10.0.0.9")
-        server._attend(connection, "10.0.0.9")
+        server._serve_connection(connection, "10.0.0.9")
     assert (server._open, server._strangers._admitted) == (0, {})
     assert ("10.0.0.9: " in capsys.readouterr().err) == is_told
 
@@ -461,17 +477,17 @@ def test_what_ends_a_connection_on_this_side_is_told_and_that_the_other_has_gone
 def test_parity_of_a_new_draft_is_not_forgotten_for_an_old_one_of_its_name(
     server: PeerServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, found = ".saving-00000001-a/.parity-0-0-0-0-0", list[object]()
+    path, collected = ".saving-00000001-a/.parity-0-0-0-0-0", list[object]()
     channel = Channel(None, KEY, is_client=False, node="")
     server.lock(channel, "the job")
 
     def other_node() -> None:
         with suppress(OSError):  # it is there
-            Attendance(server, channel)._answer(Ask("make_directory", _DRAFT))
-        found.append(server.parities.of(path))
+            PeerSession(server, channel)._answer(PeerRequest("make_directory", _DRAFT))
+        collected.append(server.parities.of(path))
 
     other = threading.Thread(target=other_node)
-    acting = server.tree.acting
+    acting = server.tree.hold
 
     @contextmanager
     def slow() -> Iterator[None]:
@@ -482,10 +498,10 @@ def test_parity_of_a_new_draft_is_not_forgotten_for_an_old_one_of_its_name(
             other.join(0.3)
 
     with monkeypatch.context() as patched:
-        patched.setattr(server.tree, "acting", slow)
-        Attendance(server, channel)._answer(Ask("make_directory", _DRAFT))
+        patched.setattr(server.tree, "hold", slow)
+        PeerSession(server, channel)._answer(PeerRequest("make_directory", _DRAFT))
         other.join()
-    assert server.parities.of(path) is found[0]
+    assert server.parities.of(path) is collected[0]
 
 
 @pytest.mark.parametrize("secret", ["", "short"])
@@ -511,21 +527,21 @@ def test_the_interface_that_leads_to_the_master_is_the_default(monkeypatch: pyte
 # What is whole together
 
 
-def _held(epoch: int, *steps: tuple[str, str, str]) -> Held:
+def _held(epoch: int, *steps: tuple[str, str, str]) -> PeerInventory:
     """Steps as directory, manifest and segments' letters; each file has a number of its own, and 10 bytes."""
-    found = {
-        name: HeldStep(manifest, {"manifest.json": (1, 5), **{letter: (ord(letter), 10) for letter in letters}})
+    result = {
+        name: StepInventory(manifest, {"manifest.json": (1, 5), **{letter: (ord(letter), 10) for letter in letters}})
         for name, manifest, letters in steps
     }
-    return Held(epoch, ("flowstone.json", *found), found)
+    return PeerInventory(epoch, ("flowstone.json", *result), result)
 
 
-def _segments(directory: str, manifest: str, sources: Sequence[Source]) -> Mapping[str, int]:
+def _segments(directory: str, manifest: str, sources: Sequence[FileSource]) -> Mapping[str, int]:
     assert all(source.size_bytes == 5 for source in sources), f"the manifest of {directory} is read"
     return dict.fromkeys("abcd"[: int(manifest[1])], 10)
 
 
-def _undescribed(directory: str, parity: Mapping[str, tuple[Source, ...]]) -> Mapping[str, Contribution]:
+def _undescribed(directory: str, parity: Mapping[str, tuple[FileSource, ...]]) -> Mapping[str, ParityContribution]:
     raise AssertionError("there is no parity")
 
 
@@ -534,26 +550,30 @@ ONE, TWO = "step-00000001", "step-00000002"
 
 def test_a_step_is_whole_if_each_segment_is_somewhere() -> None:
     first, second = (_held(1, (ONE, "m2", letter), (TWO, "m3", letter)) for letter in "ab")
-    found = see({0: first, 1: second}, 1, _segments, _undescribed)
-    assert list(found.steps) == [ONE]
-    assert found.names == ("flowstone.json", ONE)
-    assert found.lacks == {TWO: "c of 3 segments in the memory of no node that answers"}
-    assert [source.node for source in found.steps[ONE].files["manifest.json"]] == [1, 0], "the own node first"
+    merged = merge_inventories({0: first, 1: second}, 1, _segments, _undescribed)
+    assert list(merged.steps) == [ONE]
+    assert merged.names == ("flowstone.json", ONE)
+    assert merged.incomplete == {TWO: "of its 3 files of tensors, no node that answers has c"}
+    assert [source.node for source in merged.steps[ONE].files["manifest.json"]] == [1, 0], "the own node first"
 
 
 def test_files_of_another_checkpoint_of_that_step_do_not_count() -> None:
-    found = see({0: _held(1, (ONE, "m2", "a")), 1: _held(1, (ONE, "n2", "b"))}, 0, _segments, _undescribed)
-    assert not found.steps
+    merged = merge_inventories(
+        {0: _held(1, (ONE, "m2", "a")), 1: _held(1, (ONE, "n2", "b"))}, 0, _segments, _undescribed
+    )
+    assert not merged.steps
 
 
 def test_what_only_a_node_has_that_was_away_is_of_before() -> None:
     held = {0: _held(2, (ONE, "m1", "a")), 1: _held(1, (ONE, "m1", "a"), (TWO, "m1", "a"))}
-    found = see(held, 0, _segments, _undescribed)
-    assert list(found.steps) == [ONE]
-    assert found.lacks == {TWO: "it is from before the job that saved last"}
-    assert [source.node for source in found.steps[ONE].files["a"]] == [0, 1], "what others know counts"
+    merged = merge_inventories(held, 0, _segments, _undescribed)
+    assert list(merged.steps) == [ONE]
+    assert merged.incomplete == {TWO: "it was saved by a job before the last one"}
+    assert [source.node for source in merged.steps[ONE].files["a"]] == [0, 1], "what others know counts"
 
 
 def test_a_new_node_without_anything_takes_nothing_away() -> None:
-    assert list(see({0: _held(2, (ONE, "m1", "a")), 1: _held(0)}, 1, _segments, _undescribed).steps) == [ONE]
-    assert see({}, 0, _segments, _undescribed).steps == {}
+    assert list(
+        merge_inventories({0: _held(2, (ONE, "m1", "a")), 1: _held(0)}, 1, _segments, _undescribed).steps
+    ) == [ONE]
+    assert merge_inventories({}, 0, _segments, _undescribed).steps == {}

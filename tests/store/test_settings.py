@@ -1,4 +1,4 @@
-"""Which settings hold: what the caller says, else what was tuned for here and can be believed, else the defaults."""
+"""Which settings count: those of the caller, else a valid tuning for this machine, else the defaults."""
 
 import logging
 import os
@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
-from tunings import READ_DEFAULTS, WRITE_DEFAULTS, edit, put_beside_marker, put_for_mount
 
 from flowstone.config import CODING_WORKERS, MIB, EngineOptions, Tuning, read_workers_for, workers_for
 from flowstone.errors import StorageError
@@ -16,9 +16,10 @@ from flowstone.store import mount
 from flowstone.store.mount import mount_of
 from flowstone.store.settings import Settings, find_settings, resolve
 from flowstone.store.tuning import user_file
+from tunings import READ_DEFAULTS, WRITE_DEFAULTS, edit, put_beside_marker, put_for_mount
 
-TUNED = replace(WRITE_DEFAULTS, queue_depth=5, request_bytes=4 * MIB, workers=3, direct_from_bytes=MIB)
-TUNED_READ = replace(READ_DEFAULTS, queue_depth=7, in_place=True)
+TUNED = msgspec.structs.replace(WRITE_DEFAULTS, queue_depth=5, request_bytes=4 * MIB, workers=3, direct_from_bytes=MIB)
+TUNED_READ = msgspec.structs.replace(READ_DEFAULTS, queue_depth=7, in_place=True)
 EVERYTHING = EngineOptions(
     backend="posix", direct="off", queue_depth=1, request_bytes=2 * MIB, workers=1, read_in_place=True,
 )
@@ -37,8 +38,8 @@ def root(tmp_path: Path) -> Path:
 
 
 def depths(root: Path, options: EngineOptions | None = None) -> tuple[int, int]:
-    found = find_settings(root, options or EngineOptions())
-    return found["write"].tuning.queue_depth, found["read"].tuning.queue_depth
+    settings = find_settings(root, options or EngineOptions())
+    return settings["write"].tuning.queue_depth, settings["read"].tuning.queue_depth
 
 
 # Resolution
@@ -56,9 +57,9 @@ def test_tuning_holds_where_the_caller_says_nothing() -> None:
 @pytest.mark.parametrize("tuned", [None, TUNED])
 def test_each_option_of_the_caller_holds_before_all_else(tuned: Tuning | None) -> None:
     for name, value in (("queue_depth", 9), ("request_bytes", 16 * MIB), ("workers", 6), ("backend", "posix")):
-        found = resolve("write", EngineOptions(**{name: value}), tuned)  # type: ignore[arg-type]
-        assert found.tuning == replace(tuned or WRITE_DEFAULTS, **{name: value})
-        assert (found.origin, found.explicit) == ("tuned" if tuned else "default", (name,))
+        actual = resolve("write", EngineOptions(**{name: value}), tuned)  # type: ignore[arg-type]
+        assert actual.tuning == msgspec.structs.replace(tuned or WRITE_DEFAULTS, **{name: value})
+        assert (actual.origin, actual.explicit) == ("tuned" if tuned else "default", (name,))
 
 
 def test_an_option_of_the_caller_holds_in_both_directions() -> None:
@@ -69,15 +70,15 @@ def test_an_option_of_the_caller_holds_in_both_directions() -> None:
 def test_what_encodes_and_decodes_has_two_workers_where_there_are_two_processors() -> None:
     for compress in ("auto", "derived", "max"):
         for direction, tuned in (("write", None), ("read", None), ("write", TUNED)):
-            found = resolve(direction, EngineOptions(compress=compress), tuned).tuning.workers  # type: ignore[arg-type]
-            assert found == max(CODING_WORKERS, (tuned or WRITE_DEFAULTS).workers)
+            count = resolve(direction, EngineOptions(compress=compress), tuned).tuning.workers  # type: ignore[arg-type]
+            assert count == max(CODING_WORKERS, (tuned or WRITE_DEFAULTS).workers)
         assert resolve("write", EngineOptions(compress=compress, workers=1), None).tuning.workers == 1  # type: ignore[arg-type]
 
 
 def test_only_reads_are_in_place() -> None:
     options = EngineOptions(read_in_place=True)
-    found = resolve("read", options, None)
-    assert (found.tuning.in_place, found.explicit) == (True, ("read_in_place",))
+    actual = resolve("read", options, None)
+    assert (actual.tuning.in_place, actual.explicit) == (True, ("read_in_place",))
     assert resolve("write", options, None) == Settings(WRITE_DEFAULTS, "auto", "default", ())
     assert not resolve("read", EngineOptions(read_in_place=False), TUNED_READ).tuning.in_place
 
@@ -87,8 +88,8 @@ def test_a_file_that_found_writes_in_place_faster_is_believed_in_all_else(
 ) -> None:
     """Earlier versions could write from where the state lies, and their tuning said where to."""
     edit(put_beside_marker(root, write=TUNED), lambda fields: fields["write"].update(in_place=True))
-    found = find_settings(root, EngineOptions())["write"]
-    assert (found.tuning, found.origin) == (TUNED, "tuned")
+    write = find_settings(root, EngineOptions())["write"]
+    assert (write.tuning, write.origin) == (TUNED, "tuned")
     assert not caplog.records
 
 
@@ -109,7 +110,7 @@ def test_nothing_left_open_is_explicit() -> None:
      (100, "on", ["on"] * 3), (None, "on", ["on"] * 3), (0, "off", ["off"] * 3)],
 )
 def test_size_decides_about_the_page_cache_unless_the_caller_does(start: int, direct: str, expected: list[str]) -> None:
-    settings = resolve("write", EngineOptions(direct=direct), replace(TUNED, direct_from_bytes=start))  # type: ignore[arg-type]
+    settings = resolve("write", EngineOptions(direct=direct), msgspec.structs.replace(TUNED, direct_from_bytes=start))  # type: ignore[arg-type]
     assert [settings.direct_at(total) for total in (99, 100, 1 << 40)] == expected
 
 
@@ -118,7 +119,8 @@ def test_size_decides_about_the_page_cache_unless_the_caller_does(start: int, di
 
 def test_stores_own_tuning_goes_before_the_mounts(root: Path) -> None:
     assert depths(root) == (16, 16)
-    put_for_mount(root, write=replace(TUNED, queue_depth=2), read=replace(TUNED_READ, queue_depth=3))
+    write = msgspec.structs.replace(TUNED, queue_depth=2)
+    put_for_mount(root, write=write, read=msgspec.structs.replace(TUNED_READ, queue_depth=3))
     assert depths(root) == (2, 3), "a store without a file of its own, not even made yet"
     put_beside_marker(root, write=TUNED, read=None)
     assert depths(root) == (5, 16), "a direction whose defaults were found best keeps them"
@@ -127,8 +129,8 @@ def test_stores_own_tuning_goes_before_the_mounts(root: Path) -> None:
 
 def test_tuning_tells_its_origin(root: Path) -> None:
     put_beside_marker(root, write=TUNED)
-    found = find_settings(root, EngineOptions())
-    assert (found["write"].origin, found["read"].origin) == ("tuned", "default")
+    settings = find_settings(root, EngineOptions())
+    assert (settings["write"].origin, settings["read"].origin) == ("tuned", "default")
 
 
 def test_no_file_is_looked_at_when_nothing_is_left_open(root: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -187,9 +189,9 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "negative size": (_written(direct_from_bytes=-1), "direct_from_bytes -1"),
     "wrong type": (_written(queue_depth="16"), "Expected `int`"),
     "fraction": (_written(workers=1.5), "Expected `int`"),
-    "too long": (lambda path: path.write_bytes(b" " * (1 << 20)), "not a tuning file"),
-    "directory": (_replace(lambda path: path.mkdir()), "not a tuning file"),
-    "pipe": (_replace(os.mkfifo), "not a tuning file"),
+    "too long": (lambda path: path.write_bytes(b" " * (1 << 20)), "too large for a tuning file"),
+    "directory": (_replace(lambda path: path.mkdir()), "too large for a tuning file"),
+    "pipe": (_replace(os.mkfifo), "too large for a tuning file"),
     "link to nothing": (_replace(lambda path: path.symlink_to("nowhere")), ""),
     "link to itself": (_replace(lambda path: path.symlink_to(path.name)), "cannot be read"),
     "deep": (lambda path: path.write_bytes(b"[" * 60_000), "truncated or was altered"),
@@ -213,11 +215,11 @@ def test_bad_tuning_is_passed_over_with_a_warning_that_helps(
     assert record.levelno == logging.WARNING
     assert re.search(reason, record.getMessage()), record.getMessage()
     assert str(path) in record.getMessage()
-    assert f"run `flowstone bench tune {root}` here" in record.getMessage()
+    assert f"Run `flowstone bench tune {root}` here" in record.getMessage()
 
 
 def test_a_bad_file_of_the_store_leaves_the_mounts_its_turn(root: Path, caplog: pytest.LogCaptureFixture) -> None:
-    put_for_mount(root, write=replace(TUNED, queue_depth=2))
+    put_for_mount(root, write=msgspec.structs.replace(TUNED, queue_depth=2))
     put_beside_marker(root, write=TUNED).write_text("")
     assert depths(root) == (2, 16)
     assert len(caplog.records) == 1
@@ -251,9 +253,9 @@ def test_unreadable_tuning_is_passed_over(root: Path, caplog: pytest.LogCaptureF
 def test_relative_config_home_counts_as_none(root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", "config")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    found = user_file(mount_of(root))
-    assert found is not None
-    assert found.parent == tmp_path / "home/.config/flowstone"
+    actual = user_file(mount_of(root))
+    assert actual is not None
+    assert actual.parent == tmp_path / "home/.config/flowstone"
 
 
 def test_a_user_without_a_home_has_no_file(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,7 +311,7 @@ def test_without_a_mount_table_no_tuning_is_believed(
     put_beside_marker(root, write=TUNED)
     monkeypatch.setattr(mount, "_MOUNTS", tmp_path / "nothing")
     assert depths(root) == (16, 16)
-    assert "no tuning is used: cannot find the mount of" in caplog.text
+    assert "the tuning file is ignored, and defaults are used: cannot find the mount of" in caplog.text
     with pytest.raises(StorageError):
         mount_of(root)
 

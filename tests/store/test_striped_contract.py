@@ -1,4 +1,4 @@
-"""A store over several paths: the contract of every store, with its segments on the first path and on the other one."""
+"""A store over several paths: the contract of every store, with its segments on the first path and on another one."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 from contract import SEGMENT, StoreContract
-from object_server import BUCKET, Server
 
 from flowstone.store.base import Store
 from flowstone.store.local import LocalStore
 from flowstone.store.objects.store import ObjectStore
 from flowstone.store.striped.store import StripedStore
+from object_server import BUCKET, Server
 
 _DRAFT = ".saving-00000001-0123"
 

@@ -1,25 +1,26 @@
-"""A tuned store moves its bytes as it was tuned, and they are the same bytes."""
+"""A tuned store uses its tuned settings, and moves the same bytes."""
 
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tunings import READ_DEFAULTS, WRITE_DEFAULTS, put_beside_marker, put_for_mount
+from msgspec.structs import replace
 
 import flowstone as fs
 from flowstone import _native
 from flowstone.commit import catalog, publish
 from flowstone.config import BLOCK_BYTES, KIB, MIB, WORKERS_DEFAULT, Tuning
 from flowstone.format.manifest import IoRecord
+from flowstone.reading import checkpoint
 from flowstone.store.local import LocalStore
 from flowstone.store.mount import mount_of
-from flowstone_study.cache import cached_pages, cool
+from flowstone_study.cache import cached_pages, drop_cached
+from tunings import READ_DEFAULTS, WRITE_DEFAULTS, put_beside_marker, put_for_mount
 
 STATE_BYTES = 24 * MIB
 
@@ -40,9 +41,9 @@ def save(store: Path, state: Mapping[str, object], **options: object) -> IoRecor
         return checkpointer.save(1 if latest is None else latest.step + 1, state).committed.result().manifest.io
 
 
-def needs_direct(at: Path) -> None:
-    if not _native.probe_direct(str(at)):
-        pytest.skip(f"the file system at {at} refuses O_DIRECT")
+def needs_direct(path: Path) -> None:
+    if not _native.probe_direct(str(path)):
+        pytest.skip(f"the file system at {path} refuses O_DIRECT")
 
 
 def test_manifest_tells_what_a_save_used_and_why(store: Path, state: Mapping[str, object]) -> None:
@@ -81,19 +82,19 @@ def test_reads_are_as_long_as_tuned_in_both_ways(
     store: Path, state: Mapping[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(store, state)
-    told = []
-    scatter = fs.checkpoint.scatter
+    reported = []
+    scatter = checkpoint.scatter
 
     def heard(*arguments: object) -> object:
-        found = scatter(*arguments)  # type: ignore[arg-type]
-        told.append(found.receipt)
-        return found
+        result = scatter(*arguments)  # type: ignore[arg-type]
+        reported.append(result.receipt)
+        return result
 
-    monkeypatch.setattr(fs.checkpoint, "scatter", heard)
+    monkeypatch.setattr(checkpoint, "scatter", heard)
     for size, in_place in ((2 * MIB, False), (8 * MIB, False), (8 * MIB, True)):
         put_beside_marker(store, read=replace(READ_DEFAULTS, request_bytes=size, in_place=in_place))
         assert torch.equal(fs.open(store).read("a"), state["a"])  # type: ignore[arg-type]
-    short, long, placed = told
+    short, long, placed = reported
     assert short.requests > 2 * long.requests
     assert short.direct_bytes == long.direct_bytes == 0
     # In place where the new tensor happens to lie at the phase of the file, else as before.
@@ -117,7 +118,7 @@ def test_checks_read_the_device_even_where_loads_are_buffered(store: Path, state
     save(store, state)
     segment = store / "step-00000001/rank-00000.safetensors"
     put_beside_marker(store, read=replace(READ_DEFAULTS, direct_from_bytes=None))
-    assert cool([segment]), "this file system keeps files in memory"
+    assert drop_cached([segment]), "this file system keeps files in memory"
     assert fs.open(store).verify().sound
     pages = STATE_BYTES // BLOCK_BYTES
     assert cached_pages(segment) < pages // 10, "more than a header went through the page cache"
@@ -151,7 +152,7 @@ def test_engine_that_was_tuned_for_and_is_refused_gives_way(
     put_beside_marker(store, write=replace(WRITE_DEFAULTS, backend="io_uring"))
     monkeypatch.setattr(_native, "has_io_uring", lambda: False)
     assert save(store, state).backend == "posix"
-    assert "tuned for io_uring, which is refused here" in caplog.text
+    assert "says io_uring, but the system refuses io_uring" in caplog.text
 
 
 def test_mounts_tuning_is_used_by_a_store_without_its_own(

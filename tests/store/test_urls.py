@@ -1,4 +1,4 @@
-"""URLs of stores: two URLs are two stores, what is shown is what is used, and no secret is shown."""
+"""URLs of stores: two URLs are two stores, the displayed URL is the one used, and no secret is displayed."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from object_server import BUCKET, Server
 from typer.testing import CliRunner
 
 import flowstone as fs
 from flowstone.cli.app import app
 from flowstone.errors import ArgumentError
-from flowstone.store.base import place_of
-from flowstone.store.objects.client import Patience, open_bucket
+from flowstone.store.base import canonical_location
+from flowstone.store.objects.client import RetryPolicy, open_bucket
 from flowstone.store.objects.store import ObjectStore
-from flowstone.store.objects.urls import object_url, without_secrets
+from flowstone.store.urls import object_url, without_secrets
+from object_server import BUCKET, Server
 
 STATE = {"w": np.arange(6)}
 NO_NAMES = {
@@ -71,9 +71,9 @@ def test_every_call_refuses_it_before_a_request_is_made(flow: str, run: Path, se
 
 @pytest.mark.parametrize("verb", ["ls", "show", "verify", "du"])
 def test_the_command_line_refuses_it_too(verb: str) -> None:
-    found = CliRunner().invoke(app, [verb, "s3://bkt/exp#1"])
-    assert found.exit_code != 0
-    assert "'#'" in found.output + found.stderr
+    result = CliRunner().invoke(app, [verb, "s3://bkt/exp#1"])
+    assert result.exit_code != 0
+    assert "'#'" in result.output + result.stderr
 
 
 @pytest.mark.parametrize(("url", "shown"), [
@@ -116,7 +116,7 @@ def test_the_prefix_that_is_used_is_the_one_that_is_shown(parts: list[str]) -> N
     except ArgumentError:
         return
     assert url is not None
-    for store in open_bucket(url, Patience()):
+    for store in open_bucket(url, RetryPolicy()):
         assert f"s3://bucket/{store.prefix or ''}".rstrip("/") == url
 
 
@@ -125,7 +125,7 @@ def test_what_is_saved_by_a_url_lies_under_that_very_name(url: str) -> None:
     for step, name in enumerate(names):
         with fs.Checkpointer(f"{url}/{name}/") as ckpt:
             ckpt.save(step, STATE)
-    bucket = open_bucket(f"s3://{BUCKET}", Patience())[0]
+    bucket = open_bucket(f"s3://{BUCKET}", RetryPolicy())[0]
     for step, name in enumerate(names):
         bucket.head(f"{url.removeprefix(f's3://{BUCKET}/')}/{name}/step-{step:08d}/manifest.json")
         assert fs.open(f"{url}/{name}").step == step
@@ -160,31 +160,31 @@ ONE_PLACE = {
 
 @pytest.mark.parametrize("urls", ONE_PLACE.values(), ids=ONE_PLACE.keys())
 def test_a_place_is_one_store_however_its_scheme_is_called(urls: list[str]) -> None:
-    found = [object_url(url) for url in urls]
-    assert len({place_of(str(url)) for url in found}) == 1
-    assert len({url for url in found if url is not None and not url.startswith("fsspec+")}) <= 1
+    actual = [object_url(url) for url in urls]
+    assert len({canonical_location(str(url)) for url in actual}) == 1
+    assert len({url for url in actual if url is not None and not url.startswith("fsspec+")}) <= 1
     other = object_url(urls[0].replace("run", "ran"))
-    assert place_of(str(other)) != place_of(str(found[0]))
+    assert canonical_location(str(other)) != canonical_location(str(actual[0]))
 
 
 def test_obstore_takes_the_name_that_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
     for urls in (ONE_PLACE["S3"][:3], ONE_PLACE["Azure"][:-1], ONE_PLACE["Azure with its account"]):
-        stores = [open_bucket(str(object_url(url)), Patience())[0] for url in urls]
+        stores = [open_bucket(str(object_url(url)), RetryPolicy())[0] for url in urls]
         assert all(store == stores[0] for store in stores)
         assert stores[0].prefix == "run"
 
 
 @pytest.mark.parametrize("flow", [
-    lambda one, other: fs.Checkpointer([one, other]), lambda one, other: fs.Striped(["first", one, other]),
+    lambda value, other: fs.Checkpointer([value, other]), lambda value, other: fs.Striped(["first", value, other]),
 ], ids=["tiers", "paths of a striped store"])
 def test_a_store_under_two_names_is_given_twice(
     flow: Callable[[str, str], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: Server
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for one, other in (("s3://bkt/run", "s3a://bkt/run"), (str(tmp_path / "run"), f"fsspec+file://{tmp_path}/run")):
-        with pytest.raises(ArgumentError, match=r"one store|twice"):
-            flow(one, other)
+    for first, other in (("s3://bkt/run", "s3a://bkt/run"), (str(tmp_path / "run"), f"fsspec+file://{tmp_path}/run")):
+        with pytest.raises(ArgumentError, match=r"the same store|twice"):
+            flow(first, other)
 
 
 def test_a_second_object_under_another_name_waits_for_the_saves_in_flight_of_the_first(server: Server) -> None:

@@ -1,4 +1,4 @@
-"""Wrappers: what changes nothing obeys the contract of every store; faults, traces and retries do what they say."""
+"""Wrappers: one without changes obeys the contract of every store; faults, traces and retries work as documented."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import flowstone as fs
 from flowstone.commit import catalog
 from flowstone.errors import SaveFailedError, StorageError
 from flowstone.store.base import PROTOCOLS, Store, members
-from flowstone.store.memory import Contents, MemoryStore
-from flowstone.store.wrap import Call, Faulty, Retrying, Traced, Wrapper
+from flowstone.store.memory.store import MemoryStore, SharedMemoryDirectory
+from flowstone.store.wrap import FaultInjectingStore, RetryingStore, StoreCall, TracingStore, Wrapper
 
 
 class _Wrapped(StoreContract):
@@ -26,30 +26,30 @@ class _Wrapped(StoreContract):
 
     @pytest.fixture(autouse=True)
     def _several(self) -> None:
-        self.contents: dict[Path, Contents] = {}
+        self.contents: dict[Path, SharedMemoryDirectory] = {}
 
     def open_store(self, root: Path) -> Store:
-        return self.wrap(MemoryStore(self.contents.setdefault(root, Contents()), location=str(root)))
+        return self.wrap(MemoryStore(self.contents.setdefault(root, SharedMemoryDirectory()), location=str(root)))
 
 
 class TestTraced(_Wrapped):
     def wrap(self, store: Store) -> Store:
-        return Traced(store, lambda call: None)
+        return TracingStore(store, lambda call: None)
 
 
 class TestRetrying(_Wrapped):
     def wrap(self, store: Store) -> Store:
-        return Retrying(store, sleep=_never)
+        return RetryingStore(store, sleep=_never)
 
 
 class TestFaulty(_Wrapped):
     def wrap(self, store: Store) -> Store:
-        return Faulty(store)
+        return FaultInjectingStore(store)
 
 
 class TestSeveral(_Wrapped):
     def wrap(self, store: Store) -> Store:
-        return Traced(Retrying(Faulty(store), sleep=_never), lambda call: None)
+        return TracingStore(RetryingStore(FaultInjectingStore(store), sleep=_never), lambda call: None)
 
 
 def _never(delay_s: float) -> None:
@@ -58,8 +58,8 @@ def _never(delay_s: float) -> None:
 
 def _refusal(verb: str, path: str = "", code: int = errno.EIO) -> Callable[[str, str], StorageError | None]:
     """Refuses one verb, on paths that end so."""
-    def refuse(found: str, on: str) -> StorageError | None:
-        return StorageError(f"cannot {verb} {on}", errno=code) if found == verb and on.endswith(path) else None
+    def refuse(result: str, on: str) -> StorageError | None:
+        return StorageError(f"cannot {verb} {on}", errno=code) if result == verb and on.endswith(path) else None
 
     return refuse
 
@@ -77,9 +77,9 @@ def test_every_verb_of_a_store_passes_through_the_wrapper() -> None:
 
 
 def test_a_trace_has_each_call_with_its_duration_and_bytes() -> None:
-    calls: list[Call] = []
+    calls: list[StoreCall] = []
     ticks = count()
-    store = Traced(MemoryStore(), calls.append, clock=lambda: float(next(ticks)))
+    store = TracingStore(MemoryStore(), calls.append, clock=lambda: float(next(ticks)))
     with fs.Checkpointer(store) as checkpointer:
         checkpointer.save(1, _state()).committed.result()
         checkpointer.load(_state())
@@ -95,8 +95,8 @@ def test_a_trace_has_each_call_with_its_duration_and_bytes() -> None:
 
 
 def test_a_trace_has_what_a_call_raised_and_what_a_receipt_carries() -> None:
-    calls: list[Call] = []
-    store = Traced(Faulty(MemoryStore(), _refusal("written")), calls.append)
+    calls: list[StoreCall] = []
+    store = TracingStore(FaultInjectingStore(MemoryStore(), _refusal("written")), calls.append)
     with fs.Checkpointer(store, on_error="continue") as checkpointer:
         checkpointer.save(1, _state())
     written, = [call for call in calls if call.verb == "written"]
@@ -117,7 +117,7 @@ def test_a_fault_before_a_call_fails_that_save_and_leaves_the_one_before(verb: s
     inner = MemoryStore()
     with fs.Checkpointer(MemoryStore(inner.contents, location="first")) as checkpointer:
         checkpointer.save(1, _state())
-    store = Faulty(inner, _refusal(verb, path))
+    store = FaultInjectingStore(inner, _refusal(verb, path))
     with fs.Checkpointer(store, on_error="continue") as checkpointer:
         with pytest.raises((StorageError, SaveFailedError), match=f"cannot {verb}"):
             checkpointer.save(2, _state()).committed.result()
@@ -130,7 +130,7 @@ def test_a_fault_before_a_call_fails_that_save_and_leaves_the_one_before(verb: s
 def test_a_commit_whose_answer_is_lost_fails_the_save_and_leaves_a_whole_checkpoint(atomic_rename: bool) -> None:
     inner = MemoryStore(atomic_rename=atomic_rename)
     lost = _refusal("rename") if atomic_rename else _refusal("put", "manifest.json")
-    checkpointer = fs.Checkpointer(Faulty(inner, after=lost), on_error="continue")
+    checkpointer = fs.Checkpointer(FaultInjectingStore(inner, after=lost), on_error="continue")
     with checkpointer, pytest.raises(StorageError):
         checkpointer.save(1, _state()).committed.result()
     assert catalog.steps(inner) == (1,)
@@ -141,8 +141,8 @@ def test_a_fault_while_bytes_are_read_fails_the_load() -> None:
     inner = MemoryStore()
     with fs.Checkpointer(MemoryStore(inner.contents)) as checkpointer:
         checkpointer.save(1, _state())
-    checkpointer = fs.Checkpointer(Faulty(inner, _refusal("read_through", code=errno.ETIMEDOUT)))
-    with checkpointer, pytest.raises(StorageError, match="part of the way"):
+    checkpointer = fs.Checkpointer(FaultInjectingStore(inner, _refusal("read_through", code=errno.ETIMEDOUT)))
+    with checkpointer, pytest.raises(StorageError, match="reading failed partway"):
         checkpointer.load(_state())
 
 
@@ -165,8 +165,8 @@ def test_what_may_pass_is_tried_again_later_and_later(caplog: pytest.LogCaptureF
     inner.make_directory()
     inner.put("file", b"content")
     slept: list[float] = []
-    store = Retrying(
-        Faulty(inner, _Unsteady(4)), attempts=5, first_delay_s=1.0, delay_s_max=3.0, sleep=slept.append
+    store = RetryingStore(
+        FaultInjectingStore(inner, _Unsteady(4)), attempts=5, first_delay_s=1.0, delay_s_max=3.0, sleep=slept.append
     )
     with caplog.at_level(logging.WARNING, logger="flowstone"):
         assert store.read("file") == b"content"
@@ -176,7 +176,9 @@ def test_what_may_pass_is_tried_again_later_and_later(caplog: pytest.LogCaptureF
 
 def test_attempts_are_bounded() -> None:
     slept: list[float] = []
-    store = Retrying(Faulty(MemoryStore(), _Unsteady(99)), attempts=3, first_delay_s=1.0, sleep=slept.append)
+    store = RetryingStore(
+        FaultInjectingStore(MemoryStore(), _Unsteady(99)), attempts=3, first_delay_s=1.0, sleep=slept.append
+    )
     with pytest.raises(StorageError, match="cannot names"):
         store.names()
     assert slept == [1.0, 2.0]
@@ -184,7 +186,7 @@ def test_attempts_are_bounded() -> None:
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOENT, errno.ENOSPC, errno.EACCES])
 def test_what_does_not_pass_by_itself_is_not_tried_again(code: int) -> None:
-    store = Retrying(Faulty(MemoryStore(), _Unsteady(1, code)), sleep=_never)
+    store = RetryingStore(FaultInjectingStore(MemoryStore(), _Unsteady(1, code)), sleep=_never)
     with pytest.raises(StorageError):
         store.names()
 
@@ -194,7 +196,7 @@ def test_what_must_not_be_made_twice_is_not_tried_again() -> None:
     inner.make_directory()
     for name in ("source", "file"):
         inner.put(name, b"")
-    lost = Retrying(Faulty(inner, after=_Unsteady(1)), sleep=_never)
+    lost = RetryingStore(FaultInjectingStore(inner, after=_Unsteady(1)), sleep=_never)
     acts: dict[str, Callable[[], None]] = {
         "put": lambda: lost.put("new", b""), "rename": lambda: lost.rename("source", "target"),
         "remove": lambda: lost.remove("file"), "make_directory": lambda: lost.make_directory("directory"),
@@ -212,9 +214,9 @@ def test_a_job_on_a_store_that_looks_badly_saves_and_loads(atomic_rename: bool) 
     looks = {"exists", "is_link", "names", "size", "stamp", "read", "check_lock", "free_bytes", "read_extents"}
     unsteady = _Unsteady(2)
     inner = MemoryStore(atomic_rename=atomic_rename)
-    faulty = Faulty(inner, lambda verb, path: unsteady(verb, path) if verb in looks else None)
+    faulty = FaultInjectingStore(inner, lambda verb, path: unsteady(verb, path) if verb in looks else None)
     state = _state()
-    with fs.Checkpointer(Retrying(faulty, sleep=lambda delay_s: None), keep=1) as checkpointer:
+    with fs.Checkpointer(RetryingStore(faulty, sleep=lambda delay_s: None), keep=1) as checkpointer:
         for step in (1, 2):
             checkpointer.save(step, state).committed.result()
         assert checkpointer.load(state).step == 2

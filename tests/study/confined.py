@@ -1,7 +1,7 @@
-"""Run a command with less than it would have: `python confined.py uring|memlock COMMAND...`.
+"""Run a command with fewer rights: `python confined.py uring|memlock COMMAND...`.
 
-uring    io_uring_setup(2) is refused with EPERM by a seccomp filter, as container runtimes do
-memlock  64 KiB of locked memory, without the privilege to go beyond it
+uring    a seccomp filter refuses io_uring_setup(2) with EPERM, as container runtimes do
+memlock  64 KiB of locked memory, without the privilege to exceed it
 """
 
 from __future__ import annotations

@@ -13,12 +13,12 @@ import pytest
 @pytest.fixture
 def without_direct(tmp_path: Path) -> Iterator[Path]:
     """A directory on a file system that refuses O_DIRECT; skips where this process may not mount one."""
-    at = tmp_path / "ramfs"
-    at.mkdir()
+    path = tmp_path / "ramfs"
+    path.mkdir()
     if os.geteuid() != 0:
         pytest.skip("a file system without O_DIRECT needs a mount, which needs root")
-    done = subprocess.run(["mount", "-t", "ramfs", "ramfs", str(at)], capture_output=True, text=True, check=False)
+    done = subprocess.run(["mount", "-t", "ramfs", "ramfs", str(path)], capture_output=True, text=True, check=False)
     if done.returncode:
         pytest.skip(f"a file system without O_DIRECT needs a mount, which was refused: {done.stderr.strip()}")
-    yield at
-    subprocess.run(["umount", "--lazy", str(at)], check=True)
+    yield path
+    subprocess.run(["umount", "--lazy", str(path)], check=True)

@@ -1,4 +1,4 @@
-"""A campaign goes on past what cannot be, ends in time, and leaves nothing behind."""
+"""A campaign continues after impossible settings, ends in time, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flowstone import _native
 from flowstone.config import KIB, MIB
 from flowstone.errors import BudgetError, FullError
 from flowstone_study import campaign
-from flowstone_study.cache import _cachestat, _mincore, cool
+from flowstone_study.cache import _cachestat, _mincore, drop_cached
 from flowstone_study.planning import base_cell, plan, quick_scope
 from flowstone_study.probe import REGISTERED_BYTES, probe
 from flowstone_study.records import MIXES, Cell
@@ -30,11 +30,11 @@ def confined(how: str, *arguments: object) -> dict[str, object]:
     command = [sys.executable, str(CONFINED), how, sys.executable, "-m", "flowstone", *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr + done.stdout
-    told: dict[str, object] = json.loads(done.stdout)
-    return told
+    record: dict[str, object] = json.loads(done.stdout)
+    return record
 
 
-def split(study: dict[str, object], code: str, told: str) -> tuple[list[dict[str, object]], list[dict[str, object]]]:
+def split(study: dict[str, object], code: str, message: str) -> tuple[list[dict[str, object]], list[dict[str, object]]]:
     """The cells that were measured, and those that were refused, all of them for this reason."""
     measured, refused = [], []
     for sample in study["samples"]:  # type: ignore[attr-defined]
@@ -42,7 +42,7 @@ def split(study: dict[str, object], code: str, told: str) -> tuple[list[dict[str
             measured.append(sample["cell"])
         else:
             assert sample["error"].startswith(f"{code}: ")
-            assert sample["error"].endswith(told)
+            assert sample["error"].endswith(message)
             refused.append(sample["cell"])
     return measured, refused
 
@@ -90,14 +90,14 @@ def test_more_than_disk_or_memory_hold_is_refused_first(tmp_path: Path, monkeypa
 
 
 def test_a_full_disk_fails_its_cells_only(small_disk: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    at = small_disk(6 * MIB)  # type: ignore[operator]
+    position = small_disk(6 * MIB)  # type: ignore[operator]
     monkeypatch.setattr(campaign, "_check_room", lambda *_: None)  # as if another process filled the disk meanwhile
     large = replace(BASE, bytes=12 * MIB)
     cells = [large, replace(large, direction="restore"), BASE]
-    found = {s.cell: s.error for s in campaign.measure(at, cells, BASE, rounds=1)}
-    assert "ENOSPC" in str(found[large])
-    assert str(found[cells[1]]).startswith("no files to restore: ENOSPC")
-    assert found[BASE] is None
+    actual = {s.cell: s.error for s in campaign.measure(position, cells, BASE, rounds=1)}
+    assert "ENOSPC" in str(actual[large])
+    assert str(actual[cells[1]]).startswith("no files to restore: ENOSPC")
+    assert actual[BASE] is None
 
 
 def test_direct_refused_is_an_error_of_the_direct_cells(without_direct: Path) -> None:
@@ -106,8 +106,8 @@ def test_direct_refused_is_an_error_of_the_direct_cells(without_direct: Path) ->
     base = base_cell(works, 4 * MIB)
     assert not base.direct
     cells = [replace(base, request_bytes=MIB, queue_depth=2, direct=direct) for direct in (True, False)]
-    found = {s.cell.direct: s.error for s in campaign.measure(without_direct, cells, base, rounds=1)}
-    assert found == {True: "EINVAL: Invalid argument", False: None}
+    actual = {s.cell.direct: s.error for s in campaign.measure(without_direct, cells, base, rounds=1)}
+    assert actual == {True: "EINVAL: Invalid argument", False: None}
 
 
 def test_io_uring_refused_leaves_the_other_engines(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_cooled_files_are_cold_by_both_counts(tmp_path: Path) -> None:
         counts = [count(file.fileno()) for count in (_cachestat, _mincore)]
         assert counts[1] == -(-1_000_000 // 4096)
         assert counts[0] in (None, counts[1])
-        if not cool([path]):
+        if not drop_cached([path]):
             pytest.skip("this file system does not let go of its pages")
         assert [count(file.fileno()) for count in (_cachestat, _mincore)] == [counts[0] and 0, 0]
 

@@ -1,4 +1,4 @@
-"""`flowstone bench io` and `flowstone bench --probe`, as a user calls them."""
+"""`flowstone bench io` and `flowstone bench --probe`, as a user runs them."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def flowstone(*arguments: object, cwd: Path | None = None) -> subprocess.Complet
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A quick study with all its files, and what it printed."""
-    told = tmp_path_factory.mktemp("told")
+    raw = tmp_path_factory.mktemp("told")
     measured = tmp_path_factory.mktemp("measured")
-    files = ("--json", told / "study.json", "--csv", told / "study.csv", "--html", told / "study.html")
+    files = ("--json", raw / "study.json", "--csv", raw / "study.csv", "--html", raw / "study.html")
     done = flowstone("io", measured, *SMALL, *files)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""  # no progress display without a terminal
     assert list(measured.iterdir()) == []
-    return told, done.stdout
+    return raw, done.stdout
 
 
 def test_quick_study_measures_every_axis_for_real(outcome: tuple[Path, str]) -> None:
@@ -47,11 +47,11 @@ def test_quick_study_measures_every_axis_for_real(outcome: tuple[Path, str]) -> 
 
 
 def test_files_of_a_study_agree(outcome: tuple[Path, str]) -> None:
-    told, _ = outcome
-    study = from_json((told / "study.json").read_text())
-    assert (told / "study.csv").read_text() == to_csv(study)
-    rows = list(csv.reader((told / "study.csv").read_text().splitlines()))
-    page = (told / "study.html").read_text()
+    reported, _ = outcome
+    study = from_json((reported / "study.json").read_text())
+    assert (reported / "study.csv").read_text() == to_csv(study)
+    rows = list(csv.reader((reported / "study.csv").read_text().splitlines()))
+    page = (reported / "study.html").read_text()
     assert page.count("<tr>") == len(rows) == len(study.samples) + 1
     assert all(f'<data value="{s.gb_per_s!r}">' in page for s in study.samples if s.error is None)
 
@@ -74,11 +74,11 @@ def test_json_alone_is_all_there_is_on_standard_output(tmp_path: Path) -> None:
 
 
 def test_probe_says_what_works(tmp_path: Path) -> None:
-    told = json.loads(flowstone("--probe", tmp_path, "--json").stdout)
-    assert told["file_system"]
-    assert told["direct_alignment"] in (0, 512, 1024, 2048, 4096)
+    record = json.loads(flowstone("--probe", tmp_path, "--json").stdout)
+    assert record["file_system"]
+    assert record["direct_alignment"] in (0, 512, 1024, 2048, 4096)
     alone = flowstone("--probe", cwd=tmp_path)
-    assert alone.stdout.splitlines()[0].startswith(f".: {told['file_system']}, Linux ")
+    assert alone.stdout.splitlines()[0].startswith(f".: {record['file_system']}, Linux ")
     assert [line.partition(":")[0] for line in alone.stdout.splitlines()[1:]] == [
         "io_uring", "O_DIRECT", "registered buffers",
     ]
@@ -86,7 +86,7 @@ def test_probe_says_what_works(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (("io", "nowhere", "--quick"), "StorageError: cannot write at nowhere"),
         (("--probe", "nowhere"), "StorageError: cannot write at nowhere"),
@@ -97,10 +97,10 @@ def test_probe_says_what_works(tmp_path: Path) -> None:
         (("io", ".", "--processes", "5"), "Invalid value for '--processes'"),
     ],
 )
-def test_bad_input_is_told_and_nothing_is_written(tmp_path: Path, arguments: tuple[str, ...], told: str) -> None:
+def test_bad_input_is_told_and_nothing_is_written(tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
     done = flowstone(*arguments, cwd=tmp_path)
     assert done.returncode != 0
-    assert told in " ".join(done.stderr.replace("│", " ").split())
+    assert message in " ".join(done.stderr.replace("│", " ").split())
     assert "Traceback" not in done.stderr
     assert list(tmp_path.iterdir()) == []
 

@@ -34,7 +34,7 @@ def test_3b_on_four_ranks_is_as_large_as_reported() -> None:
 def test_scaled_mixes_have_the_size_asked_for(mix: MixName, size: int, processes: int) -> None:
     sizes = tensor_bytes(Cell(direction="write", mix=mix, bytes=size, processes=processes))
     assert sum(sizes) * processes == pytest.approx(size, rel=0.005)
-    assert all(one % BLOCK_BYTES == 0 or one < TINY_BELOW_BYTES for one in sizes)
+    assert all(size % BLOCK_BYTES == 0 or size < TINY_BELOW_BYTES for size in sizes)
 
 
 @pytest.mark.parametrize("mix", list(MODELS))
@@ -51,5 +51,5 @@ def test_synthetic_tensors_are_equal() -> None:
 
 
 def test_less_than_the_norms_of_a_layer_is_refused() -> None:
-    with pytest.raises(ValueError, match="do not hold the norms"):
+    with pytest.raises(ValueError, match="are too few: the norms"):
         tensor_bytes(Cell(direction="write", mix="13B", bytes=32 * 1024))

@@ -1,4 +1,4 @@
-"""JSON, CSV and page of a study say the same, and the page needs nothing else."""
+"""JSON, CSV and page of a study have the same figures, and the page needs no other file."""
 
 from __future__ import annotations
 
@@ -62,20 +62,20 @@ class Reader(HTMLParser):
             self.titles[-1] += data
 
 
-def sample(cell: Cell, round: int, at: int) -> Sample:
+def sample(cell: Cell, round: int, row: int) -> Sample:
     if cell.memory == "registered":
         return Sample(cell=cell, round=round, error="ENOMEM: Cannot <allocate> & lock")
-    seconds = 0.05 + at * 0.0007 + round * 0.001
-    cold = None if cell.direction == "write" else at % 2 == 0
+    seconds = 0.05 + row * 0.0007 + round * 0.001
+    cold = None if cell.direction == "write" else row % 2 == 0
     return Sample(
-        cell=cell, round=round, seconds=seconds, gb_per_s=cell.bytes / 1e9 / seconds, cpu_s_per_gb=0.01 * (1 + at % 7),
+        cell=cell, round=round, seconds=seconds, gb_per_s=cell.bytes / 1e9 / seconds, cpu_s_per_gb=0.01 * (1 + row % 7),
         requests=cell.bytes // cell.request_bytes, files=1, cold=cold, engine=cell.engine,
     )
 
 
 @pytest.fixture(scope="module")
 def study() -> Study:
-    samples = [sample(cell, number, at) for number in (1, 2) for at, cell in enumerate(PLAN.cells)]
+    samples = [sample(cell, number, index) for number in (1, 2) for index, cell in enumerate(PLAN.cells)]
     probe = Probe(
         file_system="ext4", kernel="Linux 6.18", io_uring_error=None, direct_alignment=512, registered_bytes=64 * MIB,
         registered_error="Cannot allocate memory", memlock_bytes=64 * KIB,
@@ -100,8 +100,8 @@ def test_csv_has_a_row_for_each_sample(study: Study) -> None:
     head, *rows = csv.reader(io.StringIO(to_csv(study)))
     assert tuple(head) == COLUMNS
     assert len(rows) == len(study.samples)
-    for text, one in zip(rows, study.samples, strict=True):
-        values = ["" if v is None else str(v).lower() if isinstance(v, bool) else str(v) for v in row(one)]
+    for text, sample in zip(rows, study.samples, strict=True):
+        values = ["" if v is None else str(v).lower() if isinstance(v, bool) else str(v) for v in row(sample)]
         assert text == values
 
 
@@ -153,19 +153,19 @@ def test_summary_takes_medians_and_keeps_refusals_apart() -> None:
     cell, other = BASE, replace(BASE, queue_depth=1)
     rates = [(1, 2.0), (2, 6.0), (3, 3.0)]
     samples = [Sample(cell=cell, round=r, seconds=1.0, gb_per_s=v, cpu_s_per_gb=0.1) for r, v in rates]
-    found = summarise([*samples, Sample(cell=other, round=1, error="EINVAL"), Sample(cell=cell, round=4, error="EIO")])
-    assert (found.measured[cell].gb_per_s, found.measured[cell].low, found.measured[cell].high) == (3.0, 2.0, 6.0)
-    assert found.refused == {other: "EINVAL"}
-    assert found.spread == pytest.approx(4 / 3)
+    actual = summarise([*samples, Sample(cell=other, round=1, error="EINVAL"), Sample(cell=cell, round=4, error="EIO")])
+    assert (actual.measured[cell].gb_per_s, actual.measured[cell].low, actual.measured[cell].high) == (3.0, 2.0, 6.0)
+    assert actual.refused == {other: "EINVAL"}
+    assert actual.spread == pytest.approx(4 / 3)
 
 
 def test_best_ignores_cells_that_moved_fewer_bytes() -> None:
     small = replace(BASE, bytes=8 * MIB)
     rates = ((BASE, 1.0), (small, 9.0))
     samples = [Sample(cell=cell, round=1, seconds=1.0, gb_per_s=rate, cpu_s_per_gb=0.1) for cell, rate in rates]
-    found = best(summarise(samples), "write", BASE.bytes)
-    assert found is not None
-    assert found.cell == BASE
+    actual = best(summarise(samples), "write", BASE.bytes)
+    assert actual is not None
+    assert actual.cell == BASE
     assert best(summarise(samples), "restore", BASE.bytes) is None
 
 

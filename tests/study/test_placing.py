@@ -1,4 +1,4 @@
-"""Places and requests: complete, disjoint, and as many as the layout says."""
+"""Places and requests: complete, disjoint, and as many as the layout requires."""
 
 from __future__ import annotations
 
@@ -48,16 +48,16 @@ def test_number_of_files_is_the_layouts() -> None:
 @pytest.mark.parametrize("request_bytes", [4 * KIB, 20 * KIB, MIB, 64 * MIB])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_requests_move_each_byte_once_to_its_place(layout: Layout, request_bytes: int, coalesced: bool) -> None:
-    one = cell(layout, request_bytes=request_bytes, coalesced=coalesced)
+    entry = cell(layout, request_bytes=request_bytes, coalesced=coalesced)
     for rank in range(3):
-        own = parts(one, rank)
-        found = requests(one, own)
-        assert found.start[0] == 0
-        assert (found.start[1:] == (found.start + found.length)[:-1]).all()
-        assert found.start[-1] + found.length[-1] == run_bytes(one)
-        assert found.length.max() <= request_bytes
-        assert not ((found.start | found.length | found.offset) % np.uint64(BLOCK_BYTES)).any()
-        for file, offset, start, length in zip(found.file, found.offset, found.start, found.length, strict=True):
+        own = parts(entry, rank)
+        thread = requests(entry, own)
+        assert thread.start[0] == 0
+        assert (thread.start[1:] == (thread.start + thread.length)[:-1]).all()
+        assert thread.start[-1] + thread.length[-1] == run_bytes(entry)
+        assert thread.length.max() <= request_bytes
+        assert not ((thread.start | thread.length | thread.offset) % np.uint64(BLOCK_BYTES)).any()
+        for file, offset, start, length in zip(thread.file, thread.offset, thread.start, thread.length, strict=True):
             part = own[file]
             assert offset - part.offset_bytes == start - part.start_bytes
             assert part.start_bytes <= start <= start + length <= part.start_bytes + part.length_bytes
@@ -65,11 +65,11 @@ def test_requests_move_each_byte_once_to_its_place(layout: Layout, request_bytes
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_requests_hold_bytes_of_one_tensor_unless_coalesced(layout: Layout) -> None:
-    one = cell(layout, coalesced=False, request_bytes=256 * KIB)
-    found = requests(one, parts(one, 0))
-    starts = np.array([slot.start_bytes for slot in slots(one)], dtype=np.uint64)
-    first = np.searchsorted(starts, found.start, side="right")
-    last = np.searchsorted(starts, found.start + found.length - np.uint64(1), side="right")
+    entry = cell(layout, coalesced=False, request_bytes=256 * KIB)
+    requested = requests(entry, parts(entry, 0))
+    starts = np.array([slot.start_bytes for slot in slots(entry)], dtype=np.uint64)
+    first = np.searchsorted(starts, requested.start, side="right")
+    last = np.searchsorted(starts, requested.start + requested.length - np.uint64(1), side="right")
     assert (first == last).all()
 
 

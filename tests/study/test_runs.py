@@ -21,26 +21,26 @@ BASE = Cell(direction="write", mix="7B", bytes=6 * MIB, processes=3, request_byt
 
 
 def cell(layout: Layout = "rank", **changed: object) -> Cell:
-    one = replace(BASE, layout=layout, chunk_bytes=512 * KIB if layout == "chunk" else 0)
-    return replace(one, **changed)  # type: ignore[arg-type]
+    entry = replace(BASE, layout=layout, chunk_bytes=512 * KIB if layout == "chunk" else 0)
+    return replace(entry, **changed)  # type: ignore[arg-type]
 
 
-def run(crew: Processes, one: Cell, directory: Path) -> Outcome:
-    assert crew.prepare(one, directory) is None
+def run(crew: Processes, cell: Cell, directory: Path) -> Outcome:
+    assert crew.prepare(cell, directory) is None
     outcome = crew.run()
     assert isinstance(outcome, Outcome), outcome
     return outcome
 
 
-def expected(one: Cell, rank: int) -> bytes:
-    memory = Run(run_bytes(one), huge_pages=False)
-    memory.fill(one, rank)
+def expected(cell: Cell, rank: int) -> bytes:
+    memory = Run(run_bytes(cell), huge_pages=False)
+    memory.fill(cell, rank)
     return bytes(memory.bytes)
 
 
-def stored(one: Cell, rank: int, directory: Path) -> bytes:
-    whole = bytearray(run_bytes(one))
-    for part in parts(one, rank):
+def stored(cell: Cell, rank: int, directory: Path) -> bytes:
+    whole = bytearray(run_bytes(cell))
+    for part in parts(cell, rank):
         content = (directory / part.file).read_bytes()
         assert len(content) == part.size_bytes
         piece = content[part.offset_bytes : part.offset_bytes + part.length_bytes]
@@ -56,7 +56,7 @@ def crew() -> object:
 
 def test_the_pattern_tells_ranks_tensors_and_places() -> None:
     whole = b"".join(expected(BASE, rank) for rank in range(3))
-    assert len({whole[at : at + 4096] for at in range(0, len(whole), 4096)}) == 3 * run_bytes(BASE) // 4096
+    assert len({whole[offset : offset + 4096] for offset in range(0, len(whole), 4096)}) == 3 * run_bytes(BASE) // 4096
 
 
 @pytest.mark.parametrize("direct", [True, False])
@@ -65,14 +65,14 @@ def test_the_pattern_tells_ranks_tensors_and_places() -> None:
 def test_layouts_write_each_byte_at_its_place_and_restore_it(
     crew: Processes, tmp_path: Path, layout: Layout, coalesced: bool, direct: bool
 ) -> None:
-    one = cell(layout, coalesced=coalesced, direct=direct, reserved=coalesced)
+    entry = cell(layout, coalesced=coalesced, direct=direct, reserved=coalesced)
     if direct and not _native.probe_direct(str(tmp_path)):
         pytest.skip("O_DIRECT is refused here")
-    written = run(crew, one, tmp_path)
-    for rank in range(one.processes):
-        assert stored(one, rank, tmp_path) == expected(one, rank)
-    assert written.requests == sum(len(requests(one, parts(one, rank)).file) for rank in range(one.processes))
-    restored = run(crew, replace(one, direction="restore", reserved=True), tmp_path)  # the worker compares
+    written = run(crew, entry, tmp_path)
+    for rank in range(entry.processes):
+        assert stored(entry, rank, tmp_path) == expected(entry, rank)
+    assert written.requests == sum(len(requests(entry, parts(entry, rank)).file) for rank in range(entry.processes))
+    restored = run(crew, replace(entry, direction="restore", reserved=True), tmp_path)  # the worker compares
     assert restored.requests == written.requests
     assert restored.seconds > 0
 
@@ -85,27 +85,27 @@ def test_engines_and_memories_move_the_same_bytes(
 ) -> None:
     if engine == "io_uring" and not _native.has_io_uring():
         pytest.skip("io_uring is refused here")
-    one = cell(engine=engine, memory=memory, queue_depth=1 if engine == "sync" else 4, direct=False)
-    run(crew, one, tmp_path)
-    assert stored(one, 1, tmp_path) == expected(one, 1)
-    run(crew, replace(one, direction="restore"), tmp_path)
+    entry = cell(engine=engine, memory=memory, queue_depth=1 if engine == "sync" else 4, direct=False)
+    run(crew, entry, tmp_path)
+    assert stored(entry, 1, tmp_path) == expected(entry, 1)
+    run(crew, replace(entry, direction="restore"), tmp_path)
 
 
 def test_a_restore_that_brings_other_bytes_is_no_sample(crew: Processes, tmp_path: Path) -> None:
-    one = cell("shared", direct=False)
-    run(crew, one, tmp_path)
+    entry = cell("shared", direct=False)
+    run(crew, entry, tmp_path)
     with open(tmp_path / "shared0", "r+b") as file:
-        file.seek(run_bytes(one) + 4096 * 5)
+        file.seek(run_bytes(entry) + 4096 * 5)
         file.write(b"\xff")
-    crew.prepare(replace(one, direction="restore"), tmp_path)
-    assert crew.run() == Failed("what was restored is not what was written")
+    crew.prepare(replace(entry, direction="restore"), tmp_path)
+    assert crew.run() == Failed("the bytes read differ from the bytes written")
 
 
 def test_a_file_that_ends_too_early_is_a_failure_with_its_reason(crew: Processes, tmp_path: Path) -> None:
-    one = cell("shared", direct=False)
-    run(crew, one, tmp_path)
-    os.truncate(tmp_path / "shared0", run_bytes(one) + 4096)
-    crew.prepare(replace(one, direction="restore"), tmp_path)
+    entry = cell("shared", direct=False)
+    run(crew, entry, tmp_path)
+    os.truncate(tmp_path / "shared0", run_bytes(entry) + 4096)
+    crew.prepare(replace(entry, direction="restore"), tmp_path)
     outcome = crew.run()
     assert isinstance(outcome, Failed)
     assert "end of file" in outcome.reason

@@ -1,4 +1,4 @@
-"""Halving finds what is fastest, and a duel tells a gain from noise; all on times that are made up."""
+"""Halving finds the fastest setting, and a duel distinguishes a gain from noise, all on synthetic times."""
 
 import math
 import random
@@ -63,15 +63,15 @@ def test_halving_out_of_time_decides_by_what_it_has() -> None:
 
 @pytest.mark.parametrize(("pairs", "rank"), [(5, 0), (7, 0), (8, 1), (10, 1), (11, 2), (12, 2), (13, 3)])
 def test_bounds_are_those_of_the_sign_test(pairs: int, rank: int) -> None:
-    found = gain([float(n) for n in range(1, pairs + 1)], [1.0] * pairs)
-    assert (found.low, found.high) == (rank + 1, pairs - rank)
-    assert found.ratio == (pairs + 1) / 2
+    actual = gain([float(n) for n in range(1, pairs + 1)], [1.0] * pairs)
+    assert (actual.low, actual.high) == (rank + 1, pairs - rank)
+    assert actual.ratio == (pairs + 1) / 2
 
 
 def test_too_few_pairs_are_sure_of_nothing() -> None:
-    found = gain([9.0] * (PAIRS_MIN - 1), [1.0] * (PAIRS_MIN - 1))
-    assert (found.low, found.high) == (0, math.inf)
-    assert not found.certain
+    actual = gain([9.0] * (PAIRS_MIN - 1), [1.0] * (PAIRS_MIN - 1))
+    assert (actual.low, actual.high) == (0, math.inf)
+    assert not actual.certain
 
 
 @pytest.mark.parametrize(
@@ -99,17 +99,17 @@ def test_a_duel_takes_turns_at_going_first() -> None:
         timed.append(candidate)
         return {"before": 3.0, "after": 2.0}[candidate]
 
-    found = duel("before", "after", time_s, pairs=6, expired=never)
+    actual = duel("before", "after", time_s, pairs=6, expired=never)
     assert timed == ["before", "after", "after", "before"] * 3
-    assert found is not None
-    assert (found.ratio, found.before_s, found.after_s, found.pairs) == (1.5, 3.0, 2.0, 6)
+    assert actual is not None
+    assert (actual.ratio, actual.before_s, actual.after_s, actual.pairs) == (1.5, 3.0, 2.0, 6)
 
 
 def test_a_duel_that_is_cut_short_counts_only_with_enough_pairs() -> None:
     assert duel(2.0, 1.0, float, pairs=8, expired=after(PAIRS_MIN - 1)) is None
-    found = duel(2.0, 1.0, float, pairs=8, expired=after(PAIRS_MIN))
-    assert found is not None
-    assert found.pairs == PAIRS_MIN
+    actual = duel(2.0, 1.0, float, pairs=8, expired=after(PAIRS_MIN))
+    assert actual is not None
+    assert actual.pairs == PAIRS_MIN
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The tuner: what it concludes from times, and that it measures, stores and cleans up for real."""
+"""The tuner: its conclusions from times; and it measures, stores and cleans up for real."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from tunings import READ_DEFAULTS, WRITE_DEFAULTS, put_beside_marker
+from msgspec.structs import replace
 from typer.testing import CliRunner, Result
 
 import flowstone as fs
@@ -27,6 +26,7 @@ from flowstone.store.tuning import TuningFile, decode_tuning
 from flowstone_study import tune as study
 from flowstone_study.trials import Tensors, Trials, concrete
 from flowstone_study.tune import FULL, QUICK, Effort, Found, find_best, tune
+from tunings import READ_DEFAULTS, WRITE_DEFAULTS, put_beside_marker
 
 FEW = 3 * MIB
 SMALL = Effort(
@@ -67,7 +67,7 @@ def conclude(
     ends_s: float = 60.0,
 ) -> Found:
     return find_best(
-        direction, time_at, SIZES, effort, direct=direct, ends=time.monotonic() + ends_s, begin=lambda what: None
+        direction, time_at, SIZES, effort, direct=direct, ends=time.monotonic() + ends_s, begin=lambda kind: None
     )
 
 
@@ -80,40 +80,40 @@ def rest(tuning: Tuning) -> float:
 
 
 def test_what_is_fastest_is_found_and_kept() -> None:
-    found = conclude("write", lambda size, tuning: rest(tuning))
+    actual = conclude("write", lambda size, tuning: rest(tuning))
     expected = Tuning("posix", queue_depth=64, request_bytes=2 * MIB, workers=1, in_place=False)
-    assert (found.best, found.complete) == (expected, True)
-    assert found.kept == (expected if _native.has_io_uring() else replace(expected, backend="auto"))
-    assert found.gain is not None
-    assert found.gain.ratio == pytest.approx(rest(concrete(WRITE_DEFAULTS)) / rest(expected))
-    assert found.verdict == "the fastest"
+    assert (actual.best, actual.complete) == (expected, True)
+    assert actual.kept == (expected if _native.has_io_uring() else replace(expected, backend="auto"))
+    assert actual.gain is not None
+    assert actual.gain.ratio == pytest.approx(rest(concrete(WRITE_DEFAULTS)) / rest(expected))
+    assert actual.verdict == "the fastest"
 
 
 def test_in_place_is_tried_for_reads_alone() -> None:
-    found = conclude("read", lambda size, tuning: 1 - tuning.in_place / 2)
-    assert found.kept == replace(READ_DEFAULTS, in_place=True)
-    found = conclude("write", lambda size, tuning: 1 - tuning.in_place / 2)
-    assert found.kept is None
+    actual = conclude("read", lambda size, tuning: 1 - tuning.in_place / 2)
+    assert actual.kept == replace(READ_DEFAULTS, in_place=True)
+    actual = conclude("write", lambda size, tuning: 1 - tuning.in_place / 2)
+    assert actual.kept is None
 
 
 def test_engine_that_would_be_taken_anyway_is_left_open() -> None:
-    found = conclude("write", lambda size, tuning: 1 + tuning.queue_depth / 10 + (tuning.request_bytes != 8 * MIB))
-    assert found.kept == replace(WRITE_DEFAULTS, queue_depth=4)
-    assert found.kept.backend == "auto"
+    actual = conclude("write", lambda size, tuning: 1 + tuning.queue_depth / 10 + (tuning.request_bytes != 8 * MIB))
+    assert actual.kept == replace(WRITE_DEFAULTS, queue_depth=4)
+    assert actual.kept.backend == "auto"
 
 
 def test_defaults_stay_where_nothing_is_faster() -> None:
-    found = conclude("write", lambda size, tuning: 1.0)
-    assert (found.kept, found.complete) == (None, True)
-    assert found.verdict.startswith("the defaults")
+    actual = conclude("write", lambda size, tuning: 1.0)
+    assert (actual.kept, actual.complete) == (None, True)
+    assert actual.verdict.startswith("the defaults")
 
 
 def test_defaults_stay_where_the_gain_is_within_the_noise() -> None:
     noise = random.Random(5)
     kept = [conclude("write", lambda size, tuning: noise.uniform(1, 1.5)).kept for _ in range(60)]
     assert kept.count(None) > 45
-    found = conclude("write", lambda size, tuning: noise.uniform(1, 1.001) - (tuning.queue_depth == 4) / 100)
-    assert (found.kept, found.verdict) == (None, "the defaults: the gain is within the noise"), "1 % is not worth it"
+    actual = conclude("write", lambda size, tuning: noise.uniform(1, 1.001) - (tuning.queue_depth == 4) / 100)
+    assert (actual.kept, actual.verdict) == (None, "the defaults: the gain is within the noise"), "1 % is not worth it"
 
 
 def test_small_totals_are_buffered_where_that_is_faster() -> None:
@@ -123,15 +123,15 @@ def test_small_totals_are_buffered_where_that_is_faster() -> None:
         buffered = tuning.direct_from_bytes is None or size < tuning.direct_from_bytes
         return 0.5 if buffered and size < 16 * MIB else 2.0 if buffered else 1.0
 
-    found = conclude("write", time_at)
-    assert found.kept == replace(WRITE_DEFAULTS, direct_from_bytes=16 * MIB)
-    assert found.verdict == "the defaults, buffered where that is faster"
-    assert [size.bytes for size in found.sizes if size.gain.certain] == [MIB]
+    actual = conclude("write", time_at)
+    assert actual.kept == replace(WRITE_DEFAULTS, direct_from_bytes=16 * MIB)
+    assert actual.verdict == "the defaults, buffered where that is faster"
+    assert [size.bytes for size in actual.sizes if size.gain.certain] == [MIB]
 
 
 def test_all_is_buffered_where_direct_always_loses() -> None:
-    found = conclude("read", lambda size, tuning: 1.0 if tuning.direct_from_bytes is None else 1.4)
-    assert found.kept == replace(READ_DEFAULTS, direct_from_bytes=None)
+    actual = conclude("read", lambda size, tuning: 1.0 if tuning.direct_from_bytes is None else 1.4)
+    assert actual.kept == replace(READ_DEFAULTS, direct_from_bytes=None)
 
 
 def test_direct_is_not_tried_where_it_is_refused() -> None:
@@ -141,18 +141,18 @@ def test_direct_is_not_tried_where_it_is_refused() -> None:
         seen.add(tuning.direct_from_bytes)
         return 1.0
 
-    found = conclude("write", time_at, direct=False)
+    actual = conclude("write", time_at, direct=False)
     assert seen == {0}
-    assert (found.sizes, found.complete) == ((), True)
+    assert (actual.sizes, actual.complete) == ((), True)
 
 
 def test_out_of_time_keeps_the_defaults_and_says_so() -> None:
     def time_at(size: int, tuning: Tuning) -> float:
         raise AssertionError("there is no time to measure")
 
-    found = conclude("write", time_at, ends_s=-1)
-    assert (found.kept, found.complete) == (None, False)
-    assert "time ran out" in found.verdict
+    actual = conclude("write", time_at, ends_s=-1)
+    assert (actual.kept, actual.complete) == (None, False)
+    assert "time ran out" in actual.verdict
 
 
 @pytest.mark.parametrize("effort", [QUICK, FULL], ids=["quick", "full"])
@@ -236,8 +236,8 @@ def test_a_store_keeps_its_tuning_beside_the_marker(store: Path, config: Path) -
     file = decode_tuning((store / "tuning.json").read_bytes(), path="tuning.json")
     assert isinstance(file, TuningFile)
     assert file.trial_bytes == FEW
-    found = find_settings(store, EngineOptions())
-    assert (found["write"].origin == "tuned") == (file.write is not None)
+    settings = find_settings(store, EngineOptions())
+    assert (settings["write"].origin == "tuned") == (file.write is not None)
     with fs.Checkpointer(store) as checkpointer:
         assert checkpointer.save(2, {"x": torch.ones(9)}).committed.result().step == 2, "the lock is free again"
 
@@ -270,11 +270,11 @@ def test_what_is_slow_with_the_defaults_is_tuned_and_then_used(
 def test_any_directory_is_tuned_for_its_mount(tmp_path: Path, config: Path) -> None:
     (tmp_path / "letters").mkdir()
     (tmp_path / "letters/mum.txt").write_text("dear")
-    told = json.loads(run(tmp_path / "letters", "--bytes", FEW, "--quick", "--json").stdout)
+    record = json.loads(run(tmp_path / "letters", "--bytes", FEW, "--quick", "--json").stdout)
     (kept,) = files_of(config)
-    assert told["stored"] == str(kept)
-    assert (told["bytes"], told["write"]["direction"], told["read"]["direction"]) == (FEW, "write", "read")
-    assert told["read"]["gain"] is None or told["read"]["gain"]["pairs"] >= 5
+    assert record["stored"] == str(kept)
+    assert (record["bytes"], record["write"]["direction"], record["read"]["direction"]) == (FEW, "write", "read")
+    assert record["read"]["gain"] is None or record["read"]["gain"]["pairs"] >= 5
     assert os.listdir(tmp_path / "letters") == ["mum.txt"]
     again = json.loads(run(tmp_path, "--bytes", FEW, "--quick", "--json", "--user").stdout)
     assert again["stored"] == str(kept), "the same mount, the same file"
@@ -304,10 +304,10 @@ def test_an_empty_directory_becomes_a_store_when_asked(store: Path, config: Path
 @pytest.mark.usefixtures("few_trials")
 def test_tmpfs_is_tuned_too(small_disk: Callable[[int], Path], config: Path) -> None:
     disk = small_disk(64 * MIB)
-    told = json.loads(run(disk, "--bytes", FEW, "--quick", "--json").stdout)
-    assert told["place"].startswith("tmpfs on tmpfs")
-    assert told["cold"] is False, "what is memory cannot be cold"
-    assert "may not have been cold" in run(disk, "--bytes", FEW, "--quick").stdout
+    record = json.loads(run(disk, "--bytes", FEW, "--quick", "--json").stdout)
+    assert record["place"].startswith("tmpfs on tmpfs")
+    assert record["cold"] is False, "what is memory cannot be cold"
+    assert "their reads may have been cached" in run(disk, "--bytes", FEW, "--quick").stdout
     assert list(disk.iterdir()) == []
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 
 import numpy as np
@@ -32,7 +31,7 @@ def encoded(chunks: Chunks, codec: int = 7) -> Chunks:
     offset = (np.cumsum(length[::-1], dtype=np.uint64) - length[::-1])[::-1] + np.uint64(4096)
     count = len(length)
     stored = StoredChunks(np.full(count, 2, np.uint32), offset, length, np.full(count, codec, np.uint8))
-    return dataclasses.replace(chunks, stored=stored)
+    return Chunks(chunks.segment, chunks.offset, chunks.length, chunks.digest, stored)
 
 
 def rows(*numbers: int) -> NDArray[np.int64]:
@@ -52,7 +51,7 @@ def test_without_a_codec_what_is_stored_is_what_is_logical() -> None:
     chunks = chunks_of(LENGTHS)
     run = rows(0, 4), rows(1, 0), rows(4, 2)
     assert chunks.stored_bytes(*run).tolist() == chunks.logical_bytes(*run).tolist()
-    segment, offset = chunks.stored_at(rows(0, 3), rows(2, 0))
+    segment, offset = chunks.stored_locations(rows(0, 3), rows(2, 0))
     assert (segment.tolist(), offset.tolist()) == ([0, 1], [2 * MIB, 30 * MIB])
     assert set(chunks.codecs().tolist()) == {CODEC_RAW}
     assert chunks.bytes_by_segment(rows(0, 3, 4), rows(0, 0, 1), rows(2, 1, 2), 3).tolist() == [3 * MIB, MIB, 0]
@@ -64,7 +63,7 @@ def test_with_a_codec_the_stored_chunks_are_asked() -> None:
     length = chunks.stored_lengths()
     assert chunks.logical_bytes(*run).tolist() == [2 * MIB + 17, 2 * MIB]
     assert chunks.stored_bytes(*run).tolist() == [int(length[1:4].sum()), int(length[6:8].sum())]
-    segment, offset = chunks.stored_at(rows(0, 4), rows(0, 1))
+    segment, offset = chunks.stored_locations(rows(0, 4), rows(0, 1))
     assert segment.tolist() == [2, 2]
     assert offset.tolist() == [4096 + int(length[1:].sum()), 4096]
     assert chunks.bytes_by_segment(*run, 3).tolist() == [0, 0, int(length[1:4].sum() + length[6:8].sum())]
@@ -86,10 +85,10 @@ def test_an_unknown_codec_is_refused_by_name() -> None:
 def test_a_number_among_all_chunks_is_found_again(seed: int) -> None:
     chance = random.Random(seed)
     chunks = chunks_of([chance.choice([0, 1, MIB, MIB + 1, 5 * MIB]) for _ in range(20)])
-    wanted = [(piece, chunk) for piece, count in enumerate(chunks.counts.tolist()) for chunk in range(count)]
+    expected = [(piece, chunk) for piece, count in enumerate(chunks.counts.tolist()) for chunk in range(count)]
     pieces, numbers = chunks.locate(np.arange(int(chunks.first[-1])))
-    assert list(zip(pieces.tolist(), numbers.tolist(), strict=True)) == wanted
-    assert spread(chunks.first[:-1], chunks.counts).tolist() == list(range(len(wanted)))
+    assert list(zip(pieces.tolist(), numbers.tolist(), strict=True)) == expected
+    assert spread(chunks.first[:-1], chunks.counts).tolist() == list(range(len(expected)))
 
 
 def test_the_same_bytes_have_the_same_chunks() -> None:

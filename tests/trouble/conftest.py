@@ -1,4 +1,4 @@
-"""Disks for trouble: mounted for real, where this process may."""
+"""Disks with faults, really mounted, if this process may mount them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
 from faulty_disk import FaultyDisk, faulty_disk
 
 Mount = Callable[..., Path]
@@ -17,9 +18,9 @@ Mount = Callable[..., Path]
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[FaultyDisk]:
     """A disk that does to requests what the test asks of it."""
-    at = tmp_path / "faulty"
-    at.mkdir()
-    with faulty_disk(at) as mounted:
+    path = tmp_path / "faulty"
+    path.mkdir()
+    with faulty_disk(path) as mounted:
         yield mounted
 
 

@@ -1,14 +1,14 @@
-"""A state of several requests, what has become of it, and what a save leaves."""
+"""A state of several requests, the outcome of its save, and the files that a save leaves."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import torch
-from forge import content
 
 import flowstone as fs
 from flowstone.config import MIB, EngineOptions
+from forge import content
 
 ENGINE = EngineOptions(request_bytes=2 * MIB)
 

@@ -1,4 +1,4 @@
-"""A disk that fails while it is one path of several: its part goes to the other one, or the save fails by name."""
+"""A disk that fails while it is one path of several: its bytes go to the other one, or the save fails by name."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from faulty_disk import FaultyDisk, Trouble
 from torch import nn
 
 import flowstone as fs
+from faulty_disk import FaultyDisk, Trouble
 from flowstone.config import MIB, EngineOptions
 from flowstone.store.local import LocalStore
-from flowstone.store.striped.elsewhere import other_path
+from flowstone.store.striped.fallback_path import choose_fallback_path
 from flowstone.store.striped.store import StripedStore
 
 ENGINE = EngineOptions(request_bytes=2 * MIB, queue_depth=2)
 
 
 def state(value: int) -> dict[str, object]:
-    return {"weights": {str(at): torch.arange(3 * MIB // 8) + value + at for at in range(6)}, "step": value}
+    return {"weights": {str(index): torch.arange(3 * MIB // 8) + value + index for index in range(6)}, "step": value}
 
 
 def is_loaded(store: Path, step: int) -> bool:
@@ -31,11 +31,11 @@ def is_loaded(store: Path, step: int) -> bool:
     assert isinstance(expected, dict)
     weights = into["weights"]
     assert isinstance(weights, dict)
-    return all(torch.equal(weights[at], expected[at]) for at in expected) and fs.open(store, step).verify().sound
+    return all(torch.equal(weights[row], expected[row]) for row in expected) and fs.open(store, step).verify().sound
 
 
 def moved(store: Path, step: int) -> list[str]:
-    return [at.name for at in (store / f"step-{step:08d}").glob("*-path1*")]
+    return [path.name for path in (store / f"step-{step:08d}").glob("*-path1*")]
 
 
 @pytest.mark.parametrize("trouble", [
@@ -69,7 +69,7 @@ def test_what_does_not_come_back_fails_that_save_and_no_later_one(disk: FaultyDi
             checkpointer.save(2, state(2)).committed.result()
         checkpointer.save(3, state(3)).committed.result()
     disk.befall()
-    assert [at.name for at in sorted(first.glob("step-*"))] == ["step-00000001", "step-00000003"]
+    assert [path.name for path in sorted(first.glob("step-*"))] == ["step-00000001", "step-00000003"]
     assert is_loaded(first, 1)
     assert is_loaded(first, 3)
 
@@ -85,12 +85,12 @@ def test_segments_without_room_move_while_training_goes_on(disk: FaultyDisk, tmp
             optimizer.step()
             if step == 3:
                 disk.befall(Trouble("fallocate", errno.ENOSPC, name="rank"))
-            wanted = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+            expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
             save = checkpointer.save(step, {"model": model, "optimizer": optimizer})
             if step == 3:
                 save.committed.result()
                 assert disk.befall()["fallocate"] > 0
-                kept = wanted
+                kept = expected
     assert moved(first, 3) == ["rank-00000.0001-path1.safetensors"]
     with fs.Checkpointer(first) as checkpointer:
         checkpointer.load({"model": model}, step=3)
@@ -108,7 +108,7 @@ def test_of_three_paths_what_one_refuses_goes_to_the_others_by_weight(
 
     def there(step: int) -> set[str]:
         """For which paths the third one has segments."""
-        return {at.stem.rpartition("-")[2] for at in third.glob(f"segments-{step:08d}-*/*")}
+        return {path.stem.rpartition("-")[2] for path in third.glob(f"segments-{step:08d}-*/*")}
 
     store = fs.Striped([first, disk.path / "two", third], weights=[0, 1, 1], engine=ENGINE)
     with fs.Checkpointer(store, engine=ENGINE, keep=2) as checkpointer:
@@ -134,6 +134,8 @@ def test_segments_of_several_ranks_come_to_all_other_paths(tmp_path: Path) -> No
     """Which one is drawn by a segment's name: as often as its path's weight says."""
     paths = [LocalStore(tmp_path / name) for name in ("one", "two", "three", "four")]
     store = StripedStore(paths, [1.0, 0.0, 3.0, 4.0])
-    found = [other_path(store, f"step-00000001/rank-{rank:05d}.0001-path1.safetensors", 1) for rank in range(800)]
-    for number, wanted in ((0, 100), (1, 0), (2, 300), (3, 400)):
-        assert abs(found.count(number) - wanted) < 60, (number, found.count(number))
+    actual = [
+        choose_fallback_path(store, f"step-00000001/rank-{rank:05d}.0001-path1.safetensors", 1) for rank in range(800)
+    ]
+    for number, expected in ((0, 100), (1, 0), (2, 300), (3, 400)):
+        assert abs(actual.count(number) - expected) < 60, (number, actual.count(number))

@@ -1,18 +1,19 @@
-"""No space, at every point of a save: FullError, the checkpoint before intact, nothing left, and on once there is."""
+"""No space, at every point of a save: FullError, the previous checkpoint intact, no files left; later saves succeed."""
 
 from __future__ import annotations
 
 import errno
 import os
 import re
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from faulty_disk import FaultyDisk, Trouble
 from large import ENGINE, entries, loaded, state
 
 import flowstone as fs
+from faulty_disk import FaultyDisk, Trouble
 from flowstone.config import MIB, EngineOptions
 
 Mount = Callable[..., Path]
@@ -20,17 +21,18 @@ KIB = 1024
 
 
 def _free_bytes(disk: Path) -> int:
-    found = os.statvfs(disk)
-    return found.f_bavail * found.f_frsize
+    bytes = os.statvfs(disk)
+    return bytes.f_bavail * bytes.f_frsize
 
 
 def _fill(disk: Path, left_bytes: int) -> Path:
     """A file that takes all of the disk but `left_bytes`, or a little more or less (its own bookkeeping)."""
+    subprocess.run(["sync", "-f", disk], check=True)  # ext4 counts removed files' blocks as free once that is durable
     ballast = disk / "ballast"
     with ballast.open("wb") as file:
-        while (room := _free_bytes(disk) - left_bytes) > 0:
+        while (buffer := _free_bytes(disk) - left_bytes) > 0:
             try:
-                file.write(bytes(room))
+                file.write(bytes(buffer))
                 file.flush()
             except OSError:
                 break  # full by less than was left to count
@@ -41,8 +43,8 @@ def _fill(disk: Path, left_bytes: int) -> Path:
 def _failures(disk: Path, rooms: Iterator[int], mib: int) -> list[str]:
     """What fails when a second save finds so much room, until one succeeds; all else is checked here."""
     run, failures = disk / "run", []
-    for step, room in enumerate(rooms, start=2):
-        ballast = _fill(disk, room)
+    for step, buffer in enumerate(rooms, start=2):
+        ballast = _fill(disk, buffer)
         error: BaseException | None
         with fs.Checkpointer(run, engine=ENGINE) as checkpointer:
             newest = max(s for s in range(1, step) if (run / f"step-{s:08d}").exists())
@@ -54,7 +56,7 @@ def _failures(disk: Path, rooms: Iterator[int], mib: int) -> list[str]:
                 ballast.unlink()
                 assert loaded(checkpointer, step, mib)
                 return failures
-            assert isinstance(error, fs.FullError), f"{room} bytes of room: {error!r}"
+            assert isinstance(error, fs.FullError), f"{buffer} bytes of room: {error!r}"
             assert re.fullmatch(r"\d+ bytes|unknown", str(error.facts["needed"]))
             assert re.fullmatch(r"\d+ bytes", str(error.facts["free"]))
             assert "prune" in str(error.facts["next"])
@@ -151,7 +153,7 @@ def test_a_disk_that_takes_no_more_files_says_so(mount: Mount) -> None:
     run = disk / "run"
     with fs.Checkpointer(run) as checkpointer:
         checkpointer.save(1, state(1, 1)).committed.result()
-        said = []
+        messages = []
         for number in range(20):
             try:
                 (disk / f"file{number}").touch()
@@ -166,8 +168,8 @@ def test_a_disk_that_takes_no_more_files_says_so(mount: Mount) -> None:
             if error is None:
                 break
             assert isinstance(error, fs.FullError)
-            said.append(str(error.facts.get("inodes")))
+            messages.append(str(error.facts.get("inodes")))
             assert entries(run) == ["step-00000001"]
         assert loaded(checkpointer, 2.0, 1)
-    assert len(said) > 2
-    assert "none free: the file system takes no more files" in said
+    assert len(messages) > 2
+    assert "none free: the file system takes no more files" in messages

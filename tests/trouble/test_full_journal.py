@@ -1,14 +1,14 @@
-"""No space for a step in its journal: that step is told, training goes on, and the next one is saved whole."""
+"""No space for a step in its journal: the step is reported, training continues, and the next step is saved in full."""
 
 from __future__ import annotations
 
 import errno
 
 import pytest
-from faulty_disk import FaultyDisk, Trouble
-from journaled import Training, bits, same
 
 import flowstone as fs
+from faulty_disk import FaultyDisk, Trouble
+from journaled import Training, bits, same
 
 
 @pytest.mark.parametrize("operation", ["write", "fsync"])
@@ -19,7 +19,7 @@ def test_a_step_for_which_there_is_no_space_fails_alone_and_the_next_one_is_whol
     run, training, events = disk.path / "run", Training(), list[fs.Event]()
     with fs.Checkpointer(run, every_step=True, on_error="continue", on_event=events.append) as checkpointer:
         for step in range(1, 8):
-            training.learn(step)
+            training.train_step(step)
             if step == 4:
                 disk.befall(Trouble(operation, error=code, name=".journal"))
             save = checkpointer.save(step, training.state(step))
@@ -30,9 +30,9 @@ def test_a_step_for_which_there_is_no_space_fails_alone_and_the_next_one_is_whol
                 assert ".journal" in error.message
             else:
                 assert error is None
-    assert [one.step for one in events if isinstance(one, fs.Committed)] == [1, 5]
-    assert [one.step for one in events if isinstance(one, fs.Journaled)] == [2, 3, 6, 7]
-    assert [one.step for one in events if isinstance(one, fs.NotJournaled)] == [5]
+    assert [event.step for event in events if isinstance(event, fs.Committed)] == [1, 5]
+    assert [event.step for event in events if isinstance(event, fs.Journaled)] == [2, 3, 6, 7]
+    assert [event.step for event in events if isinstance(event, fs.NotJournaled)] == [5]
     again = Training(seed=9)
     with fs.Checkpointer(run) as checkpointer:
         report = checkpointer.load(again.state())

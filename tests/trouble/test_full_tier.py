@@ -1,4 +1,4 @@
-"""A second tier on a disk that is full: training goes on, and what waits comes there once there is room."""
+"""A second tier on a full disk: training continues, and the backlog is flushed once there is space."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Limits of a process: locked memory, threads, open files, address space. On within them, or a typed error."""
+"""Limits of a process: locked memory, threads, open files, address space. It works within them, or a typed error."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import sandbox
 import torch
-from apart import apart, warnings_heard
 from large import ENGINE, entries, loaded, state
 
 import flowstone as fs
+import sandbox
 from flowstone import _native
 from flowstone.config import MIB, EngineOptions
+from own_process import run_in_own_process, warnings_heard
 
 
 def _with_little_locked_memory(path: Path, limit: int) -> tuple[list[bool], list[str]]:
@@ -35,11 +35,11 @@ def _with_little_locked_memory(path: Path, limit: int) -> tuple[list[bool], list
 @pytest.mark.skipif(os.geteuid() != 0, reason="giving up a capability needs to have it")
 @pytest.mark.parametrize("limit", [65_536, 0])
 def test_a_memlock_limit_of_64_kib_or_nothing_is_enough(tmp_path: Path, limit: int) -> None:
-    same, heard = apart(_with_little_locked_memory, tmp_path, limit)
+    same, heard = run_in_own_process(_with_little_locked_memory, tmp_path, limit)
     assert same == [True] * 4
     # Which rings are too large is the kernel's business: 5.12 to 6.13 count none of their memory, others all of it.
     for warning in heard:
-        assert warning.startswith(("cannot start the io_uring engine", "io_uring is refused (Cannot allocate memory"))
+        assert warning.startswith(("cannot start the io_uring engine", "the system refuses io_uring (Cannot allocate"))
 
 
 def _converted_with_little_locked_memory(path: Path, limit: int) -> tuple[bool, list[tuple[str, bool]]]:
@@ -62,7 +62,7 @@ def _converted_with_little_locked_memory(path: Path, limit: int) -> tuple[bool, 
 def test_a_conversion_goes_on_without_registered_memory_where_none_may_be_locked(tmp_path: Path, limit: int) -> None:
     with fs.Checkpointer(tmp_path / "run") as checkpointer:
         checkpointer.save(1, {"model": {"weight": torch.rand(2 * MIB)}}).committed.result()
-    same, ways = apart(_converted_with_little_locked_memory, tmp_path, limit)
+    same, ways = run_in_own_process(_converted_with_little_locked_memory, tmp_path, limit)
     assert same
     assert ways, "what went through the page cache alone shows nothing"
     assert not any(registers for _, registers in ways)
@@ -73,7 +73,7 @@ _NONE = -1  # of a limit: what the process began with
 
 def _attempts(path: Path, limits: Iterator[int], limit: Callable[[int], None]) -> list[str]:
     """Save and load under ever wider limits until that works; how it failed until then."""
-    said = []
+    attempts = []
     for number in limits:
         step = number + 1
         try:
@@ -82,9 +82,9 @@ def _attempts(path: Path, limits: Iterator[int], limit: Callable[[int], None]) -
                 checkpointer.save(step, state(step, 3)).committed.result()
                 assert loaded(checkpointer, step, 3)
                 limit(_NONE)
-            return said
+            return attempts
         except fs.FlowstoneError as error:
-            said.append(str(error))
+            attempts.append(str(error))
         finally:
             limit(_NONE)
         left = entries(path) if path.exists() else []
@@ -109,9 +109,9 @@ def _with_few_threads(path: Path) -> list[str]:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
 def test_too_few_threads_are_an_error_with_the_remedy_and_no_wait(tmp_path: Path) -> None:
-    said = apart(_with_few_threads, tmp_path / "run")
-    assert len(said) > 2
-    for text in said:
+    message = run_in_own_process(_with_few_threads, tmp_path / "run")
+    assert len(message) > 2
+    for text in message:
         assert "ulimit -u" in text or "-u, pids.max" in text or "uses POSIX threads instead" in text, text
 
 
@@ -125,9 +125,9 @@ def _with_few_files(path: Path) -> list[str]:
 
 
 def test_too_few_open_files_are_an_error_with_the_remedy(tmp_path: Path) -> None:
-    said = apart(_with_few_files, tmp_path / "run")
-    assert said
-    for text in said:
+    message = run_in_own_process(_with_few_files, tmp_path / "run")
+    assert message
+    for text in message:
         assert "ulimit -n" in text, text
 
 
@@ -144,8 +144,8 @@ def _with_little_address_space(path: Path) -> tuple[str, list[str], bool]:
 
 
 def test_a_budget_beyond_the_address_space_is_an_error_with_the_remedy(tmp_path: Path) -> None:
-    said, left, same = apart(_with_little_address_space, tmp_path / "run")
-    assert said.startswith(f"the operating system refused {2048 * MIB} bytes of staging memory")
-    assert "ulimit -v" in said
+    text, left, same = run_in_own_process(_with_little_address_space, tmp_path / "run")
+    assert text.startswith(f"the operating system refused {2048 * MIB} bytes of staging memory")
+    assert "ulimit -v" in text
     assert left == []
     assert same

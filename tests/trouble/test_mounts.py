@@ -9,14 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from apart import warnings_heard
-from forge import content
 from large import ENGINE, blank, entries, loaded, state
 
 import flowstone as fs
 from flowstone import _native
 from flowstone.config import MIB, EngineOptions
-from flowstone.events import RemovalFailed
+from flowstone.events.phases import RemovalFailed
+from forge import content
+from own_process import warnings_heard
 
 Mount = Callable[..., Path]
 
@@ -94,7 +94,7 @@ def test_a_store_on_the_lower_layer_is_read_and_saved_into_and_what_cannot_go_is
         assert loaded(checkpointer, 4.0)
     assert entries(run) == ["step-00000001", "step-00000002", "step-00000004"], "what the overlay was given can go"
     assert [event.name for event in failed] == ["step-00000001", "step-00000002"] * 2
-    assert "an overlay cannot rename what lies on its lower layer" in failed[0].reason
+    assert "an overlay cannot rename entries of its lower layer" in failed[0].reason
     assert len(heard) == 4
     with fs.Checkpointer(run, engine=ENGINE) as checkpointer:
         with pytest.raises(fs.StorageError, match="an overlay cannot rename") as caught:

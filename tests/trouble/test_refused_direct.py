@@ -1,4 +1,4 @@
-"""O_DIRECT that is accepted at open and refused at a write or a read: the same bytes through the page cache."""
+"""O_DIRECT that is accepted at open and refused at a write or a read: the same bytes go through the page cache."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import errno
 
 import pytest
 import torch
-from faulty_disk import FaultyDisk, Trouble
 from large import entries, loaded, state
 
 import flowstone as fs
+from faulty_disk import FaultyDisk, Trouble
 from flowstone import _native
 from flowstone.config import MIB, EngineOptions
 
@@ -39,7 +39,7 @@ def test_direct_writes_refused_after_the_probe_go_through_the_page_cache(
             assert loaded(checkpointer, step)
         assert disk.befall() == {"write": 1}, "the second save asked again"
     assert fs.open(run).verify().sound
-    assert caplog.messages == [f"{run} refuses O_DIRECT writes; going on through the page cache"]
+    assert caplog.messages == [f"{run} refuses O_DIRECT writes; using the page cache from now on"]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -86,7 +86,7 @@ def test_direct_reads_refused_to_what_is_read_ahead_are_read_again(
     disk: FaultyDisk, backend: str, spared: int
 ) -> None:
     run = disk.path / "run"
-    small = {str(at): torch.full((10_000,), float(at)) for at in range(600)}
+    small = {str(index): torch.full((10_000,), float(index)) for index in range(600)}
     with fs.Checkpointer(run, engine=options(backend)) as checkpointer:
         checkpointer.save(1, {"model": small}).committed.result()
         disk.befall(refused("read", spared=spared))

@@ -1,4 +1,4 @@
-"""What the system refuses to a reader: damage is what was stored and is not there any more, and nothing else is."""
+"""Refused reads: only stored bytes that are missing or changed count as damage, not the system's refusals."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from faulty_disk import FaultyDisk, Trouble
-from forge import content
 from large import ENGINE, blank, loaded, state
 
 import flowstone as fs
+from faulty_disk import FaultyDisk, Trouble
 from flowstone.errors import is_damage
-from flowstone.events import Event, FellBack
+from flowstone.events.phases import Event
+from flowstone.events.rare_events import FellBack
+from forge import content
 
 WANT = [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM, errno.ETIMEDOUT, errno.ESTALE, errno.EINTR]
 LOST = [errno.EIO, errno.EUCLEAN, errno.EBADMSG]
@@ -55,9 +56,9 @@ def two(store: Path) -> Path:
 def test_an_older_step_is_not_taken_for_want_of_anything_but_the_bytes(
     two: Path, call: str, name: str, code: int
 ) -> None:
-    told: list[Event] = []
+    events: list[Event] = []
     into = {"w": 0.0}
-    with fs.Checkpointer(two, on_event=told.append) as checkpointer:
+    with fs.Checkpointer(two, on_event=events.append) as checkpointer:
         with refused(call, two / "step-00000002" / name, code), pytest.raises(fs.StorageError) as caught:
             checkpointer.load(into, fallback=True)
         assert caught.value.errno == code
@@ -65,7 +66,7 @@ def test_an_older_step_is_not_taken_for_want_of_anything_but_the_bytes(
         assert into == {"w": 0.0}
         assert checkpointer.load(into, fallback=True).step == 2
         checkpointer.save(3, into).committed.result()
-    assert not [event for event in told if isinstance(event, FellBack)]
+    assert not [event for event in events if isinstance(event, FellBack)]
     assert not list(two.glob(".superseded-*"))
 
 
@@ -119,8 +120,8 @@ def test_a_read_that_fails_on_the_way_is_damage_only_where_the_medium_says_so(
 ) -> None:
     run = disk.path / "run"
     with fs.Checkpointer(run, engine=ENGINE) as checkpointer:
-        for one in (1, 2):
-            checkpointer.save(one, state(one)).committed.result()
+        for item in (1, 2):
+            checkpointer.save(item, state(item)).committed.result()
         # Within the newer one's data, however many requests the address of a tensor leads to: 12 in all where that is a
         # multiple of 4096, else 20. The older one is let through.
         disk.befall(Trouble("read", error=code, name="rank-", spared=8, times=1))

@@ -1,4 +1,4 @@
-"""Short writes and reads, forced: the same bytes, or the error that the system gives in the end."""
+"""Short writes and reads, forced: the same bytes, or the final error of the system."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import resource
 from pathlib import Path
 
 import pytest
-from apart import apart
-from faulty_disk import FaultyDisk, Trouble
 from large import entries, loaded, state
 
 import flowstone as fs
+from faulty_disk import FaultyDisk, Trouble
 from flowstone import _native
 from flowstone.config import MIB, EngineOptions
-from flowstone.events import Event, Written
+from flowstone.events.phases import Event, Written
 from flowstone.store.local import LocalStore
 from flowstone.store.system import System
+from own_process import run_in_own_process
 
 BACKENDS = ["posix", "io_uring"]
 
@@ -116,10 +116,10 @@ def test_a_write_cut_by_the_limit_on_file_sizes_goes_on_to_the_error(
     tmp_path: Path, backend: str, direct: str, limit: int
 ) -> None:
     options(backend, direct)
-    (code, said), left, same = apart(_limited_segment, tmp_path / "run", backend, direct, limit)
+    (code, message), left, same = run_in_own_process(_limited_segment, tmp_path / "run", backend, direct, limit)
     assert code == errno.EFBIG
-    assert f"bytes {limit}.." in said, "all up to the limit was written first"
-    assert "ulimit -f" in said
+    assert f"bytes {limit}.." in message, "all up to the limit was written first"
+    assert "ulimit -f" in message
     assert left == ["step-00000001"]
     assert same
 
@@ -130,10 +130,10 @@ def test_a_limit_within_a_block_is_not_taken_for_a_refusal_of_direct_writes(
 ) -> None:
     """The kernel calls the write unaligned that it has cut itself (EINVAL)."""
     options(backend, "auto")
-    (code, said), left, same = apart(_limited_segment, tmp_path / "run", backend, "auto", 9 * MIB + 1000)
+    (code, output), left, same = run_in_own_process(_limited_segment, tmp_path / "run", backend, "auto", 9 * MIB + 1000)
     assert code == errno.EFBIG
-    assert "ulimit -f" in said
-    assert "page cache" not in said
+    assert "ulimit -f" in output
+    assert "page cache" not in output
     assert left == ["step-00000001"]
     assert same
 
@@ -146,7 +146,7 @@ def _limited_index(path: Path) -> tuple[list[str], list[str], bool]:
         if isinstance(event, Written):
             _limit(limits.pop())
 
-    said, left = [], []
+    message, left = [], []
     with fs.Checkpointer(path, on_event=watch) as checkpointer:
         checkpointer.save(1, state(1)).committed.result()
         files = {file.name: file.stat().st_size for file in (path / "step-00000001").iterdir()}
@@ -156,17 +156,17 @@ def _limited_index(path: Path) -> tuple[list[str], list[str], bool]:
             error = checkpointer.save(2, state(2)).committed.exception()
             _limit(resource.RLIM_INFINITY)
             assert isinstance(error, fs.StorageError)
-            said.append(f"{error.errno} {error.message.rpartition('/')[2]}")
+            message.append(f"{error.errno} {error.message.rpartition('/')[2]}")
             left += entries(path)[1:]
         limits.append(resource.RLIM_INFINITY)
         same = loaded(checkpointer, 1.0)
         checkpointer.save(2, state(2)).committed.result()
-        return said, left, same and loaded(checkpointer, 2.0)
+        return message, left, same and loaded(checkpointer, 2.0)
 
 
 def test_small_files_cut_by_the_limit_fail_the_save_and_leave_nothing(tmp_path: Path) -> None:
-    said, left, same = apart(_limited_index, tmp_path / "run")
-    assert said == [f"{errno.EFBIG} index.safetensors"] * 3
+    message, left, same = run_in_own_process(_limited_index, tmp_path / "run")
+    assert message == [f"{errno.EFBIG} index.safetensors"] * 3
     assert left == []
     assert same
 
@@ -184,8 +184,8 @@ def _limited_from_the_start(path: Path) -> tuple[str, list[str], bool]:
 
 
 def test_a_segment_above_the_limit_is_refused_before_a_byte_is_written(tmp_path: Path) -> None:
-    said, left, same = apart(_limited_from_the_start, tmp_path / "run")
-    assert said.startswith("cannot allocate ")
-    assert "ulimit -f" in said
+    text, left, same = run_in_own_process(_limited_from_the_start, tmp_path / "run")
+    assert text.startswith("cannot allocate ")
+    assert "ulimit -f" in text
     assert left == ["step-00000001"]
     assert same

@@ -1,4 +1,4 @@
-"""Files that change while they are read: named as damage with their range, never a signal, never wrong bytes."""
+"""Files that change while they are read: reported as damage with their range, never a signal, never wrong bytes."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from apart import apart
-from faulty_disk import FaultyDisk, Trouble
-from forge import content
 from large import blank, loaded, state
-from specimen import STEP
-from specimen import state as specimen_state
 
 import flowstone as fs
+from faulty_disk import FaultyDisk, Trouble
 from flowstone import _native
 from flowstone.config import MIB, EngineOptions
 from flowstone.store.local import LocalStore
-from flowstone.store.local_io import LocalReading
+from flowstone.store.local_io import LocalReadHandle
+from forge import content
+from own_process import run_in_own_process
+from small_state import STEP
+from small_state import state as specimen_state
 
 FILES = ["manifest.json", "index.safetensors", "objects.json", "rank-00000.safetensors"]
 
@@ -37,7 +37,7 @@ class _Eventful(LocalStore):
 
     happens: Callable[[], object] = staticmethod(lambda: None)
 
-    def read_extents(self, *arguments: object, **more: object) -> LocalReading:
+    def read_extents(self, *arguments: object, **more: object) -> LocalReadHandle:
         self.happens()
         return super().read_extents(*arguments, **more)
 
@@ -170,12 +170,12 @@ def test_a_segment_replaced_while_it_is_read_is_the_old_one_or_damage(tmp_path: 
         other = tmp_path / "other"
         other.write_bytes(bytes(segment.stat().st_size))
         store.happens = lambda: os.replace(other, segment)
-        with pytest.raises(fs.DamagedError, match="stored bytes are not what was written"):
+        with pytest.raises(fs.DamagedError, match="stored bytes do not match their digests"):
             checkpointer.load(blank(1))
 
 
 def _read_all(path: Path) -> list[str]:
-    said = []
+    messages = []
     for act in (
         lambda: fs.Checkpointer(path).load(specimen_state(0.0)),
         lambda: fs.open(path).verify(),
@@ -183,10 +183,10 @@ def _read_all(path: Path) -> list[str]:
     ):
         try:
             act()
-            said.append("")
+            messages.append("")
         except fs.FlowstoneError as error:
-            said.append(str(error))
-    return said
+            messages.append(str(error))
+    return messages
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -210,7 +210,7 @@ def test_what_is_no_plain_file_is_refused_and_waited_for_by_nobody(
             os.mknod(path, 0o20666, os.makedev(1, 5))  # /dev/zero, which never ends
         except PermissionError:
             pytest.skip("device files need root")
-    loading, verifying, reading = apart(_read_all, checkpoint.parent)
+    loading, verifying, reading = run_in_own_process(_read_all, checkpoint.parent)
     assert str(path) in loading or name in loading
     assert name in verifying
     assert name == "objects.json" or name in reading
@@ -240,13 +240,13 @@ def test_a_checkpoint_truncated_under_an_open_one_is_an_error_and_no_signal(tmp_
     options(backend, "auto")
     with fs.Checkpointer(tmp_path / "run") as checkpointer:
         checkpointer.save(1, state(1, 1))
-    assert "rank-00000.safetensors" in apart(_shrinks_under, tmp_path / "run", backend)
+    assert "rank-00000.safetensors" in run_in_own_process(_shrinks_under, tmp_path / "run", backend)
 
 
 def test_torch_values_are_never_views_of_a_file(tmp_path: Path) -> None:
     with fs.Checkpointer(tmp_path / "run") as checkpointer:
         checkpointer.save(1, {"x": torch.arange(100_000)})
-    found = fs.open(tmp_path / "run").read("x")
+    tensor = fs.open(tmp_path / "run").read("x")
     for file in (tmp_path / "run" / "step-00000001").iterdir():
         os.truncate(file, 0)
-    assert torch.equal(found, torch.arange(100_000))
+    assert torch.equal(tensor, torch.arange(100_000))

@@ -1,4 +1,4 @@
-"""A place that has nothing: no network, no PATH, no compiler; one interpreter, and what pip puts beside it."""
+"""An environment with nothing else: no network, no PATH, no compiler; one interpreter, and pip's packages."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ needs_wheels = pytest.mark.skipif(not DIST.is_dir(), reason="make test-wheels bu
 
 
 def the_sdist() -> Path:
-    (found,) = DIST.glob("*.tar.gz")
-    return found.resolve()
+    (result,) = DIST.glob("*.tar.gz")
+    return result.resolve()
 
 
 def wheel_for(version: tuple[int, int]) -> Path:
     """The wheel that installers choose for CPython `version`."""
     tag = "cp312-abi3" if version >= (3, 12) else "cp{0}{1}-cp{0}{1}".format(*version)
-    (found,) = DIST.glob(f"*-{tag}-manylinux_2_28_{os.uname().machine}.whl")
-    return found.resolve()
+    (result,) = DIST.glob(f"*-{tag}-manylinux_2_28_{os.uname().machine}.whl")
+    return result.resolve()
 
 
 def interpreters() -> dict[tuple[int, int], str]:
     """One of each version from 3.11 on that this machine has: on PATH, or pyenv's."""
-    found = {sys.version_info[:2]: sys.executable}
+    interpreters = {sys.version_info[:2]: sys.executable}
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"), "versions")
     for minor in range(11, 20):
         name = f"python3.{minor}"
         for candidate in filter(None, [shutil.which(name), *sorted(map(str, pyenv.glob(f"3.{minor}.*/bin/{name}")))]):
             if subprocess.run([candidate, "-c", ""], capture_output=True, check=False).returncode == 0:
-                found.setdefault((3, minor), candidate)
-    return found
+                interpreters.setdefault((3, minor), candidate)
+    return interpreters
 
 
 @functools.cache

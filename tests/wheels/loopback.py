@@ -1,4 +1,4 @@
-"""Bring up the loopback interface of a network namespace of one's own, then become the command that follows."""
+"""Bring up the loopback interface of a separate network namespace, then become the command that follows."""
 
 import fcntl
 import os

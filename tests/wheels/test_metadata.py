@@ -1,4 +1,4 @@
-"""What an index, an installer and a type checker are told of the package; nothing is built for it."""
+"""The package's metadata for an index, an installer and a type checker; nothing is built for it."""
 
 from __future__ import annotations
 

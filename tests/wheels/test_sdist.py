@@ -1,4 +1,4 @@
-"""The source distribution builds where the headers of what is compiled in are missing."""
+"""The source distribution builds without installed headers of the libraries that are compiled in."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import tarfile
 from pathlib import Path
 
 import pytest
+
 from wheels.bare import needs_wheels, the_sdist
 
 pytestmark = needs_wheels
@@ -35,8 +36,8 @@ def test_it_builds_with_the_systems_headers_hidden(tmp_path: Path) -> None:
     shutil.unpack_archive(wheel, tmp_path / "wheel", "zip")
     probe = "import _native; print(_native.__file__, _native.Engine)"
     where = tmp_path / "wheel/flowstone"
-    told = subprocess.run([sys.executable, "-c", probe], cwd=where, capture_output=True, text=True, check=False)
-    assert told.stdout.startswith(str(where)), told.stderr
+    completed = subprocess.run([sys.executable, "-c", probe], cwd=where, capture_output=True, text=True, check=False)
+    assert completed.stdout.startswith(str(where)), completed.stderr
 
 
 def test_it_holds_what_a_distributor_needs_and_nothing_built() -> None:

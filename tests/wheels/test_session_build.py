@@ -1,4 +1,4 @@
-"""A session on a GPU where no wheel fits: Flowstone is built there, which takes a compiler some minutes."""
+"""A session on a GPU for which no wheel fits: Flowstone is built there, which takes a compiler some minutes."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def test_where_no_wheel_fits_flowstone_is_built_from_this_tree(tmp_path: Path) -
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert f"no wheel of Flowstone in {wheels} fits; building it" in done.stderr
     assert "torch-checkpointing is left out of the rivals" in done.stderr
-    found = json.loads((tmp_path / "out" / "session.json").read_text())["stages"]["facts"]
-    facts = {row["what"]: row["value"] for row in found}
+    recorded = json.loads((tmp_path / "out" / "session.json").read_text())["stages"]["facts"]
+    facts = {row["what"]: row["value"] for row in recorded}
     assert facts["flowstone"] == flowstone.__version__
     assert not Path(facts["flowstone is at"]).is_relative_to(ROOT), "it is not this tree's"
     assert json.loads(facts["probe"]), "its engine works"

@@ -1,4 +1,4 @@
-"""The wheels, installed where there is no compiler, and used: by each interpreter at hand."""
+"""The wheels, installed without a compiler, and used by each available interpreter."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+
 from wheels.bare import DIST, Bare, interpreters, needs_wheels, the_sdist, wheel_for
 
 pytestmark = needs_wheels
@@ -55,14 +56,14 @@ def test_it_installs_and_reads_a_checkpoint_with_no_compiler_no_network_and_no_t
     assert "42" in bare.run("flowstone", "ls", store)
     for backend in ("io_uring", "posix"):
         bare.run("python", "-c", _READ, store, backend)
-    told = bare.run("flowstone", "demo", "--small", status=1)
-    assert "pip install 'flowstone[torch]'" in told
-    assert "Traceback" not in told
+    results = bare.run("flowstone", "demo", "--small", status=1)
+    assert "pip install 'flowstone[torch]'" in results
+    assert "Traceback" not in results
 
 
 def test_the_demo_runs_from_a_wheel(tmp_path: Path) -> None:
     groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
-    (torch,) = [one for one in groups["dev"] if one.startswith("torch==")]
+    (torch,) = [name for name in groups["dev"] if name.startswith("torch==")]
     bare = Bare(sys.executable, tmp_path)
     bare.fetch(wheel_for(sys.version_info[:2]), torch)
     bare.install("flowstone[torch]")

@@ -33,9 +33,9 @@ def tables(docstring: str) -> str:
             rows.clear()
 
     lines = docstring.splitlines()
-    for at, line in enumerate(lines):
+    for index, line in enumerate(lines):
         row, inner = _ROW.fullmatch(line), _INNER.fullmatch(line)
-        begins = at == 0 or not lines[at - 1].strip() or bool(rows)
+        begins = index == 0 or not lines[index - 1].strip() or bool(rows)
         if row and begins:
             text = row["text"]
             nested = re.fullmatch(r"([A-Z]\w+) {2,}(\S.*)", text)
@@ -54,7 +54,7 @@ def tables(docstring: str) -> str:
 def named(name: str) -> str:
     """The first column: a name in the code, or `raises` with the error."""
     if name.split()[0] in ("raises", "returns"):
-        return " ".join([name.split()[0], *(f"`{one.rstrip(',')}`" for one in name.split()[1:])])
+        return " ".join([name.split()[0], *(f"`{word.rstrip(',')}`" for word in name.split()[1:])])
     return f"`{name}`"
 
 

@@ -46,23 +46,23 @@ def command_line() -> str:
     head = """# The command line
 
 None of these needs torch, except `demo`. Exit status 0: it worked, and nothing is wrong; 1: damage or a difference was
-found; 2: an error.
+names; 2: an error.
 """
-    sections = (f"## flowstone {verb}\n\n```\n{told(*verb.split())}\n```\n" for verb in verbs(told()))
-    return "\n".join([head, f"```\n{told()}\n```\n", *sections])
+    sections = (f"## flowstone {verb}\n\n```\n{help_of(*verb.split())}\n```\n" for verb in verbs(help_of()))
+    return "\n".join([head, f"```\n{help_of()}\n```\n", *sections])
 
 
 def verbs(help_text: str, prefix: str = "") -> list[str]:
     """The commands that a help lists, and those below them."""
     listed = help_text.partition("Commands")[2]
-    found = []
+    names = []
     for name in re.findall(r"^│ ([a-z]+) ", listed, flags=re.MULTILINE):
         verb = f"{prefix}{name}"
-        found += [verb, *verbs(told(*verb.split()), f"{verb} ")]
-    return found
+        names += [verb, *verbs(help_of(*verb.split()), f"{verb} ")]
+    return names
 
 
-def told(*verb: str) -> str:
+def help_of(*verb: str) -> str:
     """What the command says of itself, without trailing blanks."""
     environment = os.environ | {"COLUMNS": COLUMNS, "NO_COLOR": "1", "TERM": "dumb"}
     command = [PYTHON, "-m", "flowstone", *verb, "--help"]

@@ -1,1 +1,1 @@
-"""Adapters: Flowstone behind the interfaces of others, thin. Nothing of the library imports them."""
+"""Adapters: other frameworks save and load through Flowstone. The library itself does not import them."""

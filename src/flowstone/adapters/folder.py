@@ -1,7 +1,8 @@
-"""A folder of checkpoints under the names that a framework gives them, each removed in one step.
+"""A folder of checkpoints whose names a framework chooses. Each checkpoint is removed in one step.
 
-    epoch=0-step=100.ckpt/                        a checkpoint, or an empty directory that keeps its name free
-    .saving-00000100-dcp-<digest of the name>/    what is being written, beside it; claimed while its process lives
+    epoch=0-step=100.ckpt/                        a checkpoint, or an empty directory that reserves its name
+    .saving-00000100-dcp-<digest of the name>/    the same checkpoint while it is written; locked while its process
+    lives
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from flowstone.adapters.dcp import publication
-from flowstone.adapters.dcp.claim import Claim, claim_file, is_claimed
+from flowstone.adapters.dcp.claim import SaveClaim, claim_file, is_claimed
 from flowstone.adapters.dcp.target import Target, is_draft, is_draft_of
 from flowstone.commit import removal
-from flowstone.commit.entries import Kind, is_ours, new_deleting, parse
+from flowstone.commit.entries import EntryKind, is_checkpoint_file, new_deleting, parse_entry
 from flowstone.config import EngineOptions
 from flowstone.errors import FlowstoneError
 from flowstone.format.manifest import MARKER_NAME
@@ -22,56 +23,59 @@ from flowstone.log import log
 from flowstone.store.local import LocalStore
 
 
-class Folder:
-    """One directory that checkpoints lie in. It first removes what dead processes have left there."""
+class CheckpointFolder:
+    """A directory of checkpoints. Opening it removes what dead processes have left."""
 
     def __init__(self, place: Path, engine: EngineOptions) -> None:
-        self.place, self.store = place, LocalStore(place, engine)
+        self.path, self.store = place, LocalStore(place, engine)
         if place.is_dir():
             self._sweep()
 
-    def begin(self, target: Target, *, keep_name: bool) -> Claim:
-        """Make the draft of a checkpoint. `keep_name`: an empty directory keeps its name until it is committed.
+    def begin(self, target: Target, *, keep_name: bool) -> SaveClaim:
+        """Create the directory in which a checkpoint is written. `keep_name`: whether an empty directory reserves the
+        checkpoint's name until the commit.
 
         raises  LockedError, StorageError
         """
         self.store.make_directory()
-        claim = Claim(self.place, target.draft_directory)
+        claim = SaveClaim(self.path, target.draft_directory)
         try:
             publication.begin(self.store, target)
             if keep_name and not self.store.exists(target.name):
                 self.store.make_directory(target.name)
         except BaseException:
-            self.give_up(target, claim)
+            self.abandon(target, claim)
             raise
         return claim
 
-    def give_up(self, target: Target, claim: Claim) -> None:
-        """The end of a save that failed."""
-        with suppress(FlowstoneError):  # safe: nothing reads a draft, and the next process removes it
+    def abandon(self, target: Target, claim: SaveClaim) -> None:
+        """Remove what a failed save has left."""
+        with suppress(FlowstoneError):  # readers ignore the directory, and the next process removes it
             publication.discard(self.store, target)
-        with suppress(OSError):  # it holds a checkpoint, or is not there
+        with suppress(OSError):  # the directory has a checkpoint, or does not exist
             target.path.rmdir()
         claim.release()
 
     def remove(self, name: str) -> None:
-        """Remove a checkpoint, or a file or link that the framework has made; in two steps, so that none is torn."""
-        store, path = self.store, self.place / name
+        """Remove a checkpoint. It is renamed first, so that it is never seen incomplete. Or remove a file or link of
+        the framework.
+        """
+        store, path = self.store, self.path / name
         if path.is_symlink() or path.is_file():
             store.remove(name)
         elif path.is_dir():
             retired = self.retire(name)
             if retired is not None:
-                removal.empty(store, retired)
+                removal.empty_directory(store, retired)
 
     def retire(self, name: str) -> str | None:
-        """Turn a checkpoint into none, durably.
+        """Rename a checkpoint so that it no longer counts as one, durably.
 
-        returns  the directory to be removed then, or None if it has foreign files
+        returns  the directory, which the caller removes next; None if it has files of other programs
         raises   StorageError
         """
-        path = self.place / name
-        foreign = [entry for entry in os.listdir(path) if not is_ours(entry)]
+        path = self.path / name
+        foreign = [entry for entry in os.listdir(path) if not is_checkpoint_file(entry)]
         if foreign:
             log.warning("%s is not removed: it holds files that are not Flowstone's: %s", path, foreign[0])
             return None
@@ -81,28 +85,31 @@ class Folder:
         return deleting.name
 
     def _sweep(self) -> None:
-        """Remove drafts of dead processes, the names that they kept, and what they were removing."""
-        names = os.listdir(self.place)
+        """Remove unfinished checkpoints of dead processes, empty directories that reserve their names, and directories
+        that they were removing.
+        """
+        names = os.listdir(self.path)
         claimed = [name.removeprefix(claim_file("")) for name in names]
         for draft in {name for name in (*names, *claimed) if is_draft(name)}:
-            with suppress(FlowstoneError, OSError):  # another process is at it, or it is gone
+            with suppress(FlowstoneError, OSError):  # another process is removing the entry, or has removed it
                 self._sweep_draft(draft, names)
-        for name in () if MARKER_NAME in names else names:  # in a store, its Checkpointer removes them
-            entry = parse(name)
-            if entry is not None and entry.kind is Kind.DELETING:
+        # if the folder is a store, its Checkpointer removes such entries
+        for name in () if MARKER_NAME in names else names:
+            entry = parse_entry(name)
+            if entry is not None and entry.kind is EntryKind.DELETING:
                 with suppress(FlowstoneError):
-                    removal.empty(self.store, name)
+                    removal.empty_directory(self.store, name)
 
     def _sweep_draft(self, draft: str, names: list[str]) -> None:
-        if is_claimed(self.place, draft):
+        if is_claimed(self.path, draft):
             return
-        claim = Claim(self.place, draft)
+        claim = SaveClaim(self.path, draft)
         try:
             for name in names:
-                if is_draft_of(draft, name) and (self.place / name).is_dir() and not os.listdir(self.place / name):
-                    (self.place / name).rmdir()
+                if is_draft_of(draft, name) and (self.path / name).is_dir() and not os.listdir(self.path / name):
+                    (self.path / name).rmdir()
             if draft in names:
-                removal.empty(self.store, draft)
+                removal.empty_directory(self.store, draft)
         finally:
             claim.release()
 
@@ -110,15 +117,15 @@ class Folder:
         self.store.close()
 
 
-class Folders:
-    """The folders that one process has saved into."""
+class FolderCache:
+    """The CheckpointFolder of each directory that this process has saved into."""
 
     def __init__(self, engine: EngineOptions) -> None:
-        self._engine, self._folders = engine, dict[Path, Folder]()
+        self._engine, self._folders = engine, dict[Path, CheckpointFolder]()
 
-    def at(self, place: Path) -> Folder:
+    def folder_of(self, place: Path) -> CheckpointFolder:
         if place not in self._folders:
-            self._folders[place] = Folder(place, self._engine)
+            self._folders[place] = CheckpointFolder(place, self._engine)
         return self._folders[place]
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The frameworks that adapters stand in: whether one is installed, and whether its interface is one that is known."""
+"""Checks whether the framework of an adapter is installed, and has a known interface."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from flowstone.log import log
 
 
 @dataclass(frozen=True, slots=True)
-class Framework:
-    """A package that an adapter stands in.
+class SupportedFramework:
+    """A framework for which there is an adapter.
 
-    package  as it is imported
-    install  what `pip install` takes
-    known    versions that the adapter is tested with, the newest last
+    package  the name under which the framework is imported
+    install  the requirement for `pip install`
+    tested_versions  the versions with which the adapter was tested, the newest last
     """
 
     package: str
     install: str
-    known: tuple[str, ...]
+    tested_versions: tuple[str, ...]
 
     def load(self, module: str) -> ModuleType:
-        """Import a module of it. Raises FrameworkError if it is not installed, or cannot be imported."""
+        """Import a module of the package. Raises FrameworkError if it is not installed, or cannot be imported."""
         try:
             return import_module(module)
         except ImportError as error:
@@ -39,36 +39,37 @@ class Framework:
             ) from error
 
     def check(self, version: str, methods: Mapping[str, Sequence[str]], kind: type) -> None:
-        """Accept a version that is known, and any other one whose methods take what the known ones take.
+        """Raise an error unless the version is known, or the methods take the same parameters as in known versions.
 
-        methods  of `kind` that the adapter replaces or calls, with the names of their parameters
-        raises   FrameworkError naming each method that differs
+        methods  methods of `kind` that the adapter replaces or calls, with the names of their parameters
+        raises   FrameworkError  methods differ; the error names each of them
         """
-        if version in self.known:
+        if version in self.tested_versions:
             return
         changed = [text for name, names in methods.items() if (text := _difference(kind, name, names))]
-        known = ", ".join(self.known)
+        versions = ", ".join(self.tested_versions)
         if changed:
             raise FrameworkError(
-                f"{self.package} {version} has an interface that this adapter does not know",
-                changed="\n".join(changed), known=known, next=f"pip install {self.package}=={self.known[-1]}",
+                f"the interface of {self.package} {version} is unknown to this adapter",
+                changed="\n".join(changed), known=versions,
+                next=f"pip install {self.package}=={self.tested_versions[-1]}",
             )
         log.warning(
-            "%s %s is not a version that Flowstone's adapter was tested with (%s); its interface is the same, "
-            "so the adapter goes on", self.package, version, known,
+            "Flowstone's adapter was not tested with %s %s (tested: %s); its interface is the same, "
+            "so the adapter continues", self.package, version, versions,
         )
 
 
 def _difference(kind: type, name: str, names: Sequence[str]) -> str:
-    """How a method differs from what is known; "" if every call of the known form means the same."""
+    """How a method differs from the known form. "" if calls of the known form still work."""
     method = getattr(kind, name, None)
     if method is None:
-        return f"{kind.__name__}.{name} is gone"
-    found = [one for one in inspect.signature(method).parameters.values() if one.name != "self"]
-    first = [one.name for one in found[: len(names)] if one.kind <= one.POSITIONAL_OR_KEYWORD]
-    rest = [one for one in found[len(names) :] if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
-    required = [one for one in rest if one.default is one.empty]
+        return f"{kind.__name__}.{name} does not exist"
+    parameters = [p for p in inspect.signature(method).parameters.values() if p.name != "self"]
+    first = [p.name for p in parameters[: len(names)] if p.kind <= p.POSITIONAL_OR_KEYWORD]
+    rest = [p for p in parameters[len(names) :] if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    required = [p for p in rest if p.default is p.empty]
     if first == list(names) and not required:
         return ""
-    taken = inspect.Signature([one.replace(annotation=one.empty, default=one.empty) for one in found])
-    return f"{kind.__name__}.{name}{taken}, known with ({', '.join(names)})"
+    taken = inspect.Signature([p.replace(annotation=p.empty, default=p.empty) for p in parameters])
+    return f"{kind.__name__}.{name}{taken}, expected ({', '.join(names)})"

@@ -1,4 +1,4 @@
-"""The exception in whose handling a training runs, as in a caller's except block; apart from one that ends it."""
+"""Tells an exception that ends a training from an exception in whose handler the training runs."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import sys
 
 
 class OuterException:
-    """The exception that is being handled where this is made, or none.
+    """Remembers which exception was being handled when this object was created, if any.
 
-    Only its identity is kept: the exception holds the frames of what has failed, and these the state.
+    Only the exception's id is stored, as a reference would keep the exception's frames, and so the state, alive.
     """
 
     def __init__(self) -> None:
         self._identity = id(sys.exception())
 
     def training_has_failed(self) -> bool:
-        """Whether another exception is being handled now. An error that is raised then would hide it."""
+        """Whether another exception is being handled now, so that the training has failed. An error that is raised now
+        would hide that exception.
+        """
         return sys.exception() is not None and id(sys.exception()) != self._identity

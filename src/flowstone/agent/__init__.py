@@ -1,4 +1,5 @@
-"""The memory agent: a small process that keeps the checkpoints in this node's memory when the trainer has died.
+"""The memory agent: a small process that keeps checkpoints in this node's memory, even after the training process has
+died.
 
-It imports neither torch nor numpy. Stores talk to it by store/agent_client.py.
+The agent imports neither torch nor numpy. Stores send requests to it with store/memory/agent_client.py.
 """

@@ -1,6 +1,6 @@
-"""`python -m flowstone.agent.flush RUN DIRECTORY`: a run's newest checkpoint becomes durable in a directory.
+"""`python -m flowstone.agent.flush RUN DIRECTORY`: make a run's newest checkpoint durable in a directory.
 
-The agent runs it as a child process, and reads from its stdout which checkpoint is durable there (Copied).
+The agent runs this as a child process. The child prints a FlushResult: which checkpoint DIRECTORY has now.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import msgspec
 
 from flowstone.errors import FlowstoneError
 from flowstone.store.local import LocalStore
-from flowstone.store.node_memory import NodeMemory
-from flowstone.tiers.newest import copy_newest
+from flowstone.store.memory.node_memory import NodeMemory
+from flowstone.tiered.newest import copy_newest
 
 
 def main() -> int:
-    """The exit status; an error is told on stderr."""
+    """Run the flush. Returns the exit status; prints errors to stderr."""
     run, directory = sys.argv[1:]
     source, target = NodeMemory(run), LocalStore(directory)
     holder = f"the memory agent of {socket.gethostname()}, which flushes {source.location}"

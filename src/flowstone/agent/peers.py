@@ -1,8 +1,9 @@
-"""`python -m flowstone.agent.peers RUN NODE ADDRESS PORT`: other nodes are served what the agent holds of a run.
+"""`python -m flowstone.agent.peers RUN NODE ADDRESS PORT`: serve a run in the agent's memory to other nodes.
 
-A child of the agent, which gives it the job's secret on its standard input, is told where it listens, and ends it by
-closing that. It asks the agent like any client. A thread serves each connection; what it does not understand, or who
-does not know the secret, ends that connection.
+This is a child process of the agent. The agent writes the job's secret to the child's standard input, reads the port
+from its standard output, and ends the child by closing its standard input. The child sends requests to the agent like
+any client. Each connection is served by its own thread. An invalid request, or a client that does not know the secret,
+ends the connection.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import threading
 import time
 
 from flowstone.agent.parities import Parities, Shares
-from flowstone.agent.strangers import Strangers
+from flowstone.agent.strangers import UnprovenConnections
 from flowstone.commit.entries import SAVING, step_of
 from flowstone.config import (
     MANIFEST_BYTES_MAX,
@@ -28,23 +29,23 @@ from flowstone.config import (
 from flowstone.errors import FlowstoneError, FullError, MemoryAgentError, PeerError, escaped
 from flowstone.format.digest import digest
 from flowstone.format.manifest import MANIFEST_NAME
-from flowstone.store.agent_wire import Request
-from flowstone.store.contents import MemoryFile
-from flowstone.store.node_memory import SCHEME, AgentTree
+from flowstone.store.memory.agent_wire import AgentRequest
+from flowstone.store.memory.contents import MemoryFile
+from flowstone.store.memory.node_memory import SCHEME, AgentTree
 from flowstone.store.peers.memory import view_of
-from flowstone.store.peers.wire import Ask, Channel, Held, HeldStep, Told, welcome
+from flowstone.store.peers.wire import Channel, PeerInventory, PeerRequest, PeerResponse, StepInventory, welcome
 
 _BACKLOG = 128
-_ENDED = {errno.EBADF, errno.EINVAL}  # of a listener that is closed, of one that is shut down
+_ENDED = {errno.EBADF, errno.EINVAL}  # errors of a listening socket that was closed or shut down
 _FORWARDED = {"exists", "names", "look", "make_directory", "remove", "rename", "agree", "free"}
 _CHANGING = {"make_directory", "remove", "rename", "agree", "create", "put", "gather"}
 _HOLDER_CHARS_MAX = 2000
-_OPEN_MAX = 64  # files that one connection keeps open to read
-_REFUSED_S = 0.1  # before it is tried again to accept a connection
+_OPEN_MAX = 64  # how many files one connection keeps open to read
+_ACCEPT_RETRY_S = 0.1  # seconds of pause after a failed accept
 
 
 def main() -> int:
-    """The exit status."""
+    """Serve until the agent ends this process. Returns the exit status."""
     run, node, address, port = sys.argv[1:]
     secret = bytes.fromhex(os.read(0, 4096).decode())
     try:
@@ -54,7 +55,7 @@ def main() -> int:
         listener.bind((address, int(port)))
         listener.listen(_BACKLOG)
     except OSError as error:
-        print(f"memory://{run} is not served at {address}, port {port}: {error.strerror}", file=sys.stderr, flush=True)
+        print(f"cannot serve memory://{run} at {address}, port {port}: {error.strerror}", file=sys.stderr, flush=True)
         return 1
     server = PeerServer(run, node, secret, listener)
     threading.Thread(target=server.serve, name="flowstone-peers", daemon=True).start()
@@ -65,75 +66,76 @@ def main() -> int:
 
 
 class PeerServer:
-    """Serves one run to who knows its secret."""
+    """Serves one run to clients that know its secret."""
 
     def __init__(self, run: str, node: str, secret: bytes, listener: socket.socket) -> None:
         self.run, self.node = run, node
         self.tree = AgentTree(run, f"{SCHEME}{run}")
         self._secret, self._listener = secret, listener
-        self._guard = threading.Lock()  # of what follows
+        self._guard = threading.Lock()  # guards the attributes below
         self._open = 0
-        self._strangers = Strangers(self.tell)
+        self._strangers = UnprovenConnections(self.log)
         self._writer: Channel | None = None
         self._holder = ""
-        self._drafts: set[str] = set()  # what was made since the lock is held, to be written into
+        self._drafts: set[str] = set()  # directories of unfinished checkpoints that were created under the current lock
         self.parities = Parities(self.tree)
-        self._manifests: dict[int, str] = {}  # digests, by the number of the file
+        self._manifests: dict[int, str] = {}  # number of a manifest's file -> digest of the manifest
 
     def serve(self) -> None:
-        """Until its listener is closed, or shut down."""
+        """Accept connections until the listening socket is closed or shut down."""
         while True:
             try:
-                connection, where = self._listener.accept()
+                connection, peer = self._listener.accept()
             except OSError as error:
                 if error.errno in _ENDED:
                     return
-                self.tell(f"cannot accept a connection: {error}")
-                time.sleep(_REFUSED_S)  # without descriptors each try is refused at once, and would fill the log
+                self.log(f"cannot accept a connection: {error}")
+                # without free descriptors, each attempt fails at once, and would add a line to the log
+                time.sleep(_ACCEPT_RETRY_S)
                 continue
             with self._guard:
                 is_full = self._open >= PEER_CONNECTIONS_MAX
                 self._open += not is_full
             if is_full:
-                self._strangers.log_refusal(where[0], "refused: too many connections")
+                self._strangers.log_refusal(peer[0], "refused: too many connections")
                 connection.close()
                 continue
-            self._strangers.admit(connection, where[0])
-            attend = threading.Thread(
-                target=self._attend, args=(connection, where[0]), name="flowstone-peer", daemon=True
+            self._strangers.admit(connection, peer[0])
+            thread = threading.Thread(
+                target=self._serve_connection, args=(connection, peer[0]), name="flowstone-peer", daemon=True
             )
             try:
-                attend.start()
-            except RuntimeError as error:  # the system is out of threads: others that are served may end
-                self._strangers.log_refusal(where[0], f"refused: {error}")
+                thread.start()
+            except RuntimeError as error:  # the system has no more threads; other connections may end, and free some
+                self._strangers.log_refusal(peer[0], f"refused: {error}")
                 self._strangers.release(connection)
                 connection.close()
                 with self._guard:
                     self._open -= 1
 
-    def tell(self, what: str) -> None:
-        print(f"memory://{self.run}, for other nodes: {what}", file=sys.stderr, flush=True)
+    def log(self, message: str) -> None:
+        print(f"memory://{self.run}, for other nodes: {message}", file=sys.stderr, flush=True)
 
-    def _attend(self, connection: socket.socket, where: str) -> None:
-        """One connection, to its end."""
+    def _serve_connection(self, connection: socket.socket, address: str) -> None:
+        """Serve one connection until it ends."""
         channel = None
         try:
             try:
                 channel = welcome(connection, self.run, self._secret, self.node)
             except PeerError as error:
-                self._strangers.log_refusal(where, error.message)
+                self._strangers.log_refusal(address, error.message)
                 return
             finally:
                 self._strangers.release(connection)
-            Attendance(self, channel).serve()
+            PeerSession(self, channel).serve()
         except (EOFError, ConnectionError, TimeoutError):
-            pass  # it has gone
-        except OSError as error:  # not the other side's: without memory to map a file, say. It sees its connection end
-            self.tell(f"{where}: {escaped(str(error))}")
+            pass  # the client has closed the connection
+        except OSError as error:  # an error on this node, such as no memory to map a file: the client's connection ends
+            self.log(f"{address}: {escaped(str(error))}")
         except PeerError as error:
-            self.tell(f"{where}: {escaped(error.message)}")
+            self.log(f"{address}: {escaped(error.message)}")
         except MemoryAgentError:
-            os._exit(0)  # what was served is gone
+            os._exit(0)  # the agent has ended, and its memory with it
         finally:
             if channel is not None:
                 self.unlock(channel)
@@ -141,14 +143,14 @@ class PeerServer:
             with self._guard:
                 self._open -= 1
 
-    # The lock: of all nodes, each has one for jobs on other nodes
+    # The lock: each node has its own, for jobs on other nodes
 
-    def lock(self, channel: Channel, holder: str) -> Told:
+    def lock(self, channel: Channel, holder: str) -> PeerResponse:
         with self._guard:
             if self._writer not in (None, channel):
-                return Told(text=self._holder)
+                return PeerResponse(text=self._holder)
             self._writer, self._holder = channel, holder[:_HOLDER_CHARS_MAX]
-            return Told(yes=True)
+            return PeerResponse(yes=True)
 
     def unlock(self, channel: Channel) -> None:
         with self._guard:
@@ -156,45 +158,47 @@ class PeerServer:
                 self._writer, self._holder = None, ""
                 self._drafts.clear()
 
-    def check_lock(self, channel: Channel, asked: Ask) -> None:
-        """Raise OSError unless the channel may change the file.
+    def check_lock(self, channel: Channel, request: PeerRequest) -> None:
+        """Raise OSError unless the connection may change the file.
 
-        It may if it holds the run's lock, or writes into a draft that was made under the current lock: each rank of a
-        job writes drafts over a connection of its own, and only one of these has the lock.
+        A connection may change a file if it holds the run's lock, or if the file is in the directory of an unfinished
+        checkpoint that was created under the current lock. The second rule is needed because each rank of a job writes
+        over its own connection, and only one of these has the lock.
         """
-        directory, _, name = asked.path.partition("/")
+        directory, _, name = request.path.partition("/")
         with self._guard:
-            is_holder, makes = self._writer is channel, asked.verb == "make_directory" and not name
+            is_holder, makes = self._writer is channel, request.verb == "make_directory" and not name
             if makes and directory and (is_holder or (self._writer is not None and directory.startswith(SAVING))):
                 self._drafts.add(directory)
                 return
-            if is_holder and asked.verb in ("remove", "rename") and not name:
+            if is_holder and request.verb in ("remove", "rename") and not name:
                 self._drafts.discard(directory)
-            is_of_draft = bool(name) and asked.verb != "rename" and directory in self._drafts
-        if not is_holder and not is_of_draft and asked != Ask("make_directory"):  # the root is made before it is locked
-            raise OSError(errno.EPERM, f"only the holder of the run's lock may change {escaped(asked.path[:200])}")
+            is_of_draft = bool(name) and request.verb != "rename" and directory in self._drafts
+        makes_root = request == PeerRequest("make_directory")  # the store's root is created before the lock is taken
+        if not is_holder and not is_of_draft and not makes_root:
+            raise OSError(errno.EPERM, f"only the holder of the run's lock may change {escaped(request.path[:200])}")
 
-    def lost_lock(self, channel: Channel) -> Told:
+    def lost_lock(self, channel: Channel) -> PeerResponse:
         with self._guard:
-            return Told(yes=self._writer is channel, text=self._holder)
+            return PeerResponse(yes=self._writer is channel, text=self._holder)
 
-    # What is held
+    # The inventory
 
-    def held(self) -> Held:
-        """All of one instant, or less: what is removed meanwhile is left out."""
+    def inventory(self) -> PeerInventory:
+        """The files that the run has at one moment, except files that are removed meanwhile."""
         tree = self.tree
         steps = {}
-        with tree.acting():
+        with tree.hold():
             names = tree.names("")
             for name in names:
                 if step_of(name) is not None and tree.exists(f"{name}/{MANIFEST_NAME}"):
-                    files = {one: tree.look(f"{name}/{one}") for one in tree.names(name)}
-                    steps[name] = HeldStep(self._manifest_digest(name, files[MANIFEST_NAME]), files)
-            answer, _ = tree.client.ask(Request("agree"))
-        return Held(answer.number, names, steps)
+                    files = {file: tree.stat(f"{name}/{file}") for file in tree.names(name)}
+                    steps[name] = StepInventory(self._manifest_digest(name, files[MANIFEST_NAME]), files)
+            answer, _ = tree.client.request(AgentRequest("agree"))
+        return PeerInventory(answer.number, names, steps)
 
-    def _manifest_digest(self, directory: str, looked: tuple[int, int]) -> str:
-        number, size_bytes = looked
+    def _manifest_digest(self, directory: str, stat: tuple[int, int]) -> str:
+        number, size_bytes = stat
         if number not in self._manifests:
             file = self.tree.open(f"{directory}/{MANIFEST_NAME}")
             if len(self._manifests) > 1000:
@@ -203,8 +207,8 @@ class PeerServer:
         return self._manifests[number]
 
 
-class Attendance:
-    """What one client asks for. One thread."""
+class PeerSession:
+    """The requests of one client. For one thread."""
 
     def __init__(self, server: PeerServer, channel: Channel) -> None:
         self._server, self._channel, self._tree = server, channel, server.tree
@@ -213,134 +217,153 @@ class Attendance:
         self._shares = Shares(server.parities, server.tree)
 
     def serve(self) -> None:
-        """Until the client ends it. Raises EOFError, OSError, PeerError; MemoryAgentError once the agent is gone."""
+        """Answer requests until the client closes the connection. Raises EOFError, OSError, PeerError; and
+        MemoryAgentError once the agent has ended.
+        """
         while True:
-            asked = self._channel.receive(Ask)
+            request = self._channel.receive(PeerRequest)
             try:
-                told = self._answer(asked)
+                answer = self._answer(request)
             except FullError as error:
-                told = Told(
+                answer = PeerResponse(
                     errno=errno.ENOSPC, full=True, error=error.message, text=str(error.facts.get("needed", "")),
                     names=(str(error.facts.get("available", "")),),
                 )
             except MemoryAgentError:
                 raise
             except FlowstoneError as error:
-                told = Told(errno=getattr(error, "errno", 0) or errno.EIO, error=error.message)
+                answer = PeerResponse(errno=getattr(error, "errno", 0) or errno.EIO, error=error.message)
             except _RefusedError as error:
-                told = Told(errno=error.errno or errno.EIO, error=error.strerror or str(error))
-            if told is not None:
-                self._channel.send(told)
+                answer = PeerResponse(errno=error.errno or errno.EIO, error=error.strerror or str(error))
+            if answer is not None:
+                self._channel.send(answer)
 
-    def _answer(self, asked: Ask) -> Told | None:
-        """The answer; None: it was sent, with what follows it. Bytes that follow the request are taken in any case."""
-        if asked.verb == "put":
-            return self._put(asked)
-        if asked.verb == "fill":
-            return self._fill(asked)
-        if asked.verb in ("gather", "add"):
-            return self._add(asked)
-        if asked.payload_bytes:
-            raise PeerError("a peer sends bytes that nobody has asked for", next="use one release on all nodes")
+    def _answer(self, request: PeerRequest) -> PeerResponse | None:
+        """Answer a request, and receive the bytes that follow it. Returns None if the answer was already sent, together
+        with bytes.
+        """
+        if request.verb == "put":
+            return self._put(request)
+        if request.verb == "fill":
+            return self._fill(request)
+        if request.verb in ("gather", "add"):
+            return self._add(request)
+        if request.payload_bytes:
+            raise PeerError(
+                "another node sends bytes with a request that has none",
+                next="install one release of flowstone on all nodes",
+            )
         try:
-            if asked.verb in _CHANGING:
-                self._server.check_lock(self._channel, asked)
-            if asked.verb in _FORWARDED:
-                return self._forwarded(asked)
-            if asked.verb == "held":
-                return Told(held=self._server.held())
-            if asked.verb == "create":
-                file = self._tree.create(asked.path, asked.size_bytes)
+            if request.verb in _CHANGING:
+                self._server.check_lock(self._channel, request)
+            if request.verb in _FORWARDED:
+                return self._forwarded(request)
+            if request.verb == "held":
+                return PeerResponse(held=self._server.inventory())
+            if request.verb == "create":
+                file = self._tree.create(request.path, request.size_bytes)
                 self._created[file.number] = file
-                return Told(number=file.number)
-            if asked.verb == "lock":
-                return self._server.lock(self._channel, asked.text)
-            if asked.verb == "unlock":
+                return PeerResponse(number=file.number)
+            if request.verb == "lock":
+                return self._server.lock(self._channel, request.text)
+            if request.verb == "unlock":
                 self._server.unlock(self._channel)
-                return Told()
-            if asked.verb == "lost_lock":
+                return PeerResponse()
+            if request.verb == "lost_lock":
                 return self._server.lost_lock(self._channel)
-            file = self._opened(asked)
+            file = self._opened(request)
         except OSError as error:
             raise _RefusedError(error.errno, error.strerror) from error
-        length = max(0, min(asked.size_bytes, file.size_bytes - asked.offset))
-        self._channel.send(Told(payload_bytes=length))
-        self._channel.send_file(file.fd, asked.offset, length)
+        length = max(0, min(request.size_bytes, file.size_bytes - request.offset))
+        self._channel.send(PeerResponse(payload_bytes=length))
+        self._channel.send_file(file.fd, request.offset, length)
         return None
 
-    def _forwarded(self, asked: Ask) -> Told:
-        request = Request(
-            asked.verb, asked.path, asked.target, number=asked.number, size_bytes=asked.size_bytes  # type: ignore[arg-type]
+    def _forwarded(self, request: PeerRequest) -> PeerResponse:
+        agent_request = AgentRequest(
+            request.verb, request.path, request.target,  # type: ignore[arg-type]
+            number=request.number, size_bytes=request.size_bytes,
         )
-        if asked.verb == "rename" and asked.path.startswith(SAVING) and step_of(asked.target) is not None:
-            self._server.parities.check(asked.path)
-        makes = asked.verb == "make_directory"
-        with self._server.parities.renewing(asked.path) if makes else contextlib.nullcontext(), self._tree.acting():
-            answer, _ = self._tree.client.ask(request)
-        return Told(
+        if request.verb == "rename" and request.path.startswith(SAVING) and step_of(request.target) is not None:
+            self._server.parities.check(request.path)
+        makes = request.verb == "make_directory"
+        with self._server.parities.renewing(request.path) if makes else contextlib.nullcontext(), self._tree.hold():
+            answer, _ = self._tree.client.request(agent_request)
+        return PeerResponse(
             number=answer.number, size_bytes=answer.size_bytes, yes=answer.yes, text=answer.text, names=answer.names
         )
 
-    def _opened(self, asked: Ask) -> MemoryFile:
-        """The file to read: the one that had that number when it was looked for."""
-        file = self._read.get(asked.number)
+    def _opened(self, request: PeerRequest) -> MemoryFile:
+        """The file that the client wants to read. Raises OSError if the file at the path has another number than the
+        requested one.
+        """
+        file = self._read.get(request.number)
         if file is None:
-            file = self._tree.open(asked.path)
-            if file.number != asked.number:
-                raise OSError(errno.ENOENT, "another file has that name now")
+            file = self._tree.open(request.path)
+            if file.number != request.number:
+                raise OSError(errno.ENOENT, "the file was replaced by another one")
             if len(self._read) >= _OPEN_MAX:
                 self._read.clear()
-            self._read[asked.number] = file
+            self._read[request.number] = file
         return file
 
-    def _put(self, asked: Ask) -> Told:
-        if asked.payload_bytes > PEER_PUT_BYTES_MAX:
-            raise PeerError("a peer sends more than a small file has", found=f"{asked.payload_bytes} bytes",
-                            next="use one release on all nodes")
-        content = bytearray(asked.payload_bytes)
+    def _put(self, request: PeerRequest) -> PeerResponse:
+        if request.payload_bytes > PEER_PUT_BYTES_MAX:
+            raise PeerError(
+                "another node sends too many bytes for a small file", found=f"{request.payload_bytes} bytes",
+                expected=f"at most {PEER_PUT_BYTES_MAX} bytes", next="install one release of flowstone on all nodes",
+            )
+        content = bytearray(request.payload_bytes)
         self._channel.receive_into(memoryview(content))
         try:
-            self._server.check_lock(self._channel, asked)
-            self._tree.put(asked.path, bytes(content))
+            self._server.check_lock(self._channel, request)
+            self._tree.put(request.path, bytes(content))
         except OSError as error:
             raise _RefusedError(error.errno, error.strerror) from error
-        return Told()
+        return PeerResponse()
 
-    def _fill(self, asked: Ask) -> Told:
-        """Bytes into a file that was created here, verified once they are there."""
-        file = self._created.get(asked.number)
-        end = asked.offset + asked.payload_bytes
-        if file is None or asked.payload_bytes > PEER_PART_BYTES or not 0 <= asked.offset <= end <= file.size_bytes:
-            raise PeerError("a peer sends bytes of no file", next="use one release on all nodes")
+    def _fill(self, request: PeerRequest) -> PeerResponse:
+        """Receive bytes into a file that this client has created, and compare them with their digest."""
+        file = self._created.get(request.number)
+        end = request.offset + request.payload_bytes
+        if file is None or request.payload_bytes > PEER_PART_BYTES or not 0 <= request.offset <= end <= file.size_bytes:
+            raise PeerError(
+                "another node sends bytes for an unknown file, or outside of the file",
+                next="install one release of flowstone on all nodes",
+            )
         mapping = file.mapped(writable=True)
         assert mapping is not None, "it has bytes"
-        target = view_of(mapping.address + asked.offset, asked.payload_bytes)
+        target = view_of(mapping.address + request.offset, request.payload_bytes)
         self._channel.receive_into(target)
-        if digest(target) != asked.text:
-            return Told(errno=errno.EBADMSG, error=f"bytes {asked.offset}..{end} arrived changed")
-        return Told(yes=True)
+        if digest(target) != request.text:
+            return PeerResponse(
+                errno=errno.EBADMSG, error=f"bytes {request.offset}..{end} do not match their digest after the transfer"
+            )
+        return PeerResponse(yes=True)
 
-    def _add(self, asked: Ask) -> Told:
-        """A share of parity: first what it is, then its bytes."""
-        is_first = asked.verb == "gather"
-        if asked.payload_bytes > (PEER_DESCRIPTION_BYTES_MAX if is_first else PEER_PART_BYTES):
-            raise PeerError("a peer sends more than belongs together", next="use one release on all nodes")
+    def _add(self, request: PeerRequest) -> PeerResponse:
+        """Receive a share of parity: its description, or a part of its bytes."""
+        is_first = request.verb == "gather"
+        if request.payload_bytes > (PEER_DESCRIPTION_BYTES_MAX if is_first else PEER_PART_BYTES):
+            raise PeerError(
+                "another node sends too many bytes in one message", next="install one release of flowstone on all nodes"
+            )
         if not is_first:
-            self._shares.check(asked)
-        content = bytearray(asked.payload_bytes)
+            self._shares.check(request)
+        content = bytearray(request.payload_bytes)
         self._channel.receive_into(memoryview(content))
         try:
             if is_first:
-                self._server.check_lock(self._channel, asked)
-                return Told(number=self._shares.gather(asked, bytes(content)))
-            self._shares.add(asked, content)
+                self._server.check_lock(self._channel, request)
+                return PeerResponse(number=self._shares.gather(request, bytes(content)))
+            self._shares.add(request, content)
         except OSError as error:
             raise _RefusedError(error.errno, error.strerror) from error
-        return Told(yes=True)
+        return PeerResponse(yes=True)
 
 
 class _RefusedError(OSError):
-    """The agent refuses: the client is told."""
+    """The agent refuses the request, and the client gets this error."""
 
 
 if __name__ == "__main__":

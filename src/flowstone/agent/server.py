@@ -1,6 +1,7 @@
-"""The agent's one thread: connections, the ends of jobs, flushes, and its own end.
+"""The only thread of the agent. It serves connections, notices when jobs end, starts flushes, and ends the agent.
 
-Each request is answered at once. A client that does not take its answer is cut off, so none can make it wait.
+Each request is answered immediately. A client that does not read its answer is disconnected, so that it cannot block
+other clients.
 """
 
 from __future__ import annotations
@@ -20,63 +21,99 @@ from pathlib import Path
 
 import msgspec
 
-from flowstone.agent.runs import Run, Runs
-from flowstone.agent.serving import Serving
+from flowstone.agent.runs import MemoryRun, MemoryRuns
+from flowstone.agent.serving import RunServer
 from flowstone.agent.sessions import RefusedError, Session
-from flowstone.config import AGENT_CONNECTIONS_MAX, AGENT_IDLE_S, AGENT_MESSAGE_BYTES_MAX, FLUSH_TRIES
-from flowstone.runtime import time_slice
-from flowstone.store.agent_wire import Answer, Copied, Request, RunStatus, decode_request, encode
-from flowstone.store.local_sockets import DIRECTORY_VARIABLE, peer, receive, send
+from flowstone.config import AGENT_CONNECTIONS_MAX, AGENT_IDLE_S, AGENT_MESSAGE_BYTES_MAX, FLUSH_ATTEMPTS
+from flowstone.runtime.interpreter import request_short_slice
+from flowstone.store.memory.agent_wire import (
+    AgentRequest,
+    AgentResponse,
+    FlushResult,
+    RunStatus,
+    decode_request,
+    encode,
+)
+from flowstone.store.memory.local_sockets import DIRECTORY_VARIABLE, peer_credentials, receive, send
 from flowstone.store.mount import available_bytes
 
-_TICK_S = 0.5  # what is due by the clock is looked at so often
+_TICK_S = 0.5  # seconds between two checks for work that is due
 
 
 class Flush(msgspec.Struct, eq=False):
-    """A flush of one run: a child process under way, or the next try of it.
+    """A flush of one run: either a child process is running, or the next attempt waits for its time.
 
-    newest, rewinds  of the run, when the child was started
+    newest, rewinds  the run's newest checkpoint and number of rewinds when the child was started
+    due              when the next attempt starts, on the monotonic clock
     """
 
-    run: Run
+    run: MemoryRun
     tries: int = 0
     due: float = 0.0
     newest: tuple[int, str] = (-1, "")
     rewinds: int = 0
     child: subprocess.Popen[bytes] | None = None
-    gone: int = -1  # readable once the child has ended
+    gone: int = -1  # a pidfd, which becomes readable once the child has ended
+
+    def start(self, directory: Path) -> None:
+        """Start the child process. It is a separate process, so that a crash does not lose the agent's memory.
+        `directory`: where the agent listens. Raises OSError.
+        """
+        self.tries += 1
+        self.newest, self.rewinds = self.run.newest(), self.run.rewinds
+        command = [sys.executable, "-P", "-m", "flowstone.agent.flush", self.run.name, self.run.flush_to]
+        self.child = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            env={**os.environ, DIRECTORY_VARIABLE: str(directory)},
+        )
+        self.gone = os.pidfd_open(self.child.pid)
+
+    def end(self) -> tuple[int, bytes, bytes]:
+        """After the child has ended: returns its exit status, its output, and its error messages."""
+        assert self.child is not None, "the child was started"
+        os.close(self.gone)
+        # does not block, since the child has ended, and its output is short
+        output, messages = self.child.communicate()
+        status, self.child, self.gone = self.child.returncode, None, -1
+        return status, output, messages
+
+    def delay(self) -> None:
+        """Set the time of the next attempt. The delay doubles with each attempt."""
+        self.due = time.monotonic() + 2.0 ** (self.tries - 1)
 
 
 class Server:
-    """Serves what connects to `listener`, until nothing is held and nothing is connected, or until SIGTERM.
+    """Serves clients of the socket `listener`. Ends when the agent has no run and no client is connected, or on
+    SIGTERM.
 
-    directory  where it listens: its children look there
-    idle_s     how long it waits for something to hold
+    directory  where the agent listens; its child processes connect there
+    idle_s     how many seconds the agent waits before it ends, while it has no run
     """
 
     def __init__(self, listener: socket.socket, directory: Path, idle_s: float = AGENT_IDLE_S) -> None:
         self._listener, self._directory, self._idle_s = listener, directory, idle_s
         self._selector = selectors.DefaultSelector()
-        self._runs = Runs(available_bytes)
+        self._runs = MemoryRuns(available_bytes)
         self._sessions: dict[socket.socket, Session] = {}
-        self._deaths: dict[int, Session] = {}  # by a descriptor that is readable once the client's process is dead
-        self._flushes: dict[str, Flush] = {}  # by the run's name
-        self._servings: dict[str, Serving] = {}  # likewise
-        self._node = secrets.token_hex(8)  # tells this node apart from others
+        # a pidfd, which is readable once the client's process has died -> the client's session
+        self._deaths: dict[int, Session] = {}
+        self._flushes: dict[str, Flush] = {}  # name of a run -> its flush
+        self._servings: dict[str, RunServer] = {}  # name of a run -> the child that serves it to other nodes
+        self._node = secrets.token_hex(8)  # identifies this node to other nodes
         self._last_used: dict[str, float] = {}
         self._used = time.monotonic()
         self._is_ending = False
 
     def serve(self) -> None:
-        """Returns at its end."""
-        time_slice.shorten()  # who asks is in `save`, on a machine that trains
+        """Serve until the agent ends."""
+        request_short_slice()  # clients wait inside `save`, on a machine that trains
         self._listener.setblocking(False)
         woken, waker = socket.socketpair()
         woken.setblocking(False)
         waker.setblocking(False)
         signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: self._begin_to_end())
+            signal.signal(number, lambda *_: self._begin_shutdown())
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(woken, selectors.EVENT_READ)
@@ -86,22 +123,22 @@ class Server:
                     self._accept()
                 elif key.fileobj is woken:
                     woken.recv(1000)
-                elif self._selector.get_map().get(key.fd) is key:  # else one before it has ended it
-                    self._take(key)
-            self._do_what_is_due()
+                elif self._selector.get_map().get(key.fd) is key:  # else an earlier event has closed this connection
+                    self._handle(key)
+            self._start_due_work()
         for session in tuple(self._sessions.values()):
             self._end(session)
         for name in tuple(self._servings):
             self._end_serving(name)
 
-    def _take(self, key: selectors.SelectorKey) -> None:
-        """A request, or the end of a process."""
+    def _handle(self, key: selectors.SelectorKey) -> None:
+        """Handle an event: a request, or the end of a process."""
         if isinstance(key.fileobj, socket.socket):
             self._serve(self._sessions[key.fileobj])
         elif key.fd in self._deaths:
             self._end(self._deaths[key.fd])
-        elif serving := next((one for one in self._servings.values() if one.told == key.fd), None):
-            if not serving.hear():
+        elif serving := next((child for child in self._servings.values() if child.output_fd == key.fd), None):
+            if not serving.read_port():
                 self._end_serving(serving.run)
         else:
             self._end_flush(next(flush for flush in self._flushes.values() if flush.gone == key.fd))
@@ -112,28 +149,28 @@ class Server:
         try:
             connection, _ = self._listener.accept()
         except OSError:
-            return  # it has gone, or descriptors are short: it is asked again
+            return  # the client has closed, or no descriptor is free: the next turn tries again
         connection.setblocking(False)
-        pid, uid = peer(connection)
+        pid, uid = peer_credentials(connection)
         refusal = ""
         if uid != os.geteuid():
-            refusal = f"this agent is of user {os.geteuid()}, not of {uid}"
+            refusal = f"this agent belongs to user {os.geteuid()}, not to user {uid}"
         elif len(self._sessions) >= AGENT_CONNECTIONS_MAX:
             refusal = f"{len(self._sessions)} processes are connected already"
         if refusal:
-            self._say(connection, Answer(errno=errno.EACCES, error=refusal))
+            self._send(connection, AgentResponse(errno=errno.EACCES, error=refusal))
             connection.close()
             return
         session = Session(connection, pid, self._runs, self)
         self._sessions[connection] = session
         self._selector.register(connection, selectors.EVENT_READ)
-        if pid:  # 0: it is not to be seen from here, and its connection alone tells its end
+        if pid:  # pid 0: the process is in another namespace, so only its connection shows when it ends
             try:
-                gone = os.pidfd_open(pid)
+                process_fd = os.pidfd_open(pid)
             except OSError:
-                return  # dead already: its connection tells
-            self._deaths[gone] = session
-            self._selector.register(gone, selectors.EVENT_READ)
+                return  # the process has died already, so its connection will end, too
+            self._deaths[process_fd] = session
+            self._selector.register(process_fd, selectors.EVENT_READ)
 
     def _serve(self, session: Session) -> None:
         try:
@@ -153,7 +190,9 @@ class Server:
         except msgspec.DecodeError:
             for fd in fds:
                 os.close(fd)
-            self._say(session.connection, Answer(errno=errno.EINVAL, error="this is no request"))
+            self._send(
+                session.connection, AgentResponse(errno=errno.EINVAL, error="the message is not a valid request")
+            )
             self._end(session)
             return
         self._used = time.monotonic()
@@ -162,25 +201,25 @@ class Server:
         try:
             answer, passed = session.answer(request, fds)
         except RefusedError as refusal:
-            self._say(session.connection, refusal.answer)
+            self._send(session.connection, refusal.answer)
             self._end(session)
             return
-        except Exception:  # a mistake in here must not cost the memory of all jobs: that connection alone ends
+        except Exception:  # a bug here must not lose the memory of all jobs, so only this connection ends
             traceback.print_exc()
             self._end(session)
             return
         try:
-            if not self._say(session.connection, answer, passed):
+            if not self._send(session.connection, answer, passed):
                 self._end(session)
         finally:
             if passed is not None:
                 os.close(passed)
 
-    def _say(self, connection: socket.socket, answer: Answer, fd: int | None = None) -> bool:
-        """Whether the client has it."""
+    def _send(self, connection: socket.socket, answer: AgentResponse, fd: int | None = None) -> bool:
+        """Send the answer. Returns False if the client does not read it."""
         data = encode(answer)
         if len(data) > AGENT_MESSAGE_BYTES_MAX:
-            data, fd = encode(Answer(errno=errno.EMSGSIZE, error="an answer that is too long")), None
+            data, fd = encode(AgentResponse(errno=errno.EMSGSIZE, error="the answer is too long")), None
         try:
             send(connection, data, fd)
         except OSError:
@@ -188,15 +227,17 @@ class Server:
         return True
 
     def _end(self, session: Session) -> None:
-        """The client is gone. With the last one that writes its drafts go, and what is complete is made durable."""
+        """End a client's session. If no other client writes, unfinished checkpoints are removed, and the newest
+        complete one is flushed.
+        """
         if self._sessions.pop(session.connection, None) is None:
             return
         self._selector.unregister(session.connection)
         session.connection.close()
-        for gone in [gone for gone, other in self._deaths.items() if other is session]:
-            self._selector.unregister(gone)
-            os.close(gone)
-            del self._deaths[gone]
+        for process_fd in [process_fd for process_fd, other in self._deaths.items() if other is session]:
+            self._selector.unregister(process_fd)
+            os.close(process_fd)
+            del self._deaths[process_fd]
         session.end()
         self._used = time.monotonic()
         run = session.run
@@ -204,117 +245,111 @@ class Server:
             return
         self._last_used[run.name] = self._used
         if session.writes and not self._is_server(session) and not self._is_written(run):
-            run.sweep()
+            run.remove_drafts()
             self.flush(run)
         if not run.contents.exists() and not self._is_used(run):
             self._drop(run)
 
-    def _is_written(self, run: Run) -> bool:
-        return any(one.writes and one.run is run and not self._is_server(one) for one in self._sessions.values())
+    def _is_written(self, run: MemoryRun) -> bool:
+        sessions = (session for session in self._sessions.values() if session.run is run)
+        return any(session.writes and not self._is_server(session) for session in sessions)
 
-    def _is_used(self, run: Run) -> bool:
+    def _is_used(self, run: MemoryRun) -> bool:
         users = (session for session in self._sessions.values() if not self._is_server(session))
         return run.name in self._flushes or any(session.run is run for session in users)
 
-    def _drop(self, run: Run) -> None:
-        if run in self._runs:  # its server's session ends after it
+    def _drop(self, run: MemoryRun) -> None:
+        if run in self._runs:  # else the run was dropped before its server's session ended
             self._end_serving(run.name)
             self._runs.drop(run)
 
     # Other nodes
 
-    def serve_run(self, run: Run, request: Request) -> str:
-        """See Duties."""
+    def serve_run(self, run: MemoryRun, request: AgentRequest) -> str:
+        """Serve the run to other nodes, by a child process. Returns the child's port; "" until it is known."""
         serving = self._servings.get(run.name)
         if serving is None:
-            serving = self._servings[run.name] = Serving(run.name, self._directory, self._node, request)
-            self._selector.register(serving.told, selectors.EVENT_READ)
+            serving = self._servings[run.name] = RunServer(run.name, self._directory, self._node, request)
+            self._selector.register(serving.output_fd, selectors.EVENT_READ)
         serving.check(request)
         return serving.port
 
     def _end_serving(self, name: str) -> None:
         serving = self._servings.pop(name, None)
         if serving is not None:
-            self._selector.unregister(serving.told)
+            self._selector.unregister(serving.output_fd)
             serving.end()
 
     def _is_server(self, session: Session) -> bool:
-        """Whether it is a child's that serves other nodes: what is kept, and for how long, does not depend on it."""
+        """Whether the client is the child that serves other nodes. Such a client does not count as a user of the run.
+        """
         return any(serving.child.pid == session.pid for serving in self._servings.values())
 
     def statuses(self) -> tuple[RunStatus, ...]:
-        """What is held: of at most a hundred runs."""
+        """The status of each run, of at most 100 runs."""
         jobs = Counter(session.run.name for session in self._sessions.values() if session.run is not None)
-        held = [run for run in self._runs if run.contents.exists()][:100]
-        return tuple(run.status(jobs[run.name], is_flushing=run.name in self._flushes) for run in held)
+        runs = [run for run in self._runs if run.contents.exists()][:100]
+        return tuple(run.status(jobs[run.name], is_flushing=run.name in self._flushes) for run in runs)
 
     # Flushes
 
-    def flush(self, run: Run) -> bool:
-        """Begin to make the newest checkpoint durable, unless it is; whether that is under way."""
+    def flush(self, run: MemoryRun) -> bool:
+        """Start to flush the newest checkpoint, unless it is durable already. Returns whether a flush is running."""
         if not run.flush_to or not run.steps() or run.is_flushed():
             return run.name in self._flushes
         flush = self._flushes.get(run.name)
         if flush is None or flush.child is None:
-            flush, run.flush_error = Flush(run), ""
-            self._flushes[run.name] = flush
+            run.begin_flush()
+            flush = self._flushes[run.name] = Flush(run)
             self._begin_flush(flush)
         return True
 
     def _begin_flush(self, flush: Flush) -> None:
-        """By a child, so that what happens to it does not happen to the memory."""
-        flush.tries += 1
-        flush.newest, flush.rewinds = flush.run.newest(), flush.run.rewinds
-        command = [sys.executable, "-P", "-m", "flowstone.agent.flush", flush.run.name, flush.run.flush_to]
-        environment = {**os.environ, DIRECTORY_VARIABLE: str(self._directory)}
+        """Start the flush in a child process, so that a crash does not lose the agent's memory."""
         try:
-            flush.child = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
-            )
-            flush.gone = os.pidfd_open(flush.child.pid)
+            flush.start(self._directory)
         except OSError as error:
             self._try_again(flush, str(error))
             return
         self._selector.register(flush.gone, selectors.EVENT_READ)
 
     def _end_flush(self, flush: Flush) -> None:
-        assert flush.child is not None, "it has begun"
         self._selector.unregister(flush.gone)
-        os.close(flush.gone)
-        said, told = flush.child.communicate()  # does not block: the child has ended, and its output is short
-        status, flush.child, flush.gone = flush.child.returncode, None, -1
+        status, output, messages = flush.end()
         run = flush.run
         self._used = self._last_used[run.name] = time.monotonic()
         if status != 0:
-            self._try_again(flush, told.decode(errors="replace").strip()[-500:] or f"it ended with status {status}")
+            text = messages.decode(errors="replace").strip()[-500:]
+            self._try_again(flush, text or f"the flush ended with status {status}")
             return
         try:
-            copied = msgspec.json.decode(said, type=Copied)
+            copied = msgspec.json.decode(output, type=FlushResult)
         except msgspec.DecodeError:
-            self._try_again(flush, "it ended without reporting which step is durable")
+            self._try_again(flush, "the flush ended without reporting which step is durable")
             return
-        run.flushed_step, run.flushed_id = copied.step, copied.id
+        run.note_durable(copied.step, copied.id)
         newest = run.newest()
         if copied.skipped_reason or ((copied.step, copied.id) != newest == flush.newest):
             older = f"step {copied.step} is durable, the newest step {newest[0]} is not"
             self._try_again(flush, copied.skipped_reason or older)
             return
-        run.flushed_rewinds, run.flush_error = flush.rewinds, ""
+        run.end_flush(flush.rewinds)
         del self._flushes[run.name]
         if not self._is_written(run) or run.rewinds != run.flushed_rewinds:
-            self.flush(run)  # a checkpoint or rewind since that flush began
+            self.flush(run)  # flushes again if there is a newer checkpoint or rewind
 
     def _try_again(self, flush: Flush, error: str) -> None:
-        flush.run.flush_error = error
+        flush.run.note_flush_error(error)
         print(f"flush of memory://{flush.run.name} to {flush.run.flush_to}: {error}", file=sys.stderr, flush=True)
-        if flush.tries >= FLUSH_TRIES:
+        if flush.tries >= FLUSH_ATTEMPTS:
             del self._flushes[flush.run.name]
         else:
-            flush.due = time.monotonic() + 2.0 ** (flush.tries - 1)
+            flush.delay()
 
-    # What is due
+    # Work that is due
 
-    def _do_what_is_due(self) -> None:
+    def _start_due_work(self) -> None:
+        """Start flushes that are due, and drop runs that no process has used for `linger_s`."""
         now = time.monotonic()
         for flush in tuple(self._flushes.values()):
             if flush.child is None and now >= flush.due:
@@ -325,8 +360,8 @@ class Server:
             elif now - self._last_used.get(run.name, now) > run.linger_s:
                 self._drop(run)
 
-    def _begin_to_end(self) -> None:
-        """What is to be durable still becomes so; then it ends, whatever is connected."""
+    def _begin_shutdown(self) -> None:
+        """Flush all runs, then end, even if clients are connected."""
         if not self._is_ending:
             self._is_ending = True
             for run in self._runs:

@@ -1,4 +1,4 @@
-"""The agent's children that serve a run to other nodes (agent/peers.py), one for each run."""
+"""The child processes of the agent that serve a run to other nodes (agent/peers.py), one for each run."""
 
 from __future__ import annotations
 
@@ -10,51 +10,56 @@ import sys
 from pathlib import Path
 
 from flowstone.config import PEER_SECRET_BYTES
-from flowstone.store.agent_wire import Request
-from flowstone.store.local_sockets import DIRECTORY_VARIABLE
+from flowstone.store.memory.agent_wire import AgentRequest
+from flowstone.store.memory.local_sockets import DIRECTORY_VARIABLE
 
 _END_S = 5.0
 
 
-class Serving:
-    """A child that serves one run. It ends when the pipe to it does.
+class RunServer:
+    """A child process that serves one run. The child ends once the pipe to it is closed.
 
-    port  where it listens; "" until it has said so
-    told  readable once it has, or has ended
+    port       where the child listens; "" until the child has reported it
+    output_fd  readable once the child has reported the port, or has ended
     """
 
-    def __init__(self, run: str, directory: Path, node: str, asked: Request) -> None:
-        """Raises OSError."""
-        secret = _secret(asked)
+    def __init__(self, run: str, directory: Path, node: str, request: AgentRequest) -> None:
+        """Start the child. Raises OSError."""
+        secret = _secret(request)
         if not PEER_SECRET_BYTES[0] <= len(secret) <= PEER_SECRET_BYTES[1]:
-            raise OSError(errno.EINVAL, "no secret")
+            limits = " to ".join(map(str, PEER_SECRET_BYTES))
+            raise OSError(errno.EINVAL, f"the secret must have {limits} bytes, got {len(secret)}")
         self.run, self.port = run, ""
-        self._asked = asked.target
+        self._address = request.target
         self._fingerprint = hashlib.sha256(secret).digest()
         self.child = subprocess.Popen(
-            [sys.executable, "-P", "-m", "flowstone.agent.peers", run, node, asked.target, str(asked.number)],
+            [sys.executable, "-P", "-m", "flowstone.agent.peers", run, node, request.target, str(request.number)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, DIRECTORY_VARIABLE: str(directory)},
         )
         assert self.child.stdin is not None, "a pipe"
         assert self.child.stdout is not None, "a pipe"
-        os.write(self.child.stdin.fileno(), asked.text.encode() + b"\n")  # into the pipe's buffer: it is short
-        self.told = self.child.stdout.fileno()
+        # does not block, since the line fits into the pipe's buffer
+        os.write(self.child.stdin.fileno(), request.text.encode() + b"\n")
+        self.output_fd = self.child.stdout.fileno()
 
-    def hear(self) -> bool:
-        """Take what it says. False: it has ended."""
-        said = os.read(self.told, 1000).decode().strip()
-        self.port = said or self.port
-        return bool(said)
+    def read_port(self) -> bool:
+        """Read the child's output. Returns False if the child has ended."""
+        text = os.read(self.output_fd, 1000).decode().strip()
+        self.port = text or self.port
+        return bool(text)
 
-    def check(self, asked: Request) -> None:
-        """Raise OSError if that is not what this one serves."""
-        if hashlib.sha256(_secret(asked)).digest() != self._fingerprint:
-            raise OSError(errno.EACCES, "that run is served with another secret")
-        if asked.target != self._asked:
-            raise OSError(errno.EADDRINUSE, f"that run is served at {self._asked}, not at {asked.target}")
+    def check(self, request: AgentRequest) -> None:
+        """Raise OSError if the secret or the address in the request is not the one that this child uses."""
+        if hashlib.sha256(_secret(request)).digest() != self._fingerprint:
+            raise OSError(errno.EACCES, "this run is already served with another secret")
+        if request.target != self._address:
+            raise OSError(
+                errno.EADDRINUSE,
+                f"this run is already served at {self._address}, and cannot be served at {request.target}",
+            )
 
     def end(self) -> None:
-        """Returns once it has ended."""
+        """End the child, and wait for its end."""
         assert self.child.stdin is not None, "a pipe"
         assert self.child.stdout is not None, "a pipe"
         self.child.stdin.close()
@@ -67,8 +72,8 @@ class Serving:
         self.child.stdout.close()
 
 
-def _secret(asked: Request) -> bytes:
+def _secret(request: AgentRequest) -> bytes:
     try:
-        return bytes.fromhex(asked.text)
+        return bytes.fromhex(request.text)
     except ValueError:
-        raise OSError(errno.EINVAL, "no secret") from None
+        raise OSError(errno.EINVAL, "the secret is not in hex") from None

@@ -1,4 +1,4 @@
-"""The command line: one file per verb."""
+"""The command line. Each verb has a file."""
 
 from flowstone.cli.app import app, main
 

@@ -7,21 +7,20 @@ from typing import Annotated
 import msgspec
 import typer
 
-from flowstone.cli.output import AsJson, errors_reported, print_json, print_rows, told
+from flowstone.cli.output import AsJson, errors_reported, print_json, print_rows, run_status_text
 
 _STOP_S = 600.0
 
 
 def agent(
-    stop: Annotated[bool, typer.Option("--stop", help="End it, once it has made durable what it is to.")] = False,
-    status: Annotated[bool, typer.Option("--status", help="Only tell what it holds; start none.")] = False,
+    stop: Annotated[bool, typer.Option("--stop", help="End the agent after its pending flushes.")] = False,
+    status: Annotated[bool, typer.Option("--status", help="Only show the agent's contents; do not start it.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Start this node's memory agent, unless it runs, and tell what it holds. It ends by itself once it holds nothing.
-    """
-    from flowstone.store.agent_client import start_agent, stop_agent
-    from flowstone.store.local_sockets import agent_directory
-    from flowstone.store.node_memory import held_runs
+    """Start this node's memory agent, unless it runs, and show its contents. An empty agent ends by itself."""
+    from flowstone.store.memory.agent_client import start_agent, stop_agent
+    from flowstone.store.memory.local_sockets import agent_directory
+    from flowstone.store.memory.node_memory import list_runs
 
     with errors_reported(as_json):
         if stop:
@@ -33,9 +32,9 @@ def agent(
             return
         if not status:
             start_agent(agent_directory())
-        runs = held_runs()
+        runs = list_runs()
     if as_json:
         print_json({"directory": str(agent_directory()), "runs": msgspec.to_builtins(runs)})
         return
-    rows = [[f"memory://{run.name}", ", ".join(map(str, run.steps)) or "none", told(run)] for run in runs]
+    rows = [[f"memory://{run.name}", ", ".join(map(str, run.steps)) or "none", run_status_text(run)] for run in runs]
     print_rows(("run", "steps", "kept"), rows)

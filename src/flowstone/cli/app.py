@@ -1,4 +1,4 @@
-"""The command line. Reading verbs import no torch; each verb imports what it needs when it runs."""
+"""The command line. Verbs that only read import no torch; each verb imports its modules when it runs."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ import typer
 
 from flowstone._version import __version__
 from flowstone.cli import agent, bench, demo, diff, du, export, flush, import_, ls, pack, show, tune, verify
-from flowstone.cli.output import ERROR, refused
+from flowstone.cli.output import ERROR, system_error
+from flowstone.extensions import missing_module
 
 app = typer.Typer(
-    help="List, inspect and verify checkpoints of large-model training. Exit status of all verbs: 0: all is sound, "
-    "1: damage, or a difference, 2: an error of use or of the system.", no_args_is_help=True,
+    help="List, inspect and verify checkpoints of large-model training. Exit status of all commands: 0: no damage and "
+    "no difference, 1: damage or a difference, 2: wrong usage or a system error.", no_args_is_help=True,
     pretty_exceptions_enable=False, add_completion=False,
 )
 app.command()(ls.ls)
@@ -39,22 +40,27 @@ def main() -> None:
     """The entry point `flowstone`."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # a name that the terminal cannot show is no error
+            # a name that the terminal cannot show is replaced, and is not an error
+            stream.reconfigure(errors="backslashreplace")
     try:
         try:
             app(prog_name="flowstone")
         finally:
             for stream in (sys.stdout, sys.stderr):
-                if stream is not None:  # closed by the parent process
+                if stream is not None:  # None if the parent process has closed it
                     stream.flush()
     except OSError as error:
-        # Unwritten output stays in the stream, and Python would try to write it again at exit.
+        # The output that was not written stays in the stream, and Python would try to write it again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         if error.errno != errno.EPIPE:
-            sys.stderr.write(f"{refused(error)}\n")
+            sys.stderr.write(f"{system_error(error)}\n")
         sys.exit(ERROR)
-    except Exception:
-        traceback.print_exc()  # a fault of the program's own: Python would exit with the status that means damage
+    except Exception as error:
+        missing = missing_module(error, "this command") if isinstance(error, ModuleNotFoundError) else None
+        if missing is None:
+            traceback.print_exc()  # a defect of the program; Python would exit with status 1, which means damage
+        else:
+            sys.stderr.write(f"FrameworkError: {missing}\n")
         sys.exit(ERROR)
 
 

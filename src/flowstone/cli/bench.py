@@ -1,4 +1,4 @@
-"""`flowstone bench`: measure a mount. One function per verb; none needs torch."""
+"""`flowstone bench`: measures the file system of a directory. Each verb has a function; none of them needs torch."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from flowstone.cli.output import ERROR, errors_reported, make_console, parse_siz
 from flowstone.config import MIB
 from flowstone.runtime.progress import terminal_steps
 
-_BYTES_MIN = 8 * MIB  # shorter runs are too fast to measure
+_BYTES_MIN = 8 * MIB  # smaller runs are too fast to measure
 
 
 class _Bench(TyperGroup):
-    """`--probe` may stand alone: it then probes the current directory."""
+    """Lets the user give `--probe` without a path. It then probes the current directory."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         return super().parse_args(ctx, _completed(args, "--probe", alone=".", value=r"[^-].*"))
 
 
 class _Io(TyperCommand):
-    """`--json` may stand alone, as in every other verb: it then writes to standard output."""
+    """Lets the user give `--json` without a file, as in every other command. It then writes to standard output."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        # Only a word that ends in .json is its file; so in `--json PATH`, PATH is still the path to measure.
+        # Only a word that ends with .json is taken as the file, so in `--json PATH`, PATH is the directory to measure.
         return super().parse_args(ctx, _completed(args, "--json", alone="-", value=r"[^-].*\.json"))
 
 
@@ -42,7 +42,7 @@ app = typer.Typer(cls=_Bench, help="Measure what a file system can do.", no_args
 def _parse_bytes(text: str) -> int:
     size = parse_size(text)
     if size < _BYTES_MIN:
-        raise typer.BadParameter(f"{text} is less than 8 MiB, too little to measure")
+        raise typer.BadParameter(f"{text} is less than 8 MiB, which is too little to measure")
     return size
 
 
@@ -57,7 +57,7 @@ def _parse_mix(text: str) -> str:
 @app.callback(invoke_without_command=True)
 def _root(
     probe: Annotated[
-        Path | None, typer.Option("--probe", metavar="[PATH]", help="Show what works there: io_uring, O_DIRECT, ...")
+        Path | None, typer.Option("--probe", metavar="[PATH]", help="Show supported features: io_uring, O_DIRECT, ...")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="With --probe: print JSON.")] = False,
 ) -> None:
@@ -67,12 +67,12 @@ def _root(
     from flowstone_study.report import probe_lines
 
     with errors_reported(as_json, writes=True):
-        works = probe_at(probe)
+        support = probe_at(probe)
     if as_json:
-        print_json(asdict(works))
+        print_json(asdict(support))
     else:
-        make_console().print(f"{probe}: {works.file_system}, {works.kernel}", markup=False)
-        for line in probe_lines(works):
+        make_console().print(f"{probe}: {support.file_system}, {support.kernel}", markup=False)
+        for line in probe_lines(support):
             make_console().print(line, markup=False)
     raise typer.Exit
 
@@ -85,21 +85,21 @@ def io(
         int | None,
         typer.Option("--bytes", parser=_parse_bytes, metavar="SIZE", help="Per cell: 256MiB, 2GB. Default: 1GiB."),
     ] = None,
-    processes: Annotated[int, typer.Option(min=1, max=4, help="Processes at once, at most.")] = 4,
+    processes: Annotated[int, typer.Option(min=1, max=4, help="Most processes that run at a time.")] = 4,
     mix: Annotated[
         list[str] | None,
-        typer.Option("--mix", parser=_parse_mix, metavar="MIX", help="synthetic, 3B, 7B or 13B; repeat. Default: all."),
+        typer.Option("--mix", parser=_parse_mix, metavar="MIX", help="synthetic, 3B, 7B, 13B; repeat. Default: all."),
     ] = None,
     rounds: Annotated[int | None, typer.Option(min=1, help="Samples per cell.")] = None,
     json_file: Annotated[
-        str | None, typer.Option("--json", metavar="[FILE]", help="Write all to FILE (.json) or standard output.")
+        str | None, typer.Option("--json", metavar="[FILE]", help="Write results to FILE (.json) or standard output.")
     ] = None,
     csv_file: Annotated[Path | None, typer.Option("--csv", metavar="FILE", help="Write one row per sample.")] = None,
-    html_file: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write plots, in one file.")] = None,
+    html_file: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write plots into one file.")] = None,
 ) -> None:
-    """Study saves and restores at PATH: layout, coalescing, buffering, interface, request size, depth, memory.
+    """Measure saves and restores at PATH: layout, coalescing, buffering, interface, request size, depth, memory.
 
-    It writes only into a directory of its own in PATH, and removes it. docs/STUDY.md says how to read the results.
+    It writes only into a new directory in PATH, and removes it. docs/STUDY.md explains the results.
     """
     from flowstone_study import campaign, export, page, terminal
     from flowstone_study.prepare import Settings, finish, prepare
@@ -108,10 +108,11 @@ def io(
 
     for file in (None if json_file in (None, "-") else Path(str(json_file)), csv_file, html_file):
         if file is not None and (file.is_dir() or not os.access(file.parent, os.W_OK)):
-            raise typer.BadParameter(f"cannot write a file at {file}: give another path")  # now, not in an hour
-    wanted = tuple(known for known in MIXES if not mix or known in mix)
-    settings = Settings(quick=quick, bytes=size, processes=processes, mixes=wanted, rounds=rounds)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # or the scratch files would stay
+            # checked before the measurement
+            raise typer.BadParameter(f"cannot write a file at {file}: give another path")
+    mixes = tuple(name for name in MIXES if not mix or name in mix)
+    settings = Settings(quick=quick, bytes=size, processes=processes, mixes=mixes, rounds=rounds)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # otherwise SIGTERM would leave the measurement's files
     with errors_reported(json_file == "-", writes=True):
         prepared = prepare(path, settings)
         plan = prepared.plan
@@ -120,8 +121,8 @@ def io(
         with closing(measuring), terminal_steps() as show:
             for sample in measuring:
                 samples.append(sample)
-                what = f"{sample.cell.direction}, {cell_label(sample.cell)}"
-                show(what, len(samples), len(plan.cells) * prepared.rounds)
+                title = f"{sample.cell.direction}, {cell_label(sample.cell)}"
+                show(title, len(samples), len(plan.cells) * prepared.rounds)
     study = finish(prepared, samples)
     summary = summarise(samples)
     if json_file == "-":
@@ -140,10 +141,10 @@ def io(
 
 
 def _completed(args: Sequence[str], option: str, *, alone: str, value: str) -> list[str]:
-    """Insert the value `alone` after `option` wherever the next word does not match `value`."""
-    done: list[str] = []
-    for at, word in enumerate(args):
-        done.append(word)
-        if word == option and not (at + 1 < len(args) and re.fullmatch(value, args[at + 1])):
-            done.append(alone)
-    return done
+    """Insert the value `alone` after `option`, if the next word does not match the pattern `value`."""
+    words: list[str] = []
+    for word, following in zip(args, [*args[1:], None], strict=True):
+        words.append(word)
+        if word == option and (following is None or not re.fullmatch(value, following)):
+            words.append(alone)
+    return words

@@ -1,4 +1,4 @@
-"""`flowstone import`: a checkpoint of another program into a store."""
+"""`flowstone import`: converts a checkpoint of another program to one in a store."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def import_(
         Path,
         typer.Argument(metavar="SOURCE", help="Safetensors, torch.save, DCP, Megatron, DeepSpeed, Orbax, ..."),
     ],
-    store: Annotated[Path, typer.Argument(metavar="STORE", help="A store; made where it is missing.")],
-    step: Annotated[int, typer.Option("--step", help="Of the new checkpoint; above every one that is there.")] = 0,
+    store: Annotated[Path, typer.Argument(metavar="STORE", help="A store; created if missing.")],
+    step: Annotated[int, typer.Option("--step", help="Step of the new checkpoint; above all existing steps.")] = 0,
     section: Section = "model",
     skip: Skips = None,
     rules: RulesOption = None,
@@ -41,14 +41,14 @@ def import_(
     ray: OnRay = False,
     as_json: AsJson = False,
 ) -> None:
-    """Make a checkpoint of a store of what another program has saved. Killed, the same command goes on."""
+    """Convert a checkpoint of another program into a store. If killed, run the same command again to continue."""
     from flowstone.convert.importing import import_checkpoint
 
     with errors_reported(as_json, writes=True):
-        found = conversion_rules(rules, skip, inverse=inverse, configured=((source, None),))
+        chosen = conversion_rules(rules, skip, inverse=inverse, configured=((source, None),))
         with chosen_cluster(ray) as cluster, terminal_progress("importing") as show:
             report = import_checkpoint(
-                source, store, step=step, section=section, dtype=dtype, rules=found,
+                source, store, step=step, section=section, dtype=dtype, rules=chosen,
                 budget_bytes=budget_bytes, on_progress=show, cluster=cluster,
             )
     if as_json:

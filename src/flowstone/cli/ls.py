@@ -1,4 +1,6 @@
-"""`flowstone ls`: lists thousands of checkpoints in about Python's start-up time. Imports neither numpy nor rich."""
+"""`flowstone ls`: lists thousands of checkpoints in about the time that Python takes to start. So it imports neither
+numpy nor rich.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from flowstone.arguments import memory_of, store_at, to_store
 from flowstone.cli.output import (
     DAMAGE,
     ERROR,
@@ -17,34 +18,35 @@ from flowstone.cli.output import (
     local_time,
     print_json,
     print_rows,
+    run_status_text,
     size_text,
     status_of,
-    told,
 )
-from flowstone.commit.entries import Kind, is_journal, parse
-from flowstone.commit.locations import check_store
-from flowstone.commit.manifests import listing, read_manifest
+from flowstone.commit.entries import EntryKind, parse_entry
+from flowstone.commit.locations import check_store, journals_of
+from flowstone.commit.manifests import list_steps, read_manifest
 from flowstone.errors import NotAStoreError, StorageError
 from flowstone.format.manifest import MANIFEST_NAME, Manifest
+from flowstone.stores.arguments import memory_of, store_at, to_store
 
 if TYPE_CHECKING:
-    from flowstone.store.agent_wire import RunStatus
+    from flowstone.store.memory.agent_wire import RunStatus
 
-_UNFINISHED = (Kind.SAVING, Kind.DELETING, Kind.SUPERSEDED, Kind.MEASURING)
+_UNFINISHED = (EntryKind.SAVING, EntryKind.DELETING, EntryKind.SUPERSEDED, EntryKind.MEASURING)
 
 
 _Paths = Annotated[
-    list[Path], typer.Argument(metavar="PATH...", help="A store, or one checkpoint's own directory; or a run's stores.")
+    list[Path], typer.Argument(metavar="PATH...", help="A store, or a checkpoint's directory; or all stores of a run.")
 ]
 
 
 def ls(paths: _Paths, as_json: AsJson = False) -> None:
-    """List the checkpoints of a store. Of several stores of one run, nearest first: which step is where.
+    """List the checkpoints of a store. For several stores of one run, nearest first: show which store has which step.
 
-    Exit status 1 if one of them is damaged, 2 if one cannot be read for another reason.
+    Exit status 1 if a checkpoint is damaged, 2 if a checkpoint cannot be read for another reason.
     """
     if len(paths) > 1:
-        from flowstone.cli.ls_tiers import ls_tiers  # imported here: most listings are of one store
+        from flowstone.cli.ls_tiers import ls_tiers  # imported here, as most listings are of one store
 
         ls_tiers(paths, as_json)
         return
@@ -52,25 +54,25 @@ def ls(paths: _Paths, as_json: AsJson = False) -> None:
     with errors_reported(as_json):
         rows, leftovers = _listing(path)
         journal = journal_of(path)
-        held = _held(path)
+        status = _memory_status(path)
     if as_json:
-        memory = {} if held is None else {"memory": msgspec.to_builtins(held)}
+        memory = {} if status is None else {"memory": msgspec.to_builtins(status)}
         print_json({"path": str(path), "checkpoints": rows, "leftovers": leftovers, "journal": journal, **memory})
     else:
         print_rows(("step", "created", "size", "own", "tensors", "ranks", "state"), [_cells(row) for row in rows])
         if journal is not None:
-            typer.echo(f"a journal leads from step {journal['base']} on to step {journal['newest']}")
+            typer.echo(f"a journal continues from step {journal['base']} to step {journal['newest']}")
         if leftovers:
             typer.echo(f"{len(leftovers)} unfinished or set aside (never read): {', '.join(leftovers)}")
-        if held is not None:
-            typer.echo(told(held))
+        if status is not None:
+            typer.echo(run_status_text(status))
     failed = [row for row in rows if row["error"] is not None]
     if failed:
         raise typer.Exit(DAMAGE if any(row["damaged"] for row in failed) else ERROR)
 
 
-def _held(path: Path) -> RunStatus | None:
-    """What the memory agent holds of it; None for what is in no memory."""
+def _memory_status(path: Path) -> RunStatus | None:
+    """The status of the run in the memory agent. None if `path` is not a store in memory."""
     store = memory_of(path)
     return None if store is None else store.status()
 
@@ -85,39 +87,43 @@ def _cells(row: dict[str, object]) -> list[str]:
 
 
 def _listing(path: Path) -> tuple[list[dict[str, object]], list[str]]:
-    """A row for each checkpoint, newest last, and the names of directories that are no checkpoints."""
+    """The rows of the listing, one for each checkpoint, newest last; and the names of directories that are unfinished
+    or were set aside.
+    """
     store = store_at(to_store(path))
     if store.exists(MANIFEST_NAME):
         return [row_of(read_manifest(store, ""), store.location)], []
     if not store.exists():
-        raise NotAStoreError(f"there is nothing at {store.location}", next="check the path")
+        raise NotAStoreError(f"{store.location} does not exist", next="check the path")
     check_store(store)
     rows = []
-    for one in listing(store):
-        if one.error is not None:
-            damaged = status_of(one.error) == DAMAGE
-            rows.append({"step": one.step, "directory": one.directory, "error": str(one.error), "damaged": damaged})
-        elif one.manifest is not None:
-            rows.append(row_of(one.manifest, f"{store.location}/{one.directory}"))
-    return rows, [name for name in store.names() if (entry := parse(name)) is not None and entry.kind in _UNFINISHED]
+    for step in list_steps(store):
+        if step.error is not None:
+            damaged = status_of(step.error) == DAMAGE
+            rows.append({"step": step.step, "directory": step.directory, "error": str(step.error), "damaged": damaged})
+        elif step.manifest is not None:
+            rows.append(row_of(step.manifest, f"{store.location}/{step.directory}"))
+    return rows, [
+        name for name in store.names() if (entry := parse_entry(name)) is not None and entry.kind in _UNFINISHED
+    ]
 
 
 def journal_of(path: Path) -> dict[str, int] | None:
-    """From which checkpoint a journal leads on, and to which step; None if none does."""
-    store = store_at(to_store(path))
-    if not any(map(is_journal, store.names())):
+    """The first and the last step of the journals: the full checkpoint before them, and the newest journaled step. None
+    if there is no journal.
+    """
+    journals = journals_of(store_at(to_store(path)))
+    if journals is None:
         return None
-    from flowstone.commit import journals  # imported here: most stores have none
-
     try:
-        chain = journals.newest_chain(store)
+        chain = journals.newest_chain()
     except StorageError:
-        return None  # safe: the row of the checkpoint that cannot be read says why
+        return None  # the row of the checkpoint that cannot be read says why
     return None if chain is None else {"base": chain.base, "newest": chain.newest}
 
 
 def row_of(manifest: Manifest, directory: str) -> dict[str, object]:
-    """A checkpoint's row in a listing. Its own bytes are those that it does not share with the ones that wrote them."""
+    """A checkpoint's row in a listing. `own_bytes`: how many of its bytes are in files that its own save wrote."""
     size = sum(row.bytes for row in manifest.segments) + manifest.index.bytes + manifest.objects.bytes
     own = size - sum(row.bytes for row in manifest.segments if row.home is not None)
     return {

@@ -1,4 +1,4 @@
-"""Shared by the verbs of the command line: output as tables or JSON, and errors as both."""
+"""Functions that all commands use: output as tables or JSON, errors, and common options."""
 
 from __future__ import annotations
 
@@ -21,25 +21,29 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from flowstone.cluster import Cluster
-    from flowstone.store.agent_wire import RunStatus
+    from flowstone.store.memory.agent_wire import RunStatus
 
 Step = Annotated[int | None, typer.Option("--step", help="The step; default: the newest.")]
-StorePath = Annotated[Path, typer.Argument(metavar="PATH", help="A store, or one checkpoint's own directory.")]
-Section = Annotated[str, typer.Option("--section", help="Of the state; '' for all, where names are whole.")]
-Skips = Annotated[list[str] | None, typer.Option("--skip", metavar="PATTERN", help="Leave out what matches; repeat.")]
+StorePath = Annotated[Path, typer.Argument(metavar="PATH", help="A store, or a checkpoint's directory.")]
+Section = Annotated[str, typer.Option("--section", help="Section of the state; '' for all, with full names.")]
+Skips = Annotated[
+    list[str] | None, typer.Option("--skip", metavar="PATTERN", help="Leave out matching names; repeatable.")
+]
 CastTo = Annotated[str | None, typer.Option("--dtype", help="Convert floating-point tensors: bf16, f16, f32.")]
-OnRay = Annotated[bool, typer.Option("--ray", help="Spread the work over a cluster of Ray: RAY_ADDRESS, or here.")]
+OnRay = Annotated[
+    bool, typer.Option("--ray", help="Distribute the work over the Ray cluster at RAY_ADDRESS, or on this machine.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
 
 DAMAGE, ERROR = 1, 2
-"""Exit statuses of all verbs: damage, or a difference; an error of use or of the system. 0: all is sound."""
+"""Exit statuses of all commands: 1 for damage or a difference; 2 for wrong usage or a system error; else 0."""
 
 
 def make_console() -> Console:
-    from rich.console import Console  # imported here: it takes half as long as a listing
+    from rich.console import Console  # imported here, as the import takes half as long as a listing
 
-    # Piped output is for programs: do not truncate it to a terminal's width.
+    # Output into a pipe is for programs, so lines are not cut to the width of a terminal.
     return Console(width=None if sys.stdout.isatty() else 200, highlight=False)
 
 
@@ -47,20 +51,20 @@ def print_json(value: object) -> None:
     text = json.dumps(value, indent=2, ensure_ascii=False)
     try:
         text.encode()
-    except UnicodeEncodeError:  # lone surrogates, which Python uses for bytes of a path that are not UTF-8
+    except UnicodeEncodeError:  # lone surrogates, by which Python represents bytes of a path that are not UTF-8
         text = json.dumps(value, indent=2)
     typer.echo(text)
 
 
-def marked(text: str) -> str:
-    """The same for rich's console, with markup escaped as well."""
+def escape_markup(text: str) -> str:
+    """Like `printable`, but markup of rich's console is escaped, too."""
     from rich.markup import escape
 
     return escape(printable(text))
 
 
 def print_rows(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table of thousands of rows; rich's Table takes seconds for that."""
+    """Print a table. Rich's Table would take seconds for thousands of rows."""
     rows = [list(map(printable, row)) for row in rows]
     widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
     bars = ["\u2501" * (width + 2) for width in widths], ["\u2500" * (width + 2) for width in widths]
@@ -75,7 +79,7 @@ def print_rows(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def size_text(count: object) -> str:
-    """Bytes in a unit that reads well."""
+    """A number of bytes as text, with a suitable unit."""
     size = float(count) if isinstance(count, int) else 0.0
     for unit in ("B", "kB", "MB", "GB"):
         if size < 1000:
@@ -88,8 +92,8 @@ _UNITS = {"": 1, "kib": KIB, "mib": MIB, "gib": GIB, "kb": 10**3, "mb": 10**6, "
 
 
 def print_conversion(line: str, seconds: float, resumed_bytes: int, **names: Sequence[str]) -> None:
-    """What a conversion did: a line about it, then `names` by title, where there are some."""
-    resumed = f"; went on after {size_text(resumed_bytes)}" if resumed_bytes else ""
+    """Print the result of a conversion: a line of text, then the `names` under their titles, if there are any."""
+    resumed = f"; resumed after {size_text(resumed_bytes)}" if resumed_bytes else ""
     typer.echo(printable(f"{line}, {seconds:.1f} s{resumed}"))
     for title, listed in names.items():
         if listed:
@@ -98,21 +102,21 @@ def print_conversion(line: str, seconds: float, resumed_bytes: int, **names: Seq
 
 
 def parse_size(text: str) -> int:
-    """A size with a unit, as people write it. Raises what typer shows."""
-    found = re.fullmatch(r"([0-9.]+)\s*([a-z]*)", text.strip().lower())
-    if not found or found[2] not in _UNITS or found[1].count(".") > 1 or found[1] == ".":
+    """The number of bytes that a size with a unit means, such as 256MiB or 2GB. Raises typer.BadParameter."""
+    match = re.fullmatch(r"([0-9.]+)\s*([a-z]*)", text.strip().lower())
+    if not match or match[2] not in _UNITS or match[1].count(".") > 1 or match[1] == ".":
         raise typer.BadParameter(f"{text!r} is not a size; write 256MiB or 2GB")
-    return int(float(found[1]) * _UNITS[found[2]])
+    return int(float(match[1]) * _UNITS[match[2]])
 
 
 Budget = Annotated[
-    int, typer.Option("--budget", parser=parse_size, metavar="SIZE", help="Memory for bytes on their way.")
+    int, typer.Option("--budget", parser=parse_size, metavar="SIZE", help="Memory limit for buffers.")
 ]
 
 
 @contextmanager
 def chosen_cluster(on_ray: bool) -> Iterator[Cluster | None]:
-    """The cluster of Ray that is to do the work; None for this process."""
+    """Context of the Ray cluster that does the work, if `on_ray`; otherwise of None, and this process does the work."""
     if not on_ray:
         yield None
         return
@@ -124,9 +128,9 @@ def chosen_cluster(on_ray: bool) -> Iterator[Cluster | None]:
 
 @contextmanager
 def errors_reported(as_json: bool, *, writes: bool = False) -> Iterator[None]:
-    """Exit with the error's own text, without a traceback, and with its status: DAMAGE or ERROR.
+    """Context that prints an error without a traceback, and then exits with the status DAMAGE or ERROR.
 
-    writes  the verb also writes: an error about a missing or existing file may concern its target
+    writes  whether the command also writes. If so, a file that is missing, or exists, may be the command's target
     """
     try:
         yield
@@ -135,19 +139,22 @@ def errors_reported(as_json: bool, *, writes: bool = False) -> Iterator[None]:
         _fail(error, as_json, ERROR if is_of_target else status_of(error))
     except OSError as error:
         if error.errno == errno.EPIPE:
-            raise  # the reader has closed the pipe: there is no error to report
-        _fail(refused(error), as_json, ERROR)
+            raise  # the reader has closed the pipe, so no error can or must be reported
+        _fail(system_error(error), as_json, ERROR)
 
 
 def status_of(error: FlowstoneError) -> int:
-    """DAMAGE where stored bytes are not what was written, or some are missing; ERROR for any other reason."""
+    """The exit status for an error: DAMAGE if stored bytes are missing or differ from the bytes that were written,
+    otherwise ERROR.
+    """
     return DAMAGE if is_damage(error) or isinstance(error, CoverageError) else ERROR
 
 
-def refused(error: OSError) -> StorageError:
-    """The error for a refusal outside of any store: a report's file, a terminal, a working directory."""
-    what = f" for {os.fsdecode(error.filename)}" if error.filename else ""
-    return StorageError(f"the system refused: {error.strerror}{what}", errno=error.errno or 0, next="give another path")
+def system_error(error: OSError) -> StorageError:
+    """The error for a failure outside of any store, such as of a report's file, a terminal, or the working directory.
+    """
+    file = f" for {os.fsdecode(error.filename)}" if error.filename else ""
+    return StorageError(f"the system refused: {error.strerror}{file}", errno=error.errno or 0, next="give another path")
 
 
 def _fail(error: FlowstoneError, as_json: bool, status: int) -> NoReturn:
@@ -160,15 +167,15 @@ def _fail(error: FlowstoneError, as_json: bool, status: int) -> NoReturn:
 
 
 def local_time(created: str) -> str:
-    """When a checkpoint was made, in local time."""
+    """The time at which a checkpoint was made, as text in the local time zone."""
     return created.replace("T", " ").replace("+00:00", " UTC")
 
 
-def told(run: RunStatus) -> str:
-    """What the memory agent holds of a run, on one line."""
-    flushed = f"step {run.flushed_step} is there" if run.flushed_step >= 0 else "no step is there yet"
-    flush = f"flushed to {run.flush_to}: {flushed}" if run.flush_to else "flushed nowhere"
-    under_way = ", a flush is under way" if run.is_flushing else ""
+def run_status_text(run: RunStatus) -> str:
+    """The status of a run in the memory agent, as one line of text."""
+    flushed = f"up to step {run.flushed_step}" if run.flushed_step >= 0 else "no step yet"
+    flush = f"flushed to {run.flush_to}: {flushed}" if run.flush_to else "not flushed to a store"
+    under_way = ", a flush is running" if run.is_flushing else ""
     failed = f", the last flush failed: {run.flush_error.splitlines()[0]}" if run.flush_error else ""
     memory = f"{size_text(run.held_bytes)} of memory, {size_text(run.pooled_bytes)} of it free for the next save"
     return f"{memory}; {run.jobs} process(es) connected; {flush}{under_way}{failed}"

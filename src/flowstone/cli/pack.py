@@ -1,4 +1,4 @@
-"""`flowstone pack`: a step that refers to earlier ones as a checkpoint of its own."""
+"""`flowstone pack`: copies a step that refers to files of earlier steps into a checkpoint that needs no other files."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def pack(
     ray: OnRay = False,
     as_json: AsJson = False,
 ) -> None:
-    """Make a step an ordinary checkpoint that needs no file of another, verified. Killed, the same command goes on."""
+    """Copy a step into a checkpoint that needs no files of others, and verify it. If killed, run it again to resume."""
     from flowstone.convert.pack import pack as run
 
     with errors_reported(as_json, writes=True), chosen_cluster(ray) as cluster, terminal_progress("packing") as show:

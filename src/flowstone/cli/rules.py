@@ -1,4 +1,6 @@
-"""The option --rules of import, export and diff: a file of rules, or a ready set with its sizes."""
+"""The option --rules of import, export and diff. Its value is a file with rules, or the name of a ready rule set with
+sizes.
+"""
 
 from __future__ import annotations
 
@@ -11,33 +13,34 @@ import typer
 from flowstone.errors import ArgumentError, NoCheckpointError, NotAStoreError
 
 if TYPE_CHECKING:
-    from flowstone.layout_rules import RuleSet
-    from flowstone.rules import Skip
+    from flowstone.layouts.layout_rules import RuleSet
+    from flowstone.rules.load_rules import Skip
 
 RulesOption = Annotated[
     str | None,
-    typer.Option("--rules", metavar="RULES", help="A file of rules, or megatron-to-llama:heads=32,groups=8 and such."),
+    typer.Option("--rules", metavar="RULES", help="A file of rules, or a ready set, as megatron-to-llama:heads=32."),
 ]
-Inverse = Annotated[bool, typer.Option("--inverse", help="The inverse of the file of rules.")]
+Inverse = Annotated[bool, typer.Option("--inverse", help="Apply the inverse of the rules.")]
 
 
 def conversion_rules(
     given: str | None, skip: Sequence[str] | None, *, inverse: bool,
     configured: Sequence[tuple[Path | None, int | None]] = (),
 ) -> list[Skip | RuleSet]:
-    """What --skip and --rules say.
+    """The rules of --skip and --rules.
 
-    configured  places, and steps of those that are stores: a ready set takes sizes from the first config.json there
+    configured  paths of checkpoints (with the step, for stores). A ready rule set takes its sizes from the first
+                config.json that is found in them
     """
-    from flowstone.rules import Skip
+    from flowstone.rules.load_rules import Skip
 
     rules: list[Skip | RuleSet] = [Skip(pattern) for pattern in skip or ()]
     if given is None:
         if inverse:
-            raise ArgumentError("--inverse is given without --rules", next="say which rules are to be inverted")
+            raise ArgumentError("--inverse was given without --rules", next="add --rules with the rules to invert")
         return rules
-    found = _rule_set(given, configured)
-    return [*rules, found.inverse if inverse else found]
+    rule_set = _rule_set(given, configured)
+    return [*rules, rule_set.inverse if inverse else rule_set]
 
 
 def _rule_set(given: str, configured: Sequence[tuple[Path | None, int | None]]) -> RuleSet:
@@ -47,28 +50,31 @@ def _rule_set(given: str, configured: Sequence[tuple[Path | None, int | None]]) 
     if Path(given).expanduser().is_file():
         return read_rules(given)
     name, _, listed = given.partition(":")
-    sizes = dict(_pair(one) for one in listed.split(",") if one)
-    config = next((one for place, step in configured if place is not None and (one := _config(place, step))), None)
+    sizes = dict(_pair(size) for size in listed.split(",") if size)
+    configs = (_config(path, step) for path, step in configured if path is not None)
+    config = next((config for config in configs if config), None)
     return ready_rules(name, config, **sizes)
 
 
-def _config(place: Path, step: int | None) -> bytes | None:
-    """The configuration beside a model's tensors, or kept with them in a store."""
-    from flowstone.checkpoint import open_checkpoint
-    from flowstone.convert.documents import kept_documents, read_kept
+def _config(path: Path, step: int | None) -> bytes | None:
+    """The model's config.json, from its directory or from a store. None if there is none."""
+    from flowstone.convert.documents import read_stored_document, stored_documents
+    from flowstone.reading.checkpoint import open_checkpoint
 
-    if (place / "config.json").is_file():
-        return (place / "config.json").read_bytes()
+    if (path / "config.json").is_file():
+        return (path / "config.json").read_bytes()
     try:
-        checkpoint = open_checkpoint(place, step)
-    except (NoCheckpointError, NotAStoreError):  # another format, or nothing: the conversion says what it is
+        checkpoint = open_checkpoint(path, step)
+    except (NoCheckpointError, NotAStoreError):  # another format, or no checkpoint; the conversion itself reports that
         return None
-    kept = kept_documents(checkpoint).get("config.json")
-    return None if kept is None else read_kept(checkpoint, kept)
+    document = stored_documents(checkpoint).get("config.json")
+    return None if document is None else read_stored_document(checkpoint, document)
 
 
 def _pair(text: str) -> tuple[str, str]:
     name, sign, value = text.partition("=")
     if not sign or not name.strip() or not value.strip():
-        raise ArgumentError(f"--rules: {text!r:.60} is no size", next="write megatron-to-llama:heads=32,groups=8")
+        raise ArgumentError(
+            f"--rules: {text!r:.60} is not a size such as heads=32", next="write megatron-to-llama:heads=32,groups=8"
+        )
     return name.strip(), value.strip()

@@ -1,4 +1,4 @@
-"""`flowstone verify`: every byte of a checkpoint is read and checked."""
+"""`flowstone verify`: reads and checks every byte of a checkpoint."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from flowstone.arguments import store_at, to_store
 from flowstone.cli.output import (
     DAMAGE,
     AsJson,
@@ -20,59 +19,57 @@ from flowstone.cli.output import (
     print_json,
     size_text,
 )
-from flowstone.commit.entries import is_journal
+from flowstone.commit.locations import journals_of
 from flowstone.errors import printable
 from flowstone.format.manifest import MANIFEST_NAME
 from flowstone.runtime.progress import terminal_progress
+from flowstone.stores.arguments import store_at, to_store
 
 if TYPE_CHECKING:
-    from flowstone.commit.verify_journals import VerifiedJournals
+    from flowstone.journal.verify_journals import VerifiedJournals
 
 
 def verify(path: StorePath, step: Step = None, ray: OnRay = False, as_json: AsJson = False) -> None:
-    """Read every byte of a checkpoint and check it, padding included. Exit status 0: sound, 1: damaged, 2: an error.
+    """Read and check every byte of a checkpoint, padding included. Exit status 0: undamaged, 1: damaged, 2: an error.
 
-    Of the newest one, without --step, the journals that lead on from it as well.
+    Without --step it checks the newest checkpoint and the journals after it.
     """
-    from flowstone.checkpoint import open_checkpoint
+    from flowstone.reading.checkpoint import open_checkpoint
 
     with errors_reported(as_json):
         checkpoint = open_checkpoint(path, step)
         with chosen_cluster(ray) as cluster, terminal_progress(f"verifying step {checkpoint.step}") as show:
             verified = checkpoint.inspect(show, cluster=cluster)
         journals = _journals(path) if step is None else None
-    found = (*verified.findings, *(() if journals is None else journals.findings))
+    findings = (*verified.findings, *(() if journals is None else journals.findings))
     if as_json:
-        findings = [{"file": finding.file, "what": finding.what} for finding in found]
+        rows = [{"file": finding.file, "what": finding.what} for finding in findings]
         print_json({
-            "path": checkpoint.path, "step": verified.step, "sound": not found, "findings": findings,
+            "path": checkpoint.path, "step": verified.step, "sound": not findings, "findings": rows,
             "checked_bytes": verified.checked_bytes, "extra": list(verified.extra), "journal": _json(journals),
         })
     else:
         console = make_console()
-        for finding in found:
+        for finding in findings:
             console.print(printable(f"{finding.file}: {finding.what}"), markup=False, style="red")
         for name in verified.extra:
             console.print(f"{printable(name)}: not part of the checkpoint (harmless)", markup=False)
-        state = "every byte is as it was written" if verified.sound else f"damaged in {len(verified.findings)} place(s)"
+        state = "all bytes are intact" if verified.sound else f"damaged in {len(verified.findings)} place(s)"
         console.print(f"step {verified.step}: {size_text(verified.checked_bytes)} checked, {state}", markup=False)
         if journals is not None:
             damaged = f"damaged in {len(journals.findings)} place(s)"
-            state = "every frame is as it was written" if journals.sound else damaged
-            leads = f"a journal leads on to step {journals.newest}" if journals.newest > journals.base else "a journal"
+            state = "all frames are intact" if journals.sound else damaged
+            leads = f"a journal up to step {journals.newest}" if journals.newest > journals.base else "a journal"
             console.print(f"{leads}: {size_text(journals.checked_bytes)} checked, {state}", markup=False)
-    if found:
+    if findings:
         raise typer.Exit(DAMAGE)
 
 
 def _journals(path: Path) -> VerifiedJournals | None:
-    """Of a store that has some."""
+    """The result of verifying the journals of a store. None if there are none."""
     store = store_at(to_store(path))
-    if store.exists(MANIFEST_NAME) or not any(map(is_journal, store.names())):
-        return None
-    from flowstone.commit.verify_journals import verify_journals  # imported here: most stores have none
-
-    return verify_journals(store)
+    journals = None if store.exists(MANIFEST_NAME) else journals_of(store)
+    return None if journals is None else journals.verify()
 
 
 def _json(journals: VerifiedJournals | None) -> dict[str, int] | None:

@@ -1,1 +1,2 @@
-"""Committing checkpoints: the order of publication, the catalogue of steps, retention, verification."""
+"""Commits checkpoints: the order of the writes that publish one, the catalogue of steps, retention, and verification.
+"""

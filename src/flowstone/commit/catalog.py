@@ -6,59 +6,60 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 from flowstone.commit import removal
-from flowstone.commit.durable import sync
 from flowstone.commit.entries import (
     REWOUND,
-    Entry,
-    Kind,
+    EntryKind,
+    StoreEntry,
     new_superseded_directory,
-    parse,
+    parse_entry,
     step_directory,
     step_of,
 )
-from flowstone.commit.manifests import inside, lacks_manifest, read_manifest
+from flowstone.commit.manifests import lacks_manifest, path_inside, read_manifest
 from flowstone.errors import NoCheckpointError, StorageError
 from flowstone.format.manifest import MANIFEST_NAME, Manifest
-from flowstone.store.base import Names, Store
+from flowstone.store.base import Names, Store, sync_names
 
 
 def steps(store: Names) -> tuple[int, ...]:
-    """Steps with a manifest, and those that have lost theirs, ascending. Their content is not checked."""
-    found = ((step_of(name), name) for name in store.names())
-    return tuple(sorted(step for step, name in found if step is not None and _is_step(store, name)))
+    """The steps that have a manifest, and those that have lost it, ascending. The content of manifests is not checked.
+    """
+    named = ((step_of(name), name) for name in store.names())
+    return tuple(sorted(step for step, name in named if step is not None and _is_step(store, name)))
 
 
 def _is_step(store: Names, directory: str) -> bool:
-    return store.exists(inside(directory, MANIFEST_NAME)) or lacks_manifest(store, directory)
+    return store.exists(path_inside(directory, MANIFEST_NAME)) or lacks_manifest(store, directory)
 
 
-def newest(store: Names, on_first: Callable[[str], None] | None = None) -> Manifest | None:
+def newest_manifest(store: Names, on_first: Callable[[str], None] | None = None) -> Manifest | None:
     """The manifest of the newest step, checked; None in a store without checkpoints.
 
-    on_first  called with the directory that is looked into first, before anything in it is asked for
+    on_first  called with the first directory to be examined, before anything in it is read
 
-    A manifest that is damaged or missing raises: silently taking an older one would lose steps. A step that a writer
-    removes meanwhile (it has committed a newer step, or rewound) does not raise.
+    A damaged or missing manifest raises: returning an older one would silently lose steps. A step that a writer removes
+    meanwhile (after it committed a newer step, or by a rewind) does not raise.
     """
     without: set[str] = set()
-    while (name := next((one for one in _step_directories(store) if one not in without), None)) is not None:
+    while (name := next((other for other in _step_directories(store) if other not in without), None)) is not None:
         try:
             if on_first is not None and not without:
                 on_first(name)
             return read_manifest(store, name)
         except NoCheckpointError:
-            # Nothing is committed in it, or it has gone because there is a newer one by now: so look again.
+            # The directory has no manifest, or was removed because a newer checkpoint exists by now: try the next
+            # directory.
             without.add(name)
     return None
 
 
 def _step_directories(store: Names) -> list[str]:
-    """Names of directories of steps, newest first, whether or not anything is committed in them."""
-    found = [(step, name) for name in store.names() if (step := step_of(name)) is not None]
-    return [name for _, name in sorted(found, reverse=True)]
+    """Names of directories of steps, newest first, whether or not they have a committed checkpoint."""
+    named = [(step, name) for name in store.names() if (step := step_of(name)) is not None]
+    return [name for _, name in sorted(named, reverse=True)]
 
 
-def find(store: Names, step: int | None) -> int:
+def find_committed_step(store: Names, step: int | None) -> int:
     """`step` itself, or the newest step for None. Raises NoCheckpointError, which lists the existing steps."""
     for name in _step_directories(store):
         number = step_of(name)
@@ -76,34 +77,38 @@ def find(store: Names, step: int | None) -> int:
     return existing[-1] if step is None else step
 
 
-def sweep(
+def sweep_leftovers(
     store: Store, on_removed: Callable[[str, str, StorageError | None], None],
     on_left: Callable[[str, str], None] | None = None, spared: Collection[str] = (),
-    later: Callable[[Callable[[], None]], None] = removal.at_once,
+    run_later: Callable[[Callable[[], None]], None] = removal.run_now,
 ) -> None:
-    """Remove what dead writers left: torn saves and unfinished deletions. Needs the lock.
+    """Remove the leftovers of dead writers: incomplete saves and unfinished deletions. The caller must hold the store's
+    lock.
 
-    on_left  called with each name that is kept because this store did not write it, and the reason
-    spared   entries that this writer goes on with
-    later    is given what syncs the store, and then what removes each leftover that is there now, to call them in this
-             order, and none after one that raises. Any thread
+    on_left    called with each name that is kept because this store did not write it, and the reason
+    spared     entries that this writer still uses
+    run_later  is called first with a function that syncs the store, then with a function for each leftover, which
+               removes it. It must call these functions in this order, on any thread, and stop at the first error
     """
     names = [name for name in store.names() if name not in spared]
-    leftovers = [entry for entry in map(parse, names) if entry is not None and _leftover(store, entry)]
+    leftovers = [entry for entry in map(parse_entry, names) if entry is not None and _leftover_reason(store, entry)]
     if leftovers:
-        # The rename that made it a leftover may not be durable: without this sync a power loss
-        # could give a half-removed directory its step's name back.
-        later(partial(_sync_before, store, [(one.name, _leftover(store, one)) for one in leftovers], on_removed))
+        # The rename that made the directory a leftover may not be durable. Without this sync, a power loss could give a
+        # half-removed directory its step's name back.
+        reasons = [(leftover.name, _leftover_reason(store, leftover)) for leftover in leftovers]
+        run_later(partial(_sync_before, store, reasons, on_removed))
     for entry in leftovers:
-        later(partial(_sweep_one, store, entry, _leftover(store, entry), on_removed, on_left))
+        run_later(partial(_sweep_one, store, entry, _leftover_reason(store, entry), on_removed, on_left))
 
 
 def _sync_before(
     store: Store, leftovers: Sequence[tuple[str, str]], on_removed: Callable[[str, str, StorageError | None], None]
 ) -> None:
-    """Sync the store. If that fails, none of the leftovers is removed, and each is told: the error is logged alone."""
+    """Sync the store. If that fails, no leftover is removed, and `on_removed` is called for each leftover with the
+    error.
+    """
     try:
-        sync(store)
+        sync_names(store)
     except StorageError as error:
         for name, reason in leftovers:
             on_removed(name, reason, error)
@@ -111,7 +116,7 @@ def _sync_before(
 
 
 def _sweep_one(
-    store: Store, entry: Entry, reason: str, on_removed: Callable[[str, str, StorageError | None], None],
+    store: Store, entry: StoreEntry, reason: str, on_removed: Callable[[str, str, StorageError | None], None],
     on_left: Callable[[str, str], None] | None,
 ) -> None:
     try:
@@ -127,60 +132,65 @@ def _sweep_one(
         on_left(entry.name, left)
 
 
-def _leftover(store: Store, entry: Entry) -> str:
+def _leftover_reason(store: Store, entry: StoreEntry) -> str:
     """The reason why the entry is a dead writer's leftover; "" if it is not."""
-    if entry.kind is Kind.STEP and not store.capabilities.atomic_rename:
-        return "" if store.exists(inside(entry.name, MANIFEST_NAME)) else Kind.SAVING.value
+    if entry.kind is EntryKind.STEP and not store.capabilities.atomic_rename:
+        return "" if store.exists(path_inside(entry.name, MANIFEST_NAME)) else EntryKind.SAVING.value
     return entry.leftover or ""
 
 
-def _remove(store: Store, entry: Entry) -> str:
-    """Remove a leftover. Returns why it stays, or where it was moved to, if it was not removed; else ""."""
-    if entry.kind is Kind.TEMPORARY:
+def _remove(store: Store, entry: StoreEntry) -> str:
+    """Remove a leftover. Returns "" if it was removed; else the reason why it stays, or its new name."""
+    if entry.kind is EntryKind.TEMPORARY:
         store.remove(entry.name)
-    elif entry.kind is Kind.MEASURING:
+    elif entry.kind is EntryKind.MEASURING:
         removal.remove_all(store, entry.name)
-    elif entry.kind is Kind.DELETING:
+    elif entry.kind is EntryKind.DELETING:
         return finish_deletion(store, entry)
-    elif left := removal.empty(store, entry.name):
-        return f"holds {listed(left)}"
+    elif left := removal.empty_directory(store, entry.name):
+        return f"holds {foreign_files_text(left)}"
     return ""
 
 
-def finish_deletion(store: Store, entry: Entry) -> str:
-    """Remove the rest of a step. If foreign files are in it: returns the new name of the directory, and the files."""
-    left = removal.empty(store, entry.name)
+def finish_deletion(store: Store, entry: StoreEntry) -> str:
+    """Remove what is left of a step's directory. If the directory has files of other programs, returns a text with the
+    directory's new name and these files; else "".
+    """
+    left = removal.empty_directory(store, entry.name)
     if not left:
         return ""
-    name = removal.set_apart(store, entry)
-    return f"the checkpoint is removed; {name} keeps {listed(left)}"
+    name = removal.rename_foreign_directory(store, entry)
+    return f"the checkpoint is removed, but {name} remains: it has {foreign_files_text(left)}"
 
 
-def listed(names: Sequence[str]) -> str:
-    """Foreign files, as text for a message."""
+def foreign_files_text(names: Sequence[str]) -> str:
+    """A list of files of other programs, for a message."""
     return f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}, which Flowstone did not write"
 
 
-def put_note(store: Store, note: str) -> None:
-    """Note a rewind (`new_rewound_note`), unless that is done. Durable on return. Needs the lock."""
+def write_rewind_note(store: Store, note: str) -> None:
+    """Write the note of a rewind (an empty file named by `new_rewound_note`), unless it exists. Durable on return. The
+    caller must hold the store's lock.
+    """
     if not store.exists(note):
         store.put(note, b"steps above this one were set aside\n")
-    sync(store)
+    sync_names(store)
 
 
-def is_one_of_several(store: Names) -> bool:
-    """Whether the store has been one of several tiers: it has notes of rewinds."""
+def has_rewind_notes(store: Names) -> bool:
+    """Whether the store has notes of rewinds, and thus has been one of several tiers."""
     return any(name.startswith(REWOUND) for name in store.names())
 
 
 def rewind(store: Store, step: int) -> tuple[int, ...]:
-    """Set every step above `step` aside, newest first. Returns those steps. Needs the lock.
+    """Set every step above `step` aside (rename its directory, so that it is no longer a checkpoint), newest first.
+    Returns the steps that were set aside. The caller must hold the store's lock.
 
-    Newest first, so that a crash in between leaves a shorter tail of whole checkpoints.
+    A crash in between leaves only complete checkpoints: the older ones.
     """
     store.check_lock()
     moved = tuple(s for s in reversed(steps(store)) if s > step)
     for newer in moved:
-        removal.move(store, step_directory(newer), new_superseded_directory(newer))
-    sync(store)  # even if nothing moved: an earlier rewind may have died before its sync
+        removal.move_directory(store, step_directory(newer), new_superseded_directory(newer))
+    sync_names(store)  # even if no directory was renamed: an earlier rewind may have died before its sync
     return moved

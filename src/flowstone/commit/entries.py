@@ -1,4 +1,6 @@
-"""The names of a store's entries (docs/FORMAT.md): only this module builds and parses them."""
+"""The names of the entries (files and directories) of a store, see docs/FORMAT.md. Only this module builds and parses
+these names.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ _TEMPORARY = {
     IMPORT_JOURNAL: "an import that never finished",
     f".{MARKER_NAME}-": "a marker that was never put in place",
     ".flowstone-probe-": "a probe for direct I/O that never finished",
-    f".{TUNING_NAME}-": "a tuning that was never put in place",
+    f".{TUNING_NAME}-": "a tuning file that was never put in place",
     f".{LOCK_NAME}-": "a lock that was never put in place",
 }
 _JOURNAL = re.compile(r"journal-(\d{8,})-([0-9a-f]{16})", re.ASCII)
@@ -29,77 +31,80 @@ _JOURNAL_FILE = re.compile(r"rank-\d{5,}\.journal", re.ASCII)
 _NUMBERED = re.compile(r"(\d{8,})-(.+)", re.ASCII | re.DOTALL)
 
 
-class Kind(Enum):
-    """What an entry is. Readers ignore all kinds except a step's directory, and journals."""
+class EntryKind(Enum):
+    """What an entry (a file or directory) of a store is. Readers ignore all kinds except the directories of steps and
+    journals.
+    """
 
     STEP = "a checkpoint, once its manifest is there"
-    JOURNAL = "what replays the steps after one"
+    JOURNAL = "a journal of the steps after a checkpoint"
     SAVING = "a save that never finished"
     DELETING = "a deletion that never finished"
     SUPERSEDED = "a step that was set aside"
     MEASURING = "a measurement that never finished"
-    REWOUND = "a note of several tiers that newer steps were set aside"
+    REWOUND = "a note of a tiered store: newer steps were set aside"
     TEMPORARY = "a file that was never put in place"
 
 
 _KINDS = {
-    SAVING: Kind.SAVING, DELETING: Kind.DELETING, SUPERSEDED: Kind.SUPERSEDED, MEASURING: Kind.MEASURING,
-    REWOUND: Kind.REWOUND,
+    SAVING: EntryKind.SAVING, DELETING: EntryKind.DELETING, SUPERSEDED: EntryKind.SUPERSEDED,
+    MEASURING: EntryKind.MEASURING,
+    REWOUND: EntryKind.REWOUND,
 }
-_SWEPT = (Kind.SAVING, Kind.DELETING, Kind.MEASURING, Kind.TEMPORARY)
+_SWEPT = (EntryKind.SAVING, EntryKind.DELETING, EntryKind.MEASURING, EntryKind.TEMPORARY)
 
 
-class Entry(msgspec.Struct, frozen=True):
+class StoreEntry(msgspec.Struct, frozen=True):
     """An entry with a name in Flowstone's format.
 
-    step      of a checkpoint, committed or not; None if the name contains none
-    id        tells it apart from others of the same kind and step
-    leftover  why the next writer removes it, if no writer is alive; None if it does not
+    step      of a checkpoint, committed or not; None if the name contains no step
+    id        distinguishes entries of the same kind and step
+    leftover  why the entry is removed if its writer is dead; None: the entry is never removed
     """
 
     name: str
-    kind: Kind
+    kind: EntryKind
     step: int | None = None
     id: str = ""
     leftover: str | None = None
 
 
-def parse(name: str) -> Entry | None:
-    """The entry that a name stands for; None for a name in another format."""
-    found = _STEP.fullmatch(name)
-    if found is not None and step_directory(int(found[1])) == name:
-        return Entry(name, Kind.STEP, int(found[1]))
-    found = _JOURNAL.fullmatch(name)
-    if found is not None and journal_directory(int(found[1]), found[2]) == name:
-        return Entry(name, Kind.JOURNAL, int(found[1]), found[2])
+def parse_entry(name: str) -> StoreEntry | None:
+    """The entry with this name; None if the name has another format."""
+    match = _STEP.fullmatch(name)
+    if match is not None and step_directory(int(match[1])) == name:
+        return StoreEntry(name, EntryKind.STEP, int(match[1]))
+    match = _JOURNAL.fullmatch(name)
+    if match is not None and journal_directory(int(match[1]), match[2]) == name:
+        return StoreEntry(name, EntryKind.JOURNAL, int(match[1]), match[2])
     for prefix, kind in _KINDS.items():
         if name.startswith(prefix):
-            found = _NUMBERED.fullmatch(name, len(prefix))
-            step, own = (None, name[len(prefix) :]) if found is None else (int(found[1]), found[2])
-            return Entry(name, kind, step, own, kind.value if kind in _SWEPT else None)
+            match = _NUMBERED.fullmatch(name, len(prefix))
+            step, own = (None, name[len(prefix) :]) if match is None else (int(match[1]), match[2])
+            return StoreEntry(name, kind, step, own, kind.value if kind in _SWEPT else None)
     why = next((why for prefix, why in _TEMPORARY.items() if name.startswith(prefix)), None)
-    return None if why is None else Entry(name, Kind.TEMPORARY, leftover=why)
+    return None if why is None else StoreEntry(name, EntryKind.TEMPORARY, leftover=why)
 
 
 def step_of(name: str) -> int | None:
-    """The step in the name of a checkpoint's directory; None for any other name."""
-    entry = parse(name)
-    return entry.step if entry is not None and entry.kind is Kind.STEP else None
+    """The step in the name of a checkpoint's directory; None if the name is not of such a directory."""
+    entry = parse_entry(name)
+    return entry.step if entry is not None and entry.kind is EntryKind.STEP else None
 
 
 def is_journal(name: str) -> bool:
-    entry = parse(name)
-    return entry is not None and entry.kind is Kind.JOURNAL
+    entry = parse_entry(name)
+    return entry is not None and entry.kind is EntryKind.JOURNAL
 
 
 def is_leftover(name: str) -> bool:
-    """Whether a dead writer left this entry, if no writer is alive."""
-    entry = parse(name)
+    """Whether this name is of an entry that only a running writer has. If no writer runs, a dead one left it."""
+    entry = parse_entry(name)
     return entry is not None and entry.leftover is not None
 
 
-def is_ours(name: str) -> bool:
-    """Whether a file of a checkpoint, or of a journal, has this name."""
+def is_checkpoint_file(name: str) -> bool:
+    """Whether a file with this name belongs to a checkpoint or a journal."""
     if name in (MANIFEST_NAME, INDEX_NAME, OBJECTS_NAME):
         return True
     return _SEGMENT_FILE.fullmatch(name) is not None or is_journal_file(name)
@@ -114,7 +119,7 @@ def step_directory(step: int) -> str:
 
 
 def journal_directory(after: int, identity: str) -> str:
-    """The journal of the steps after one."""
+    """The name of the directory of the journal that begins after step `after`."""
     return f"journal-{after:08d}-{identity}"
 
 
@@ -126,10 +131,10 @@ def saving_directory(step: int, identity: str) -> str:
     return f"{SAVING}{step:08d}-{identity}"
 
 
-def new_deleting(step: int) -> Entry:
-    """The directory of a step that is being removed."""
+def new_deleting(step: int) -> StoreEntry:
+    """A new name for the directory of a step while it is being removed."""
     own = secrets.token_hex(8)
-    return Entry(f"{DELETING}{step:08d}-{own}", Kind.DELETING, step, own, Kind.DELETING.value)
+    return StoreEntry(f"{DELETING}{step:08d}-{own}", EntryKind.DELETING, step, own, EntryKind.DELETING.value)
 
 
 def new_superseded_directory(step: int) -> str:
@@ -137,7 +142,7 @@ def new_superseded_directory(step: int) -> str:
 
 
 def new_rewound_note(step: int) -> str:
-    """The note that steps above `step` were set aside (docs/ORDERING.md, Tiers)."""
+    """A new name for the note that steps above `step` were set aside (docs/ORDERING.md, Tiers)."""
     return f"{REWOUND}{step:08d}-{secrets.token_hex(8)}"
 
 
@@ -146,16 +151,18 @@ def new_measuring_directory() -> str:
 
 
 def new_temporary_file(name: str) -> str:
-    """A temporary name for the marker, the tuning or the lock, before it is renamed."""
+    """A new temporary name for the store's marker, tuning or lock file, until it is renamed to `name`."""
     return f".{name}-{secrets.token_hex(8)}"
 
 
 def import_journal(step: int) -> str:
-    """The journal of an import that is to become that step."""
+    """The name of the file in which an import records its progress. `step`: the step that it will save."""
     return f"{IMPORT_JOURNAL}{step:08d}"
 
 
-def left_directories(removed: Entry) -> tuple[str, str]:
-    """Names for a removed step's directory that still has foreign files: the first choice, and one if that is taken."""
+def left_directories(removed: StoreEntry) -> tuple[str, str]:
+    """Two names for the directory of a removed step that still has files of other programs: the first choice, and an
+    alternative.
+    """
     name = f"step-{'unknown' if removed.step is None else f'{removed.step:08d}'}.left"
     return name, f"{name}-{removed.id}"

@@ -1,4 +1,4 @@
-"""Manifests, one or all of a store's, read with as few calls and imports as a listing needs."""
+"""Reads one manifest, or all manifests of a store. Uses few calls and imports, so that listings are fast."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import errno
 
 import msgspec
 
-from flowstone.commit.entries import is_ours, step_of
+from flowstone.commit.entries import is_checkpoint_file, step_of
 from flowstone.config import MANIFEST_BYTES_MAX, MARKER_BYTES_MAX
 from flowstone.errors import DamagedError, FormatError, NoCheckpointError, StorageError
 from flowstone.format.manifest import (
@@ -22,8 +22,8 @@ from flowstone.store.base import Names
 _NOTHING_THERE = (errno.ENOENT, errno.ENOTDIR)
 
 
-class Listed(msgspec.Struct, frozen=True):
-    """A step of a store: its directory, and its manifest, or the error of reading it."""
+class ListedStep(msgspec.Struct, frozen=True):
+    """A step of a store: its directory, and its manifest or the error from reading it."""
 
     step: int
     directory: str
@@ -31,33 +31,33 @@ class Listed(msgspec.Struct, frozen=True):
     error: FormatError | StorageError | None
 
 
-def inside(directory: str, name: str) -> str:
-    """The path of a checkpoint's file; the directory is "" when the store's root is the checkpoint."""
+def path_inside(directory: str, name: str) -> str:
+    """The path of a checkpoint's file in the store. `directory` is "" if the store's root is itself the checkpoint."""
     return f"{directory}/{name}" if directory else name
 
 
 def lacks_manifest(store: Names, directory: str) -> bool:
-    """Whether a step's directory is damaged: it has files of a checkpoint, but no manifest. False on stores where the
-    put of the manifest is the commit.
+    """Whether a step's directory is damaged: it has files of a checkpoint, but no manifest. Always False on stores
+    without atomic renames, where such a directory may be a checkpoint that is still being written.
 
-    A writer may rename the directory meanwhile; then its name may belong to another directory, or to none.
+    A writer may rename the directory during this call. Afterwards no directory may have the name, or a new one.
     """
     if not store.capabilities.atomic_rename or step_of(directory) is None or store.is_link(directory):
         return False
     try:
         names = store.names(directory)
-        if MANIFEST_NAME in names or not any(map(is_ours, names)) or not store.exists(directory):
+        if MANIFEST_NAME in names or not any(map(is_checkpoint_file, names)) or not store.exists(directory):
             return False
     except StorageError as error:
         if error.errno not in _NOTHING_THERE:
             raise
-        return False  # a file of that name, say
-    return not store.exists(inside(directory, MANIFEST_NAME))
+        return False  # for example, there is a file of that name
+    return not store.exists(path_inside(directory, MANIFEST_NAME))
 
 
 def read_manifest(store: Names, directory: str) -> Manifest:
-    """The manifest, checked. Raises NoCheckpointError, DamagedError or UnsupportedFormatError."""
-    path = inside(directory, MANIFEST_NAME)
+    """Read and check the manifest. Raises NoCheckpointError, DamagedError or UnsupportedFormatError."""
+    path = path_inside(directory, MANIFEST_NAME)
     shown = f"{store.location}/{path}"
     try:
         text = store.read(path, bytes_max=MANIFEST_BYTES_MAX)
@@ -67,19 +67,19 @@ def read_manifest(store: Names, directory: str) -> Manifest:
         if lacks_manifest(store, directory):
             raise DamagedError(
                 f"{store.location}/{directory} has no {MANIFEST_NAME}", found=", ".join(store.names(directory)[:5]),
-                next="restore it from a copy, or load with fallback=True: that loads the step before, and the next "
-                "save sets this one aside",
+                next="restore this file from a copy, or load with fallback=True, which loads the step before this "
+                "one; the next save sets the damaged step aside",
             ) from None
         raise NoCheckpointError(
             f"there is no checkpoint in {store.location}/{directory}", missing=MANIFEST_NAME,
-            next="run `flowstone ls` to see what is there",
+            next="run `flowstone ls` to list the checkpoints",
         ) from None
     manifest = decode_manifest(text, path=shown)
     named = step_of(directory or store.location.rpartition("/")[2])
     if named is not None and named != manifest.step:
         raise DamagedError(
             f"{shown} is in the wrong directory", expected=f"step {named}", found=f"step {manifest.step}",
-            next="rename the directory to match its step",
+            next="rename the directory to match the step in its manifest",
         )
     return manifest
 
@@ -89,19 +89,19 @@ def read_marker(store: Names) -> Marker:
     return decode_marker(data, path=f"{store.location}/{MARKER_NAME}")
 
 
-def listing(store: Names) -> list[Listed]:
-    """Every step, ascending: also those whose manifest is damaged, or missing. Lists the names once, and opens one file
-    per step.
+def list_steps(store: Names) -> list[ListedStep]:
+    """Every step of the store, ascending, even if its manifest is damaged or missing. Lists names once, and opens one
+    file for each step.
     """
-    found = []
+    entries = []
     for name in store.names():
         step = step_of(name)
         if step is None:
             continue
         try:
-            found.append(Listed(step, name, read_manifest(store, name), None))
+            entries.append(ListedStep(step, name, read_manifest(store, name), None))
         except NoCheckpointError:
-            continue  # a directory with a step's name, and nothing committed in it
+            continue  # a directory with a step's name, in which nothing was committed
         except (FormatError, StorageError) as error:
-            found.append(Listed(step, name, None, error))
-    return sorted(found, key=lambda one: one.step)
+            entries.append(ListedStep(step, name, None, error))
+    return sorted(entries, key=lambda entry: entry.step)

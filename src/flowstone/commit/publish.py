@@ -10,9 +10,8 @@ from functools import partial
 
 import msgspec
 
-from flowstone.commit.durable import sync
 from flowstone.commit.entries import new_temporary_file, saving_directory, step_directory
-from flowstone.commit.manifests import inside, read_manifest, read_marker
+from flowstone.commit.manifests import path_inside, read_manifest, read_marker
 from flowstone.errors import FlowstoneError, StorageError
 from flowstone.format.codec import BLOCK_BOUND, QUANTIZED, RELATIVE_BOUND
 from flowstone.format.digest import chunk_digests
@@ -33,14 +32,15 @@ from flowstone.format.manifest import (
     encode_marker,
 )
 from flowstone.format.segment import path_of
-from flowstone.store.at_once import at_once
-from flowstone.store.base import Store
+from flowstone.store.base import Store, sync_names
+from flowstone.store.run_concurrently import run_concurrently
 
 
 class Draft(msgspec.Struct, frozen=True):
-    """A checkpoint in progress, in a directory that readers ignore: its own, or the step's without a manifest.
+    """A checkpoint that is being written. Readers ignore its directory, as that has a temporary name or no manifest
+    yet.
 
-    is_in_place  the directory is already the step's: only the manifest is missing
+    is_in_place  whether the directory already has the step's name, so that writing the manifest commits the checkpoint
     """
 
     step: int
@@ -52,11 +52,11 @@ class Draft(msgspec.Struct, frozen=True):
 class Publication(msgspec.Struct, frozen=True):
     """The parts of a checkpoint.
 
-    segments  with their files' names, already durable
-    totals    of the index
+    segments  the segments, which are already durable
+    totals    how many tensors, pieces and bytes the index lists
     io        how the segments were written
     writer    the program that wrote them
-    ranks     of the job that saved
+    ranks     number of ranks of the job that saved
     critical  features that a reader must know
     """
 
@@ -71,11 +71,10 @@ class Publication(msgspec.Struct, frozen=True):
 
 
 def open_store(store: Store, identity: str | None = None) -> str:
-    """Create the store's marker if it is missing. Returns the store's identity. Needs the lock.
+    """Create the store's marker file if it is missing. Returns the store's identity. The caller must hold the store's
+    lock.
 
-    A directory of checkpoints without a marker is adopted: it gets one.
-
-    identity  of a new store: of another one whose checkpoints come here, since both are one run's; None: a new one
+    identity  for a new store: the identity of another tier of the same run; None: a new identity
     """
     if not store.exists(MARKER_NAME):
         marker = encode_marker(Marker(flowstone=1, store=identity or secrets.token_hex(16), created=_now()))
@@ -85,14 +84,15 @@ def open_store(store: Store, identity: str | None = None) -> str:
             temporary = new_temporary_file(MARKER_NAME)
             store.put(temporary, marker)
             store.rename(temporary, MARKER_NAME)
-        sync(store)
+        sync_names(store)
     return read_marker(store).store
 
 
-def begin(store: Store, step: int, identity: str) -> Draft:
-    """Create the directory for the save's files; of N ranks, the first one that comes does.
+def begin_draft(store: Store, step: int, identity: str) -> Draft:
+    """Create the directory for the save's files. All ranks call this; the first call creates the directory.
 
-    identity  the checkpoint's identity; different for each try, so an existing directory is from this very try
+    identity  the checkpoint's id. Each attempt to save has its own, so an existing directory is from another rank of
+              this attempt
     """
     if store.capabilities.atomic_rename:
         draft = Draft(step, identity, saving_directory(step, identity))
@@ -107,61 +107,68 @@ def begin(store: Store, step: int, identity: str) -> Draft:
 
 
 def _is_committed(store: Store, draft: Draft) -> bool:
-    """Whether the draft was committed, though its save may not know."""
-    return draft.is_in_place and store.exists(inside(draft.directory, MANIFEST_NAME))
+    """Whether the draft was committed, even if its save has reported a failure."""
+    return draft.is_in_place and store.exists(path_inside(draft.directory, MANIFEST_NAME))
 
 
-def remove_own(store: Store, draft: Draft, names: Sequence[str]) -> None:
-    """Remove a rank's files of a draft that no rank publishes; the directory goes with the last of them.
+def remove_own_files(store: Store, draft: Draft, names: Sequence[str]) -> None:
+    """Remove a rank's files from the directory of a checkpoint that will not be published, and the directory once it is
+    empty.
 
-    Each rank removes its own files by name: other ranks may not know yet, and may still write.
+    Each rank removes its own files by name: other ranks may still be writing.
     """
     try:
         if _is_committed(store, draft):
             return
     except FlowstoneError:
-        return  # safe, for the reason below
-    for path in (*(inside(draft.directory, name) for name in names), draft.directory):
+        return  # the reason is given below
+    for path in (*(path_inside(draft.directory, name) for name in names), draft.directory):
         try:
             store.remove(path)
         except FlowstoneError:
-            continue  # safe: it is gone, or other ranks still have files here; a draft is never read, and is swept
+            continue  # the directory was removed, or has other ranks' files; readers ignore it, and a sweep removes it
 
 
 def publish(store: Store, draft: Draft, store_id: str, made: Publication) -> Manifest:
-    """Commit: write index and objects, then the manifest, sync, rename the directory, sync. Durable on return.
+    """Commit a checkpoint: write index and objects, then the manifest, sync, rename the directory, sync again. Durable
+    on return.
 
-    If the store cannot rename a directory atomically, putting the manifest, as the last file, is the commit.
+    If the store cannot rename a directory atomically, the manifest is written last, directly into the step's directory.
 
     raises  LockedError if the store's lock was lost in the meantime
     """
-    manifest = record(store, draft, store_id, made)
+    manifest = write_draft(store, draft, store_id, made)
     if draft.is_in_place:
         _put_last(store, draft, encode_manifest(manifest))
         return manifest
-    # Only the one writer may go on: this job may have been frozen for longer than it keeps its lock.
+    # Only the holder of the lock may continue. This job may have been frozen until its lock expired.
     store.check_lock()
     store.rename(draft.directory, step_directory(draft.step))
-    # And the new name: without this sync a power loss can undo the rename.
-    sync(store)
+    # Sync the new name: without this a power loss can undo the rename.
+    sync_names(store)
     return manifest
 
 
-def published(store: Store, draft: Draft) -> Manifest | None:
-    """The manifest of a draft that somebody else has published, durably by now; None where that cannot be told."""
+def find_published(store: Store, draft: Draft) -> Manifest | None:
+    """Find out whether another process published this draft. If so, sync it and return its manifest; None if the
+    manifest is missing or unreadable.
+    """
     directory = step_directory(draft.step)
     try:
         manifest = read_manifest(store, directory)
         if manifest.id != draft.id:
             return None
-        sync(store, directory if draft.is_in_place else "")  # they may not have come to that
-    except FlowstoneError:  # not there, or not legible: whether it will be, only they know
+        # the publisher may have died before it synced the directory
+        sync_names(store, directory if draft.is_in_place else "")
+    except FlowstoneError:  # the manifest is missing or unreadable; the draft may still be published later
         return None
     return manifest
 
 
-def record(store: Store, draft: Draft, store_id: str, made: Publication) -> Manifest:
-    """All that makes a draft a checkpoint but its name, durably; of a draft in place, all but its manifest."""
+def write_draft(store: Store, draft: Draft, store_id: str, made: Publication) -> Manifest:
+    """Write all files durably, but do not rename the directory. If the directory already has the step's name, do not
+    write the manifest.
+    """
     index, objects, totals = made.index, made.objects, made.totals
     _put_both(store, draft, index, objects)
     manifest = Manifest(
@@ -173,26 +180,26 @@ def record(store: Store, draft: Draft, store_id: str, made: Publication) -> Mani
         lossy=_lossy(made.critical),
     )
     if not draft.is_in_place:
-        store.put(inside(draft.directory, MANIFEST_NAME), encode_manifest(manifest))
-        # The entries too: a file whose name is not durable can vanish with a power loss.
-        sync(store, draft.directory)
+        store.put(path_inside(draft.directory, MANIFEST_NAME), encode_manifest(manifest))
+        # Sync the directory too: a file whose name is not durable can vanish after a power loss.
+        sync_names(store, draft.directory)
     return manifest
 
 
 def _put_both(store: Store, draft: Draft, index: bytes, objects: bytes) -> None:
-    both = ((inside(draft.directory, INDEX_NAME), index), (inside(draft.directory, OBJECTS_NAME), objects))
-    at_once(store, [partial(store.put, path, data) for path, data in both])
+    both = ((path_inside(draft.directory, INDEX_NAME), index), (path_inside(draft.directory, OBJECTS_NAME), objects))
+    run_concurrently(store, [partial(store.put, path, data) for path, data in both])
 
 
 def publish_copy(
     store: Store, draft: Draft, manifest: bytes, index: bytes, objects: bytes, check: Callable[[], None] | None = None
 ) -> None:
-    """Commit a draft as a copy of another store's checkpoint: the same bytes, in the order of `publish`.
+    """Commit a draft that is a copy of another store's checkpoint. The bytes of manifest, index and objects are given,
+    and written in the order of `publish`.
 
-    Its segments are durable. Durable on return.
+    Its segments are already durable. Durable on return.
 
-    check   called once only the manifest is missing; what it raises ends the commit
-
+    check   called when only the manifest is missing; an exception from it aborts the commit
     raises  LockedError if the store's lock was lost in the meantime
     """
     _put_both(store, draft, index, objects)
@@ -201,11 +208,11 @@ def publish_copy(
     if draft.is_in_place:
         _put_last(store, draft, manifest)
         return
-    store.put(inside(draft.directory, MANIFEST_NAME), manifest)
-    sync(store, draft.directory)
+    store.put(path_inside(draft.directory, MANIFEST_NAME), manifest)
+    sync_names(store, draft.directory)
     store.check_lock()
     store.rename(draft.directory, step_directory(draft.step))
-    sync(store)
+    sync_names(store)
 
 
 def _critical(made: Publication) -> tuple[str, ...]:
@@ -219,12 +226,12 @@ def _lossy(critical: Sequence[str]) -> tuple[LossyRow, ...] | msgspec.UnsetType:
 
 
 def _put_last(store: Store, draft: Draft, manifest: bytes) -> None:
-    """Commit a draft that is already in the step's directory. See `publish`."""
-    sync(store, draft.directory)
-    sync(store)
+    """Commit a draft that is already in the step's directory, by writing the manifest. See `publish`."""
+    sync_names(store, draft.directory)
+    sync_names(store)
     store.check_lock()
-    store.put(inside(draft.directory, MANIFEST_NAME), manifest)
-    sync(store, draft.directory)
+    store.put(path_inside(draft.directory, MANIFEST_NAME), manifest)
+    sync_names(store, draft.directory)
 
 
 def _now() -> str:

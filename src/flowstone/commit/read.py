@@ -1,4 +1,4 @@
-"""A checkpoint's own files, checked against its manifest before their content is used."""
+"""Reads a checkpoint's own files, and checks them against its manifest before their content is used."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from contextlib import contextmanager
 
 import msgspec
 
-from flowstone.commit.manifests import inside
+from flowstone.commit.manifests import path_inside
 from flowstone.config import CHUNK_BYTES, OBJECTS_BYTES_MAX, OBJECTS_CONTAINERS_MAX, READ_PART_BYTES
 from flowstone.errors import DamagedError, StorageError, UnsupportedStateError
 from flowstone.format import objects
-from flowstone.format.bounds import containers
-from flowstone.format.codec import announced
+from flowstone.format.bounds import count_containers
+from flowstone.format.codec import allowed_codecs
 from flowstone.format.digest import check_chunks, digest
 from flowstone.format.index import Index, check_index_header, decode_index
 from flowstone.format.manifest import (
@@ -26,19 +26,19 @@ from flowstone.format.manifest import (
     SegmentRow,
 )
 from flowstone.format.segment import path_of
-from flowstone.store.at_once import at_once
 from flowstone.store.base import Names
+from flowstone.store.run_concurrently import run_concurrently
 
 
-class Objects(msgspec.Struct, frozen=True):
-    """All values that are not tensors: section to value; in `per_rank`, section to one value per rank."""
+class PlainObjects(msgspec.Struct, frozen=True):
+    """All values that are not tensors: section -> value. `per_rank`: section -> one value for each rank."""
 
     replicated: dict[str, object]
     per_rank: dict[str, list[object]]
 
 
 class _Texts(msgspec.Struct, frozen=True):
-    """The file as JSON: each value's own text."""
+    """The file of all values that are not tensors, as parsed JSON in which each value is still text."""
 
     replicated: dict[str, msgspec.Raw]
     per_rank: dict[str, list[msgspec.Raw]]
@@ -48,45 +48,45 @@ _TEXTS = msgspec.json.Decoder(_Texts)
 
 
 def read_index(store: Names, directory: str, manifest: Manifest) -> Index:
-    """The index, with every byte verified and every row checked."""
-    return decoded_index(store, directory, manifest, index_text(store, directory, manifest))
+    """Read and decode the index. Every byte is verified, and every entry is checked."""
+    return decode_index_bytes(store, directory, manifest, read_index_bytes(store, directory, manifest))
 
 
-def index_text(store: Names, directory: str, manifest: Manifest) -> bytearray:
-    """The file of the index, verified."""
-    path = f"{store.location}/{inside(directory, INDEX_NAME)}"
-    with _memory_enough(path):
-        return _vouched(
+def read_index_bytes(store: Names, directory: str, manifest: Manifest) -> bytearray:
+    """Read the bytes of the index file, and verify them."""
+    path = f"{store.location}/{path_inside(directory, INDEX_NAME)}"
+    with _memory_errors_reported(path):
+        return _read_verified(
             store, directory, manifest.index, INDEX_NAME,
             check_first=lambda part: check_index_header(part, manifest.index.bytes, path=path),
         )
 
 
-def decoded_index(store: Names, directory: str, manifest: Manifest, text: bytearray) -> Index:
-    """The index that its file's bytes are, with every row checked."""
-    path = f"{store.location}/{inside(directory, INDEX_NAME)}"
-    with _memory_enough(path):
+def decode_index_bytes(store: Names, directory: str, manifest: Manifest, text: bytearray) -> Index:
+    """Decode the index from its file's bytes, and check every entry."""
+    path = f"{store.location}/{path_inside(directory, INDEX_NAME)}"
+    with _memory_errors_reported(path):
         return decode_index(
             memoryview(text).toreadonly(), segments=manifest.segments, path=path, is_delta=DELTA in manifest.critical,
-            codecs=announced(manifest.critical), has_copies=COPIES in manifest.critical,
+            codecs=allowed_codecs(manifest.critical), has_copies=COPIES in manifest.critical,
         )
 
 
-def read_objects(store: Names, directory: str, manifest: Manifest, text: bytearray | None = None) -> Objects:
-    """All values that are not tensors, verified and decoded. `text`: the file's, if it is read already."""
-    path = f"{store.location}/{inside(directory, OBJECTS_NAME)}"
-    with _memory_enough(path):
-        return _decoded(objects_text(store, directory, manifest) if text is None else text, path)
+def read_objects(store: Names, directory: str, manifest: Manifest, text: bytearray | None = None) -> PlainObjects:
+    """All values that are not tensors, verified and decoded. `text`: the file's bytes, if they were read already."""
+    path = f"{store.location}/{path_inside(directory, OBJECTS_NAME)}"
+    with _memory_errors_reported(path):
+        return _decode_objects(read_objects_bytes(store, directory, manifest) if text is None else text, path)
 
 
-def objects_text(store: Names, directory: str, manifest: Manifest) -> bytearray:
-    """The file of all values that are not tensors, verified."""
-    with _memory_enough(f"{store.location}/{inside(directory, OBJECTS_NAME)}"):
-        return _vouched(store, directory, manifest.objects, OBJECTS_NAME)
+def read_objects_bytes(store: Names, directory: str, manifest: Manifest) -> bytearray:
+    """The verified bytes of the file that has all values that are not tensors."""
+    with _memory_errors_reported(f"{store.location}/{path_inside(directory, OBJECTS_NAME)}"):
+        return _read_verified(store, directory, manifest.objects, OBJECTS_NAME)
 
 
-def _decoded(data: bytearray, path: str) -> Objects:
-    count = containers(data)
+def _decode_objects(data: bytearray, path: str) -> PlainObjects:
+    count = count_containers(data)
     if count > OBJECTS_CONTAINERS_MAX:
         raise DamagedError(
             f"{path} holds too many lists and dicts",
@@ -102,21 +102,22 @@ def _decoded(data: bytearray, path: str) -> Objects:
         raise DamagedError(
             f"{path} matches its digest, but its content is not valid: {error!s:.300}", next="use an older step"
         ) from error
-    return Objects(replicated, per_rank)
+    return PlainObjects(replicated, per_rank)
 
 
 def encode_sections(sections: Mapping[str, object]) -> dict[str, bytes]:
-    """The text of each section. Raises UnsupportedStateError naming the path of a value without an encoding."""
+    """The JSON of each section. Raises UnsupportedStateError, with the path of the value, if a value cannot be encoded.
+    """
     return {name: bytes(objects.encode_text(value, name)) for name, value in sections.items()}
 
 
 def join_objects(replicated: Mapping[str, bytes], per_rank: Mapping[str, Sequence[bytes]]) -> bytes:
-    """The text of objects.json, from the sections' texts."""
+    """The content of the file objects.json, from the JSON of each section."""
     text = msgspec.json.encode({
         "replicated": {name: msgspec.Raw(text) for name, text in replicated.items()},
         "per_rank": {name: [msgspec.Raw(text) for text in texts] for name, texts in per_rank.items()},
     })
-    count = containers(text)
+    count = count_containers(text)
     if count > OBJECTS_CONTAINERS_MAX or len(text) > OBJECTS_BYTES_MAX:
         raise UnsupportedStateError(
             f"the state has too many plain values for {OBJECTS_NAME}",
@@ -127,61 +128,65 @@ def join_objects(replicated: Mapping[str, bytes], per_rank: Mapping[str, Sequenc
 
 
 def check_segments(store: Names, directory: str, manifest: Manifest) -> None:
-    """Each segment's size and header digest. Raises DamagedError or StorageError."""
+    """Check each segment's size and header digest. Raises DamagedError or StorageError."""
     for row in manifest.segments:
         check_segment(store, directory, row)
 
 
 def check_segment(store: Names, directory: str, row: SegmentRow) -> None:
-    """The size of a segment, and the digest of its header. Raises DamagedError or StorageError."""
-    path = inside(directory, row.name)
+    """Check the size of a segment, and the digest of its header. Raises DamagedError or StorageError."""
+    path = path_inside(directory, row.name)
 
     def header() -> bytes:
         return store.read(path, length=row.header_bytes)
 
-    _, text = at_once(store, [lambda: _check_size(store, path, row.bytes), header])
-    found = digest(text or b"")
-    if found != row.header_digest:
+    _, text = run_concurrently(store, [lambda: _check_size(store, path, row.bytes), header])
+    actual = digest(text or b"")
+    if actual != row.header_digest:
         raise DamagedError(
-            f"the header of {store.location}/{path} is not what was written",
-            range=f"bytes 0..{row.header_bytes}", expected=row.header_digest, found=found,
+            f"the header of {store.location}/{path} does not match its digest",
+            range=f"bytes 0..{row.header_bytes}", expected=row.header_digest, found=actual,
             next="restore the file from a copy, or load an older step",
         )
 
 
 @contextmanager
-def _memory_enough(path: str) -> Iterator[None]:
+def _memory_errors_reported(path: str) -> Iterator[None]:
     try:
         yield
     except MemoryError as error:
         raise StorageError(
             f"there is not enough memory to read {path}", errno=errno.ENOMEM,
-            next="free some memory, or raise the limits on it (ulimit -v, memory.max)",
+            next="free some memory, or raise the memory limits (ulimit -v, memory.max)",
         ) from error
 
 
-def _vouched(
+def _read_verified(
     store: Names, directory: str, row: FileRow, expected_name: str,
     check_first: Callable[[bytes], None] | None = None,
 ) -> bytearray:
-    """A file's bytes, verified against its chunk digests. It is read in parts: damage in the first part is found before
-    memory for the whole length that the manifest claims is allocated.
+    """Read a file, and verify its bytes against the digests of its chunks. The file is read in parts, so that damage in
+    the first part is found before memory for the whole file is allocated. `check_first` is called with the first part.
     """
     if row.name != expected_name:
-        raise DamagedError(f"the manifest names {row.name!r} instead of {expected_name!r}", next="use an older step")
-    path = inside(directory, row.name)
+        raise DamagedError(
+            f"the manifest in {store.location}/{directory} names the file {row.name!r} instead of {expected_name!r}",
+            next="use an older step",
+        )
+    path = path_inside(directory, row.name)
     data = bytearray()
     while len(data) < row.bytes or not row.bytes:
-        at, wanted = len(data), READ_PART_BYTES if data else CHUNK_BYTES
-        length = min(wanted, row.bytes - at)
-        is_last = at + length == row.bytes
-        part = _part(store, path, row.bytes, at, length + is_last)  # a byte more: a file that is longer has one
+        offset, part_bytes = len(data), READ_PART_BYTES if data else CHUNK_BYTES
+        length = min(part_bytes, row.bytes - offset)
+        is_last = offset + length == row.bytes
+        # reads one more byte at the end, to notice a longer file
+        part = _read_part(store, path, row.bytes, offset, length + is_last)
         if len(part) != length:
             _check_size(store, path, row.bytes)
-            _check_length(store, path, at + len(part), row.bytes)  # it has become shorter, or longer, meanwhile
-        chunks = row.chunks[at // CHUNK_BYTES : -(-(at + len(part)) // CHUNK_BYTES)]
-        check_chunks(part, chunks, path=f"{store.location}/{path}", offset=at)
-        if at == 0 and check_first is not None:
+            _check_length(store, path, offset + len(part), row.bytes)  # the file's length has changed meanwhile
+        chunks = row.chunks[offset // CHUNK_BYTES : -(-(offset + len(part)) // CHUNK_BYTES)]
+        check_chunks(part, chunks, path=f"{store.location}/{path}", offset=offset)
+        if offset == 0 and check_first is not None:
             check_first(part)
         data += part
         if not row.bytes:
@@ -189,8 +194,8 @@ def _vouched(
     return data
 
 
-def _part(store: Names, path: str, expected_bytes: int, offset: int, length: int) -> bytes:
-    """Bytes of a file that should have `expected_bytes`. Raises DamagedError if there is none."""
+def _read_part(store: Names, path: str, expected_bytes: int, offset: int, length: int) -> bytes:
+    """Part of a file that should have `expected_bytes`. Raises DamagedError if the file is missing."""
     try:
         return store.read(path, offset=offset, length=length)
     except StorageError as error:
@@ -201,21 +206,21 @@ def _part(store: Names, path: str, expected_bytes: int, offset: int, length: int
 
 def _check_size(store: Names, path: str, expected_bytes: int) -> None:
     try:
-        found = store.size(path)
+        size = store.size(path)
     except StorageError as error:
         if error.errno != errno.ENOENT:
             raise
         raise DamagedError(f"{store.location}/{path} is missing", next=(
-            "it was saved on another path of a striped store: mount that path, or say where it is by fs.Striped"
+            "this file is on another path of a striped store: mount that path, or give its new path in fs.Striped"
             if path_of(path) else "restore the file from a copy, or load an older step"
         )) from error
-    _check_length(store, path, found, expected_bytes)
+    _check_length(store, path, size, expected_bytes)
 
 
-def _check_length(store: Names, path: str, found: int, expected_bytes: int) -> None:
-    if found != expected_bytes:
+def _check_length(store: Names, path: str, size: int, expected_bytes: int) -> None:
+    if size != expected_bytes:
         raise DamagedError(
-            f"{store.location}/{path} is too {'short' if found < expected_bytes else 'long'}",
-            expected=f"{expected_bytes} bytes", found=f"{found} bytes",
+            f"{store.location}/{path} is too {'short' if size < expected_bytes else 'long'}",
+            expected=f"{expected_bytes} bytes", found=f"{size} bytes",
             next="restore the file from a copy, or load an older step",
         )

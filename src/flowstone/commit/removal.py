@@ -1,51 +1,61 @@
-"""Remove a checkpoint's directory: files with names of ours are removed, foreign files stay."""
+"""Removes a checkpoint's directory: files of Flowstone, which are known by their names, are removed; files of other
+programs stay.
+"""
 
 from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Iterable
 
-from flowstone.commit.durable import sync
-from flowstone.commit.entries import Entry, Kind, is_ours, left_directories, new_deleting, step_directory
-from flowstone.commit.manifests import inside
+from flowstone.commit.entries import (
+    EntryKind,
+    StoreEntry,
+    is_checkpoint_file,
+    left_directories,
+    new_deleting,
+    step_directory,
+)
+from flowstone.commit.manifests import path_inside
 from flowstone.errors import StorageError
 from flowstone.format.manifest import MANIFEST_NAME
-from flowstone.store.base import Store
+from flowstone.store.base import Store, sync_names
 
-# Names that network file systems and FUSE give to a file that is removed while open. They vanish by themselves.
+# How network file systems and FUSE rename a file that is removed while it is open. Such files vanish by themselves.
 _STILL_OPEN = (".nfs", ".fuse_hidden")
 
 
-def at_once(act: Callable[[], None]) -> None:
-    """Empty a directory now, on this thread."""
+def run_now(act: Callable[[], None]) -> None:
+    """Call `act`, which empties a directory, now and on this thread."""
     act()
 
 
-def retire(store: Store, step: int) -> Entry:
-    """Turn a step into no checkpoint, durably. Returns the directory to be emptied then."""
+def retire_step(store: Store, step: int) -> StoreEntry:
+    """Rename a step's directory durably, so that it is no longer a checkpoint. Returns its new entry; the caller
+    removes the files in it.
+    """
     name = step_directory(step)
     if store.capabilities.atomic_rename:
         deleting = new_deleting(step)
         store.rename(name, deleting.name)
-        sync(store)
+        sync_names(store)
         return deleting
-    store.remove(inside(name, MANIFEST_NAME))
-    sync(store, name)
-    return Entry(name, Kind.STEP, step, new_deleting(step).id)
+    store.remove(path_inside(name, MANIFEST_NAME))
+    sync_names(store, name)
+    return StoreEntry(name, EntryKind.STEP, step, new_deleting(step).id)
 
 
-def move(store: Store, source: str, target: str) -> None:
-    """Rename a checkpoint's directory to a free name; atomically if the store can, else file by file, manifest first,
-    without the files of other programs.
+def move_directory(store: Store, source: str, target: str) -> None:
+    """Rename a checkpoint's directory to a free name: atomically if the store can. Otherwise its files are renamed one
+    by one, the manifest first; files of other programs stay.
     """
     if store.capabilities.atomic_rename:
         store.rename(source, target)
         return
     store.make_directory(target)
     names = store.names(source)
-    for name in _manifest_first(filter(is_ours, names)):
-        store.rename(inside(source, name), inside(target, name))
-    if all(map(is_ours, names)):
+    for name in _manifest_first(filter(is_checkpoint_file, names)):
+        store.rename(path_inside(source, name), path_inside(target, name))
+    if all(map(is_checkpoint_file, names)):
         store.remove(source)
 
 
@@ -53,19 +63,19 @@ def _manifest_first(names: Iterable[str]) -> list[str]:
     return sorted(names, key=lambda name: name != MANIFEST_NAME)
 
 
-def empty(store: Store, directory: str) -> tuple[str, ...]:
-    """Remove our files from a directory, the manifest first; then the directory itself, if nothing else is in it.
+def empty_directory(store: Store, directory: str) -> tuple[str, ...]:
+    """Remove Flowstone's files from a directory, the manifest first; then the directory itself, if it is empty.
 
-    The manifest first, so that a half-removed directory is no checkpoint under any name.
+    The manifest is removed first, so that a half-removed directory is not a checkpoint under any name.
 
-    returns  the names of foreign files, which stay, and the directory with them
-    raises   StorageError: the first one, after everything else was removed
+    returns  the names of other programs' files, which stay, as does the directory then
+    raises   StorageError  a file could not be removed; raised after all others were
     """
     names = store.names(directory)
     failure: StorageError | None = None
-    for name in _manifest_first(filter(is_ours, names)):
+    for name in _manifest_first(filter(is_checkpoint_file, names)):
         try:
-            store.remove(inside(directory, name))
+            store.remove(path_inside(directory, name))
         except StorageError as error:
             if name == MANIFEST_NAME:
                 raise
@@ -81,23 +91,23 @@ def empty(store: Store, directory: str) -> tuple[str, ...]:
 def remove_all(store: Store, directory: str) -> None:
     """Remove a directory with every file in it. Only for directories in which no other program puts files."""
     for name in store.names(directory):
-        store.remove(inside(directory, name))
+        store.remove(path_inside(directory, name))
     store.remove(directory)
 
 
-def set_apart(store: Store, entry: Entry) -> str:
-    """Rename a directory with foreign files to a name that is neither a step's nor a leftover's. Returns the new name.
+def rename_foreign_directory(store: Store, entry: StoreEntry) -> str:
+    """Rename a directory that has files of other programs to a name that later sweeps ignore. Returns the new name.
 
-    Without atomic renames it keeps its name: without a manifest it is no checkpoint, and foreign files are not copied.
+    In a store without atomic renames, the directory keeps its name. It has no manifest, so it is not a checkpoint.
     """
     if not store.capabilities.atomic_rename:
         return entry.name
     name, other = left_directories(entry)
     try:
-        move(store, entry.name, name)
+        move_directory(store, entry.name, name)
     except StorageError as error:
         if error.errno != errno.EEXIST:
             raise
-        move(store, entry.name, other)
+        move_directory(store, entry.name, other)
         return other
     return name

@@ -1,4 +1,6 @@
-"""Retention: which of a store's own checkpoints are removed, and in what order (docs/ORDERING.md, Retention)."""
+"""Retention: decides which of a store's own checkpoints are removed, and removes them in a safe order
+(docs/ORDERING.md, Retention).
+"""
 
 from __future__ import annotations
 
@@ -8,20 +10,19 @@ from functools import partial
 import msgspec
 
 from flowstone.commit import catalog, removal
-from flowstone.commit.entries import Entry, step_directory
-from flowstone.commit.manifests import inside, read_manifest, read_marker
+from flowstone.commit.entries import StoreEntry, step_directory
+from flowstone.commit.manifests import path_inside, read_manifest, read_marker
 from flowstone.config import Keep, KeepRule
 from flowstone.errors import FormatError, NoCheckpointError, StorageError
 from flowstone.format.manifest import MANIFEST_NAME
 from flowstone.log import log
 from flowstone.store.base import Names, Store
 
-_LISTED_MAX = 5  # steps that one log line lists, the newest
+_LISTED_MAX = 5  # how many steps one log line lists, the newest ones
 
 
-
-class Verdict(msgspec.Struct, frozen=True):
-    """Retention's decision about one step, and the reason. `foreign`: another store's step, which stays."""
+class RetentionDecision(msgspec.Struct, frozen=True):
+    """Whether retention keeps a step, and why. `foreign`: whether another store saved the step; such a step is kept."""
 
     step: int
     keep: bool
@@ -29,18 +30,19 @@ class Verdict(msgspec.Struct, frozen=True):
     foreign: bool = False
 
 
-def decide(
+def decide_retention(
     existing: Sequence[int], keep: Keep | KeepRule | None, *, committed: int | None = None,
     foreign: Callable[[int], str | None] | None = None, awaited: Collection[int] = (),
-) -> tuple[Verdict, ...]:
-    """A verdict on each of `existing` (steps with a manifest, ascending). Foreign steps stay, and do not count.
+) -> tuple[RetentionDecision, ...]:
+    """Decide which of `existing` (the steps with a manifest, ascending) are kept. Steps that another store saved are
+    always kept, and do not count against a limit.
 
-    committed  the step just committed: it and newer ones stay; newer ones do not count
-    foreign    why a step is not this store's own, None if it is; called only if the answer matters
-    awaited    steps that another tier is still to get: they stay, and count like others
+    committed  the step that was just committed. It and newer steps are kept, and the newer ones do not count
+    foreign    returns why this store did not save a step; None if it saved the step. Called only if the answer matters
+    awaited    steps that must still be copied to another tier. They are kept, and count like others
     """
     if keep is None:
-        return tuple(Verdict(step, True, "everything is kept") for step in existing)
+        return tuple(RetentionDecision(step, True, "all steps are kept") for step in existing)
     if not isinstance(keep, Keep):
         decided = _decide_by_rule(existing, keep, committed, foreign)
     else:
@@ -49,60 +51,65 @@ def decide(
         return decided
     waiting = set(awaited)
     return tuple(
-        Verdict(one.step, True, "another tier is still to get it") if not one.keep and one.step in waiting else one
-        for one in decided
+        RetentionDecision(verdict.step, True, "not copied to another tier yet")
+        if not verdict.keep and verdict.step in waiting else verdict
+        for verdict in decided
     )
 
 
 def _decide_by_number(
     existing: Sequence[int], keep: Keep, committed: int | None, foreign: Callable[[int], str | None] | None
-) -> tuple[Verdict, ...]:
+) -> tuple[RetentionDecision, ...]:
     verdicts, counted = [], 0
     for step in reversed(existing):
         is_newer = committed is not None and step > committed
         if not is_newer and counted >= keep.last and keep.every is not None and step % keep.every == 0:
-            verdicts.append(Verdict(step, True, f"a multiple of {keep.every}"))
+            verdicts.append(RetentionDecision(step, True, f"a multiple of {keep.every}"))
         elif step != committed and foreign is not None and (why := foreign(step)) is not None:
-            verdicts.append(Verdict(step, True, why, foreign=True))
+            verdicts.append(RetentionDecision(step, True, why, foreign=True))
         elif is_newer:
-            verdicts.append(Verdict(step, True, f"newer than {committed}, which was just committed"))
+            verdicts.append(RetentionDecision(step, True, f"newer than {committed}, which was just committed"))
         elif counted < keep.last:
             counted += 1
-            verdicts.append(Verdict(step, True, f"among the newest {keep.last}"))
+            verdicts.append(RetentionDecision(step, True, f"among the newest {keep.last}"))
         else:
-            verdicts.append(Verdict(step, False, f"older than the newest {keep.last}"))
+            verdicts.append(RetentionDecision(step, False, f"older than the newest {keep.last}"))
     return tuple(reversed(verdicts))
 
 
 def _decide_by_rule(
     existing: Sequence[int], rule: KeepRule, committed: int | None, foreign: Callable[[int], str | None] | None
-) -> tuple[Verdict, ...]:
-    """The same by a rule of the caller's, which sees only the store's own steps up to the committed one."""
+) -> tuple[RetentionDecision, ...]:
+    """Decide by the user's own rule. The rule gets only steps that this store saved, up to the committed one."""
     verdicts = {}
     for step in existing:
         if committed is not None and step > committed:
-            verdicts[step] = Verdict(step, True, f"newer than {committed}, which was just committed")
+            verdicts[step] = RetentionDecision(step, True, f"newer than {committed}, which was just committed")
         elif step != committed and foreign is not None and (why := foreign(step)) is not None:
-            verdicts[step] = Verdict(step, True, why, foreign=True)
+            verdicts[step] = RetentionDecision(step, True, why, foreign=True)
     own = tuple(step for step in existing if step not in verdicts)
     chosen = {*rule(own), *own[-1:]} if own else set()
     for step in own:
-        says = "kept by the rule" if step in chosen else "given up by the rule"
-        verdicts[step] = Verdict(step, step in chosen, says)
+        says = "kept by the rule" if step in chosen else "expired by the rule"
+        verdicts[step] = RetentionDecision(step, step in chosen, says)
     return tuple(verdicts[step] for step in existing)
 
 
-def prune(
-    store: Store, verdicts: Iterable[Verdict], on_removed: Callable[[str, str, StorageError | None], None],
-    on_left: Callable[[str, str], None] | None = None, later: Callable[[Callable[[], None]], None] = removal.at_once,
+def remove_expired(
+    store: Store, verdicts: Iterable[RetentionDecision], on_removed: Callable[[str, str, StorageError | None], None],
+    on_left: Callable[[str, str], None] | None = None,
+    run_later: Callable[[Callable[[], None]], None] = removal.run_now,
 ) -> None:
-    """Remove each step that its verdict gives up, oldest first. Needs the lock, and checks it before each removal.
+    """Remove each expired step, oldest first. The caller must hold the store's lock, which is checked before each
+    removal.
 
-    on_removed  called with each directory, the reason, and the error if it could not be removed; a later sweep removes
-                the rest
-    on_left     called with what stays of a removed step
-    later       is given what empties a directory that is no step any more, to call it
-    raises      LockedError once the lock is lost
+    on_removed  called with each directory, the reason, and None; or the error if the directory could not be removed. In
+                that case a later sweep removes it
+    on_left     called if files of other programs stay in the directory of a removed step: with its name and a list of
+                these files
+    run_later   called with a function that empties the directory of a removed step; it must call that function, now or
+                later
+    raises      LockedError  the lock was lost
     """
     for verdict in verdicts:
         if verdict.keep:
@@ -110,18 +117,21 @@ def prune(
         name = step_directory(verdict.step)
         try:
             store.check_lock()
-            retired = removal.retire(store, verdict.step)
+            retired = removal.retire_step(store, verdict.step)
         except StorageError as error:
             on_removed(name, verdict.reason, error)
         else:
-            later(partial(empty, store, retired, name, verdict.reason, on_removed, on_left))
+            run_later(partial(empty_retired, store, retired, name, verdict.reason, on_removed, on_left))
 
 
-def empty(
-    store: Store, retired: Entry, name: str, reason: str, on_removed: Callable[[str, str, StorageError | None], None],
+def empty_retired(
+    store: Store, retired: StoreEntry, name: str, reason: str,
+    on_removed: Callable[[str, str, StorageError | None], None],
     on_left: Callable[[str, str], None] | None = None,
 ) -> None:
-    """Remove the files of what had that `name`, and is no step or journal now; tell as `prune` does. Any thread."""
+    """Remove the files of a step or journal whose directory was renamed from `name`. Reports as `remove_expired` does.
+    Can be called on any thread.
+    """
     try:
         left = catalog.finish_deletion(store, retired)
     except StorageError as error:
@@ -132,10 +142,10 @@ def empty(
             on_left(name, left)
 
 
-def whose(store: Names, step: int, store_id: str) -> str | None:
-    """Why a step does not belong to the store with that identity; None if it does.
+def why_foreign(store: Names, step: int, store_id: str) -> str | None:
+    """Why the store with the identity `store_id` did not save `step`; None if it saved the step.
 
-    raises  StorageError if that cannot be found out
+    raises  StorageError if its manifest cannot be read
     """
     directory = step_directory(step)
     if store.is_link(directory):
@@ -149,22 +159,21 @@ def whose(store: Names, step: int, store_id: str) -> str | None:
     return None if manifest.store == store_id else "was saved into another store"
 
 
-def foreign_or_own(store: Names, step: int) -> str:
-    """A step, as text for a message; if it is not the store's own, with the reason."""
+def describe_step(store: Names, step: int) -> str:
+    """A text that names a step, for a message. If this store did not save the step, the text says why."""
     why: str | None = None
     try:
-        if store.exists(step_directory(step)):  # else it is still being moved
-            why = whose(store, step, read_marker(store).store)
+        if store.exists(step_directory(step)):  # otherwise another thread is renaming it
+            why = why_foreign(store, step, read_marker(store).store)
     except (FormatError, StorageError):
-        why = None  # safe: the message only lacks one fact
+        why = None  # then the message lacks the reason
     return f"step {step}" if why is None else f"step {step}, which {why}"
 
 
 class Retention:
-    """Retention of one job. Remembers for each step whether it is the store's own.
+    """Retention of one job. Remembers for each step whether this store saved it.
 
-    on_left  called once for each step that stays because it is not
-    awaited  is asked for the steps that another tier is still to get from this store
+    on_left  called once for each step that stays because this store did not save it
     """
 
     def __init__(
@@ -172,54 +181,66 @@ class Retention:
         on_removed: Callable[[str, str, StorageError | None], None], on_left: Callable[[str, str], None],
     ) -> None:
         self._store, self._store_id, self._keep = store, store_id, keep
-        self.awaited: Callable[[], Collection[int]] = tuple
         self._on_removed, self._on_left = on_removed, on_left
-        self._known: dict[int, tuple[str, str | None]] = {}  # step -> stamp of its manifest, why it is foreign
-        self._told: set[tuple[int, str]] = set()
+        # step -> state of its manifest file, and why the step is foreign (None: it is not)
+        self._ownership: dict[int, tuple[str, str | None]] = {}
+        self._reported: set[tuple[int, str]] = set()
 
-    def run(self, committed: int, later: Callable[[Callable[[], None]], None] = removal.at_once) -> None:
-        """Remove the steps that `keep` gives up, after a step was committed. Raises LockedError, StorageError.
+    def run(
+        self, committed: int, run_later: Callable[[Callable[[], None]], None] = removal.run_now,
+        awaited: Collection[int] = (),
+    ) -> None:
+        """Remove the steps that the option `keep` does not keep. Called after a step was committed. Raises LockedError,
+        StorageError.
 
-        later  see `prune`
+        run_later  see `remove_expired`
+        awaited    see `decide_retention`
         """
         if self._keep is None:
             return
         existing = catalog.steps(self._store)
-        verdicts = decide(existing, self._keep, committed=committed, foreign=self._foreign, awaited=self.awaited())
-        self._tell([verdict for verdict in verdicts if verdict.foreign], committed)
-        prune(self._store, verdicts, self._on_removed, self._stays, later)
+        verdicts = decide_retention(
+            existing, self._keep, committed=committed, foreign=self._foreign, awaited=awaited
+        )
+        self._report_foreign([verdict for verdict in verdicts if verdict.foreign], committed)
+        remove_expired(self._store, verdicts, self._on_removed, self._report_kept, run_later)
         here = set(existing)
-        self._known = {step: known for step, known in self._known.items() if step in here}
+        self._ownership = {step: entry for step, entry in self._ownership.items() if step in here}
 
-    def _tell(self, foreign: Sequence[Verdict], committed: int) -> None:
-        """Report each foreign step once; one log line for all, since there may be many."""
+    def _report_foreign(self, foreign: Sequence[RetentionDecision], committed: int) -> None:
+        """Report each step that another store saved once, all in one log line, since there may be many."""
         lines = []
         for verdict in foreign:
-            if (verdict.step, verdict.reason) not in self._told:
-                self._told.add((verdict.step, verdict.reason))
-                newer = f"; it is newer than step {committed}, so load() takes it" * (verdict.step > committed)
+            if (verdict.step, verdict.reason) not in self._reported:
+                self._reported.add((verdict.step, verdict.reason))
+                newer = f"; it is newer than step {committed}, so load() loads it" * (verdict.step > committed)
                 name, why = step_directory(verdict.step), f"{verdict.reason}{newer}"
                 lines.append(f"{name} {why}")
                 self._on_left(name, why)
         if lines:
             more = f" (and {len(lines) - _LISTED_MAX} more)" * (len(lines) > _LISTED_MAX)
             listed = "; ".join(lines[-_LISTED_MAX:])
-            log.warning("not saved by this store and left alone, in %s: %s%s", self._store.location, listed, more)
+            log.warning(
+                "retention keeps checkpoints in %s that were saved into other stores: %s%s",
+                self._store.location, listed, more,
+            )
 
-    def _stays(self, name: str, why: str) -> None:
+    def _report_kept(self, name: str, why: str) -> None:
         log.warning("%s/%s: %s", self._store.location, name, why)
         self._on_left(name, why)
 
     def _foreign(self, step: int) -> str | None:
-        """See `whose`; each manifest is read once. A step that cannot be checked now counts as foreign for now."""
+        """Like `why_foreign`, but a manifest is read again only if it has changed. A step whose manifest cannot be read
+        counts as foreign until the manifest can be read.
+        """
         directory = step_directory(step)
         try:
             if self._store.is_link(directory):
                 return "is a link"
-            stamp = self._store.stamp(inside(directory, MANIFEST_NAME)) or ""
-            if self._known.get(step, ("", None))[0] != stamp or not stamp:
-                self._known[step] = stamp, whose(self._store, step, self._store_id)
-            return self._known[step][1]
+            stamp = self._store.stamp(path_inside(directory, MANIFEST_NAME)) or ""
+            if self._ownership.get(step, ("", None))[0] != stamp or not stamp:
+                self._ownership[step] = stamp, why_foreign(self._store, step, self._store_id)
+            return self._ownership[step][1]
         except StorageError as error:
             return f"cannot be read ({error.message})"
 

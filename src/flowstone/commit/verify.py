@@ -1,7 +1,7 @@
-"""Verification: every byte of every file of a checkpoint, padding included, without a tensor library.
+"""Verification: checks every byte of every file of a checkpoint, padding included, without a tensor library.
 
-Of a base's files, the bytes that the checkpoint refers to: the rest is another's.
-Segments are checked in shares of bytes: one, or several by processes that need not be on one machine.
+In files of earlier checkpoints, only the bytes that this checkpoint refers to are checked. The bytes of all segments
+are divided into shares; each process, possibly on another machine, checks one share.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from flowstone import _native
+from flowstone._native import Arena, ReadExtents
 from flowstone.commit import read as contents
-from flowstone.commit.manifests import inside, read_manifest
+from flowstone.commit.manifests import path_inside, read_manifest
 from flowstone.config import CHUNK_BYTES
 from flowstone.errors import FlowstoneError, FormatError, StorageError, is_damage
 from flowstone.format.codec import CAST
-from flowstone.format.derived import cast_chunks, halves_of, stored_columns
+from flowstone.format.derived import cast_chunks, source_chunk_counts, stored_columns
 from flowstone.format.digest import digest, zero_digest
 from flowstone.format.index import Index
 from flowstone.format.manifest import MANIFEST_NAME, Manifest, SegmentRow
-from flowstone.format.segment import CHUNKS_ENTRY, PAD_PREFIX, Entry, entry_name, parse_header
+from flowstone.format.segment import CHUNKS_ENTRY, PAD_PREFIX, HeaderEntry, entry_name, parse_header
 from flowstone.store.base import Store, finish_reading
 from flowstone.table.chunks import CODEC_XOR, BaseColumns, Chunks, spread
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One difference from what was written."""
+    """One fault of a file: what is wrong, and where."""
 
     file: str
     what: str
@@ -40,7 +40,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """The result for one checkpoint. `extra`: files that the manifest does not mention, which are harmless."""
+    """The result of verifying one checkpoint. `extra`: files that the manifest does not mention; they are harmless."""
 
     step: int
     findings: tuple[Finding, ...]
@@ -53,12 +53,13 @@ class Verified:
 
 
 class _Runs(msgspec.Struct, frozen=True, eq=False):
-    """Runs of at most CHUNK_BYTES of a segment, as columns, each with its expected digest.
+    """The ranges of a segment's bytes that are checked: its chunks and the padding between them, each at most
+    CHUNK_BYTES long. Each array has one entry for each range; `digest` is the expected one.
 
-    length      as stored
-    piece       index row of the piece that the run is a chunk of; -1 for padding
-    chunk       number of the run in that piece
-    data_bytes  length of the data that it is stored for, with `codec`
+    length      stored length
+    piece       position, in the index, of the piece to which the chunk belongs; -1 for padding
+    chunk       number of the chunk in that piece
+    data_bytes  length before encoding by `codec`
     """
 
     offset: NDArray[np.int64]
@@ -70,29 +71,32 @@ class _Runs(msgspec.Struct, frozen=True, eq=False):
     codec: NDArray[np.uint8]
 
     def within(self, begin: int, end: int) -> _Runs:
-        """Those that begin in bytes [begin, end) of the segment."""
+        """The ranges that begin in bytes `begin` to `end` - 1 of the segment."""
         first, last = np.searchsorted(self.offset, (begin, end)).tolist()
         return _Runs(*(getattr(self, name)[first:last] for name in self.__struct_fields__))
 
-    def told(self, at: int, index: Index) -> str:
-        """A run, as text for a finding."""
-        begin, piece = int(self.offset[at]), int(self.piece[at])
-        reach = f"bytes {begin}..{begin + int(self.length[at])}"
+    def describe(self, row: int, index: Index) -> str:
+        """The text of a finding about the range number `row`: it names the tensor and the chunk, or says that it is
+        padding.
+        """
+        begin, piece = int(self.offset[row]), int(self.piece[row])
+        reach = f"bytes {begin}..{begin + int(self.length[row])}"
         if piece < 0:
             return f"padding, {reach}"
-        return f"tensor {index.tensors.names[int(index.pieces.tensor[piece])]!r}, chunk {int(self.chunk[at])}, {reach}"
+        return f"tensor {index.tensors.names[int(index.pieces.tensor[piece])]!r}, chunk {int(self.chunk[row])}, {reach}"
 
 
-class Share(msgspec.Struct, frozen=True):
-    """Bytes [begin, end) of a checkpoint's segments, as if these lay end to end. A segment's header, and each chunk,
-    belongs to the share in which it begins."""
+class VerifyShare(msgspec.Struct, frozen=True):
+    """The part of a checkpoint that one process checks: bytes `begin` to `end` - 1 of its segments, as if they were
+    concatenated. A segment's header, and each chunk, belongs to the share in which it begins.
+    """
 
     begin: int
     end: int
 
-    def owns(self, at: int) -> bool:
-        """Whether what begins at that byte belongs to it."""
-        return self.begin <= at < self.end
+    def owns(self, offset: int) -> bool:
+        """Whether a header or chunk that begins at this byte belongs to the share."""
+        return self.begin <= offset < self.end
 
 
 Findings: TypeAlias = tuple[Finding, ...]
@@ -103,7 +107,7 @@ def verify(
 ) -> Verified:
     """Check every byte that the manifest in `directory` lists. Blocks.
 
-    check_all  checks the segments: by `check_share`, of one share or several
+    check_all  checks the segments, by calling `check_share` for one share or several
     raises     NoCheckpointError; DamagedError if the manifest itself is damaged; StorageError if a file could not be
                read for a reason other than damage
     """
@@ -112,21 +116,22 @@ def verify(
     index = _gather(findings, "index.safetensors", lambda: contents.read_index(store, directory, manifest))
     _gather(findings, "objects.json", lambda: contents.read_objects(store, directory, manifest))
     order = {row.name: number for number, row in enumerate(manifest.segments)}
-    found = check_all(manifest, index)
-    findings += sorted(found, key=lambda finding: order.get(finding.file, len(order)))
-    known = {row.name for row in manifest.segments} | {manifest.index.name, manifest.objects.name, MANIFEST_NAME}
-    extra = tuple(name for name in store.names(directory) if name not in known)
+    differences = check_all(manifest, index)
+    findings += sorted(differences, key=lambda finding: order.get(finding.file, len(order)))
+    listed = {row.name for row in manifest.segments} | {manifest.index.name, manifest.objects.name, MANIFEST_NAME}
+    extra = tuple(name for name in store.names(directory) if name not in listed)
     return Verified(manifest.step, tuple(findings), _bytes(store, directory, manifest), extra)
 
 
 def segment_bytes(manifest: Manifest) -> int:
-    """The length of all segments: a share from 0 to there is all of them."""
+    """The length of all segments together, in bytes. A share from 0 to this length covers all of them."""
     return sum(row.bytes for row in manifest.segments)
 
 
-@dataclass(frozen=True, slots=True)
-class Checked:
-    """A checkpoint whose manifest and index were read; without an index, only headers can be checked."""
+class CheckedFiles(msgspec.Struct, frozen=True, eq=False):
+    """A checkpoint that is checked: its directory, manifest and index. `index` is None if the index is damaged: then
+    only the segments' headers can be checked.
+    """
 
     store: Store
     directory: str
@@ -135,11 +140,11 @@ class Checked:
 
 
 def check_share(
-    checked: Checked, share: Share, arena: _native.Arena, on_progress: Callable[[int], None] | None = None
+    checked: CheckedFiles, share: VerifyShare, arena: Arena, on_progress: Callable[[int], None] | None = None
 ) -> Findings:
-    """What differs in a share of the segments. Blocks.
+    """Check a share (a part) of the segments, and return the faults that were found. Blocks.
 
-    on_progress  is told the bytes done
+    on_progress  called with the number of bytes checked
     raises       StorageError if a file could not be read for a reason other than damage
     """
     findings: list[Finding] = []
@@ -149,10 +154,11 @@ def check_share(
     for row, begin, end in zip(checked.manifest.segments, begins[:-1], begins[1:], strict=True):
         if end <= share.begin or share.end <= begin:
             continue
-        own: list[Finding] = []  # told once, by the share that the header belongs to
+        own: list[Finding] = []  # reported only by the share in which the header begins
         if _segment_is_whole(store, directory, row, own):
             sound.append((row, begin))
-            if index is not None and row.home is None and share.owns(begin):  # a base's header lists what that has
+            # the header of an earlier checkpoint's file lists that checkpoint's tensors
+            if index is not None and row.home is None and share.owns(begin):
                 _check_entries(store, directory, row, index, own)
         findings += own if share.owns(begin) else []
     if index is not None:
@@ -176,15 +182,17 @@ def _gather(findings: list[Finding], file: str, check: Callable[[], Index | obje
 
 
 def _finding(file: str, error: FlowstoneError) -> Finding:
-    """The finding for an error on a file. Raises the error again if it does not show damage."""
+    """The finding for an error that means damage of a file. Raises any other error again."""
     if not is_damage(error):
         raise error
     return Finding(file, str(error))
 
 
 def _segment_is_whole(store: Store, directory: str, row: SegmentRow, findings: list[Finding]) -> bool:
-    """Check size and header; a difference is a finding, and the segment is not checked further."""
-    path = inside(directory, row.name)
+    """Check a segment's size and header, and add faults to `findings`. Returns whether the segment's chunks can be
+    checked.
+    """
+    path = path_inside(directory, row.name)
     if not store.exists(path):
         findings.append(Finding(row.name, "is missing"))
         return False
@@ -193,25 +201,27 @@ def _segment_is_whole(store: Store, directory: str, row: SegmentRow, findings: l
         if size != row.bytes:
             findings.append(Finding(row.name, f"has {size} bytes instead of {row.bytes}"))
             return False
-        found = digest(store.read(path, length=row.header_bytes))
+        header_digest = digest(store.read(path, length=row.header_bytes))
     except StorageError as error:
         findings.append(_finding(row.name, error))
         return False
-    if found != row.header_digest:
-        findings.append(Finding(row.name, f"header, bytes 0..{row.header_bytes}: not what was written"))
+    if header_digest != row.header_digest:
+        findings.append(Finding(row.name, f"header, bytes 0..{row.header_bytes}: does not match its digest"))
     return True
 
 
 def _check_entries(store: Store, directory: str, row: SegmentRow, index: Index, findings: list[Finding]) -> None:
-    """Check that header and index agree, so that other readers see the same tensors as ours."""
-    path = inside(directory, row.name)
+    """Check that a segment's header and the index agree, so that other readers of safetensors files see the same
+    tensors.
+    """
+    path = path_inside(directory, row.name)
     try:
         entries, _, start = parse_header(store.read(path, length=row.header_bytes), path=path)
     except (FormatError, StorageError) as error:
         findings.append(_finding(row.name, error))
         return
     expected, chunks = {}, index.chunks
-    if chunks.stored is not None:  # pieces without elements have no place
+    if chunks.stored is not None:  # pieces without elements are not stored
         entries = {name: entry for name, entry in entries.items() if entry.end > entry.begin}
     if list(entries) == [CHUNKS_ENTRY]:
         _check_whole_entry(row, entries[CHUNKS_ENTRY], start, findings)
@@ -228,29 +238,31 @@ def _check_entries(store: Store, directory: str, row: SegmentRow, index: Index, 
             box = index.pieces.box(piece)
             name, shape = entry_name(name, box, shape), box.shape
         expected[name] = (dtype.stored, (*shape, dtype.item_bytes) if dtype.as_bytes else shape, begin, end)
-    found = {e.name: (e.dtype, e.shape, e.begin, e.end) for e in entries.values() if not e.name.startswith(PAD_PREFIX)}
-    differing = [name for name in sorted(expected.keys() | found.keys()) if expected.get(name) != found.get(name)]
-    listed = {place[2:] for name, place in found.items() if expected.get(name) == place}
-    differing = [name for name in differing if name in found or expected[name][2:] not in listed]  # others are copies
+    actual = {e.name: (e.dtype, e.shape, e.begin, e.end) for e in entries.values() if not e.name.startswith(PAD_PREFIX)}
+    differing = [name for name in sorted(expected.keys() | actual.keys()) if expected.get(name) != actual.get(name)]
+    listed = {place[2:] for name, place in actual.items() if expected.get(name) == place}
+    # A tensor without an entry of its own is a copy of another tensor, if the header lists that tensor's bytes under
+    # the expected name.
+    differing = [name for name in differing if name in actual or expected[name][2:] not in listed]
     findings += [Finding(row.name, f"entry {name!r} differs between header and index") for name in differing]
     if entries and start + max(entry.end for entry in entries.values()) != row.bytes:
-        findings.append(Finding(row.name, "the header does not account for the whole file"))
+        findings.append(Finding(row.name, "its header does not describe the end of the file"))
 
 
-def _check_whole_entry(row: SegmentRow, entry: Entry, start: int, findings: list[Finding]) -> None:
-    """Check the entry of a segment that holds chunks, not pieces."""
+def _check_whole_entry(row: SegmentRow, entry: HeaderEntry, start: int, findings: list[Finding]) -> None:
+    """Check the only entry of a segment that stores chunks in any order instead of whole pieces."""
     bytes_ = row.bytes - start
     if (entry.dtype, entry.shape, entry.begin, entry.end) != ("U8", (bytes_,), 0, bytes_):
-        findings.append(Finding(row.name, f"entry {CHUNKS_ENTRY!r} does not account for the whole file"))
+        findings.append(Finding(row.name, f"entry {CHUNKS_ENTRY!r} does not reach the end of the file"))
 
 
 def _check_runs(
-    checked: Checked, segments: Sequence[SegmentRow], runs: Sequence[_Runs], arena: _native.Arena,
+    checked: CheckedFiles, segments: Sequence[SegmentRow], runs: Sequence[_Runs], arena: Arena,
     on_progress: Callable[[int], None] | None, findings: list[Finding],
 ) -> None:
-    assert checked.index is not None, "runs come from the index"
+    assert checked.index is not None, "there are no runs without an index"
     counts = [len(run.offset) for run in runs]
-    none = np.zeros(0, np.int64)  # for a share without an undamaged segment
+    none = np.zeros(0, np.int64)  # used if no undamaged segment is in the share
     offset, length, digests = (
         np.concatenate([none.astype(np.uint64), *(getattr(run, name).astype(np.uint64) for run in runs)])
         for name in ("offset", "length", "digest")
@@ -259,15 +271,16 @@ def _check_runs(
     codec = np.concatenate([none.astype(np.uint8), *(run.codec for run in runs)])
     data_bytes = np.concatenate([none.astype(np.uint64), *(run.data_bytes.astype(np.uint64) for run in runs)])
     bases, lacking = _bases(checked, checked.index.chunks, runs, len(segments))
-    codec[lacking], data_bytes[lacking] = 0, length[lacking]  # what is stored is checked, and told of the base's file
-    stored = (file, offset, length.astype(np.uint32), codec) if codec.any() else None  # encoded chunks are decoded, too
-    rows = _native.ReadExtents(
-        file=file, offset=offset, length=data_bytes,
-        address=np.full(count, _native.VERIFY_ONLY, np.uint64), chunk=np.arange(count, dtype=np.uint64),
-        first=np.zeros(count, np.uint64), last=np.ones(count, np.uint64), layout=np.full(count, -1, np.int64),
-        layouts=[], digests=digests, stored=stored, bases=bases,
+    # checked without decoding; a missing base file has its own finding
+    codec[lacking], data_bytes[lacking] = 0, length[lacking]
+    # encoded chunks are checked after decoding, too
+    stored = (file, offset, length.astype(np.uint32), codec) if codec.any() else None
+    rows = ReadExtents(
+        file=file, offset=offset, length=data_bytes, chunk=np.arange(count, dtype=np.uint64),
+        first=np.zeros(count, np.uint64), last=np.ones(count, np.uint64), digests=digests,
     )
-    paths = [inside(checked.directory, row.name) for row in [*segments, *checked.manifest.segments]]
+    rows.locate_chunks(stored, bases)
+    paths = [path_inside(checked.directory, row.name) for row in [*segments, *checked.manifest.segments]]
     reading = checked.store.read_extents(
         paths, rows, arena, wanted_bytes=int(length.sum()), stop_at_bad=False, past_cache=True
     )
@@ -275,68 +288,71 @@ def _check_runs(
     ends = np.cumsum(counts)
     for position in receipt.bad.tolist():
         segment = int(np.searchsorted(ends, position, side="right"))
-        at = position - (int(ends[segment]) - counts[segment])
-        told = runs[segment].told(at, checked.index)
-        findings.append(Finding(segments[segment].name, f"{told}: not what was written"))
+        run_row = position - (int(ends[segment]) - counts[segment])
+        description = runs[segment].describe(run_row, checked.index)
+        findings.append(Finding(segments[segment].name, f"{description}: does not match its digest"))
     if receipt.error is not None:
         findings.append(_finding(checked.directory, receipt.error))
 
 
 def _bases(
-    checked: Checked, chunks: Chunks, runs: Sequence[_Runs], first_file: int
+    checked: CheckedFiles, chunks: Chunks, runs: Sequence[_Runs], first_file: int
 ) -> tuple[BaseColumns | None, NDArray[np.int64]]:
-    """The bases of runs, for the engine, and the numbers of runs whose base is in a file that is not there."""
+    """For the engine: the bases of the chunks in these ranges (a chunk may be stored as its difference from a base),
+    and the numbers of the ranges whose base is in a missing file.
+    """
     none = np.zeros(0, np.int64)
     if chunks.stored is None or chunks.stored.bases is None:
         return None, none
     piece, chunk = (np.concatenate([none, *(getattr(run, name) for run in runs)]) for name in ("piece", "chunk"))
-    at = np.flatnonzero(piece >= 0)
-    numbers = chunks.first[piece[at]] + chunk[at]
+    rows = np.flatnonzero(piece >= 0)
+    numbers = chunks.first[piece[rows]] + chunk[rows]
     there = np.array([_is_there(checked, row) for row in checked.manifest.segments], np.bool_)
     is_near = chunks.stored.codec[numbers] == CODEC_XOR
     is_lacking = is_near & ~there[chunks.stored.bases.segment[numbers]]
-    found = chunks.bases_of(numbers[~is_lacking], first_file=first_file)
-    if found is not None:
-        found = at[~is_lacking][found[0].astype(np.int64)].astype(np.uint64), *found[1:]
-    return found, at[is_lacking]
+    bases = chunks.bases_of(numbers[~is_lacking], first_file=first_file)
+    if bases is not None:
+        bases = rows[~is_lacking][bases[0].astype(np.int64)].astype(np.uint64), *bases[1:]
+    return bases, rows[is_lacking]
 
 
-def _is_there(checked: Checked, row: SegmentRow) -> bool:
-    path = inside(checked.directory, row.name)
+def _is_there(checked: CheckedFiles, row: SegmentRow) -> bool:
+    path = path_inside(checked.directory, row.name)
     return checked.store.exists(path) and checked.store.size(path) == row.bytes
 
 
-def _check_casts(checked: Checked, index: Index, arena: _native.Arena, findings: list[Finding]) -> None:
-    """Check that what is rounded from other chunks is what was saved. Damage of these chunks is found elsewhere."""
+def _check_casts(checked: CheckedFiles, index: Index, arena: Arena, findings: list[Finding]) -> None:
+    """Check that rounding the source chunks of rounded chunks gives the saved values. Damage of the sources is found
+    elsewhere.
+    """
     chunks = index.chunks
     numbers = _with_sources(checked, chunks, cast_chunks(chunks))
     if not len(numbers):
         return
     piece, within = chunks.locate(numbers)
     count = len(numbers)
-    rows = _native.ReadExtents(
+    rows = ReadExtents(
         file=np.zeros(count, np.uint32), offset=np.zeros(count, np.uint64), length=chunks.length[piece],
-        address=np.full(count, _native.VERIFY_ONLY, np.uint64), chunk=chunks.first[piece].astype(np.uint64),
-        first=within.astype(np.uint64), last=within.astype(np.uint64) + np.uint64(1),
-        layout=np.full(count, -1, np.int64), layouts=[], digests=chunks.digest,
-        stored=stored_columns(chunks, index.pieces), bases=chunks.bases_of(np.arange(int(chunks.first[-1]))),
+        chunk=chunks.first[piece].astype(np.uint64), first=within.astype(np.uint64),
+        last=within.astype(np.uint64) + np.uint64(1), digests=chunks.digest,
     )
-    paths = [inside(checked.directory, row.name) for row in checked.manifest.segments]
+    rows.locate_chunks(stored_columns(chunks, index.pieces), chunks.bases_of(np.arange(int(chunks.first[-1]))))
+    paths = [path_inside(checked.directory, row.name) for row in checked.manifest.segments]
     read_bytes = 2 * int(chunks.logical_bytes(piece, within, within + 1).sum())
     receipt = finish_reading(checked.store.read_extents(
         paths, rows, arena, wanted_bytes=read_bytes, stop_at_bad=False, past_cache=True
     ))
-    if receipt.error is not None:  # some may not have been looked at
+    if receipt.error is not None:  # the engine has stopped early, so some chunks may not have been checked
         findings.append(_finding(checked.directory, receipt.error))
     for number in np.intersect1d(receipt.bad.astype(np.int64), numbers).tolist():
-        of, at = chunks.locate(np.array([number]))
-        name = index.tensors.names[int(index.pieces.tensor[int(of[0])])]
-        told = f"tensor {name!r}, chunk {int(at[0])}: what it is rounded from gives something else"
-        findings.append(Finding(checked.manifest.index.name, told))
+        owner, chunk = chunks.locate(np.array([number]))
+        name = index.tensors.names[int(index.pieces.tensor[int(owner[0])])]
+        description = f"tensor {name!r}, chunk {int(chunk[0])}: rounding the float32 tensor gives other bytes"
+        findings.append(Finding(checked.manifest.index.name, description))
 
 
-def _with_sources(checked: Checked, chunks: Chunks, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Of chunks that are rounded, those whose sources are in files that are there, and what these are decoded with."""
+def _with_sources(checked: CheckedFiles, chunks: Chunks, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Of the chunks in `numbers`, those whose source chunks, and the bases of these, are in files that exist."""
     if chunks.stored is None or not len(numbers):
         return numbers
     there = np.array([_is_there(checked, row) for row in checked.manifest.segments], np.bool_)
@@ -346,25 +362,27 @@ def _with_sources(checked: Checked, chunks: Chunks, numbers: NDArray[np.int64]) 
         is_readable[is_near] &= there[chunks.stored.bases.segment[is_near]]
     piece, within = chunks.locate(numbers)
     first = chunks.stored.offset[numbers].astype(np.int64)
-    last = first + halves_of(chunks.logical_bytes(piece, within, within + 1)) - 1
-    found: NDArray[np.int64] = numbers[is_readable[first] & is_readable[last]]
-    return found
+    last = first + source_chunk_counts(chunks.logical_bytes(piece, within, within + 1)) - 1
+    readable: NDArray[np.int64] = numbers[is_readable[first] & is_readable[last]]
+    return readable
 
 
 def _runs(chunks: Chunks, segments: Sequence[SegmentRow]) -> list[_Runs]:
-    """For each segment: every chunk, and every run of padding, after its header; ascending. Of a base's, its chunks."""
+    """For each segment, the ranges to check, ascending: every chunk and, between chunks, the padding. For segments of
+    earlier checkpoints: only the chunks.
+    """
     piece, chunk = chunks.locate(np.arange(int(chunks.first[-1])))
-    segment, offset = chunks.stored_at(piece, chunk)
+    segment, offset = chunks.stored_locations(piece, chunk)
     codecs = chunks.codecs()
     length: NDArray[np.uint32] = chunks.stored_lengths()
     order = np.lexsort((chunks.digest, length, codecs, offset, segment))
     order = order[codecs[order] != CAST.id]
-    alike = segment, offset, codecs, length, chunks.digest  # only copies are checked once
+    alike = segment, offset, codecs, length, chunks.digest  # chunks for which all of these are equal are checked once
     is_new = np.any([column[order][1:] != column[order][:-1] for column in alike], axis=0)
     order = order[np.append(np.ones(min(1, len(order)), np.bool_), is_new)]
     ids = np.array([row.id for row in segments], np.int64)
     starts, stops = (np.searchsorted(segment[order], ids, side=side).tolist() for side in ("left", "right"))
-    found: list[_Runs] = []
+    runs: list[_Runs] = []
     data_bytes = chunks.logical_bytes(piece, chunk, chunk + 1)
     for row, start, stop in zip(segments, starts, stops, strict=True):
         here = order[start:stop]
@@ -372,12 +390,12 @@ def _runs(chunks: Chunks, segments: Sequence[SegmentRow]) -> list[_Runs]:
             offset[here], length[here].astype(np.int64), chunks.digest[here], piece[here], chunk[here],
             data_bytes[here], codecs[here],
         )
-        found.append(_with_padding(stored, row) if row.home is None else stored)
-    return found
+        runs.append(_with_padding(stored, row) if row.home is None else stored)
+    return runs
 
 
 def _with_padding(stored: _Runs, row: SegmentRow) -> _Runs:
-    """The same chunks of a segment, and the padding between them."""
+    """Add the padding between a segment's chunks to the ranges `stored`."""
     begins, ends = np.append(row.header_bytes, stored.offset + stored.length), np.append(stored.offset, row.bytes)
     cuts = -(-(ends - begins) // CHUNK_BYTES)
     offset = np.repeat(begins, cuts) + spread(np.zeros(len(cuts), np.int64), cuts) * CHUNK_BYTES
@@ -397,4 +415,4 @@ def _with_padding(stored: _Runs, row: SegmentRow) -> _Runs:
 
 def _bytes(store: Store, directory: str, manifest: Manifest) -> int:
     listed = manifest.index.bytes + manifest.objects.bytes + sum(row.bytes for row in manifest.segments)
-    return listed + store.size(inside(directory, MANIFEST_NAME))
+    return listed + store.size(path_inside(directory, MANIFEST_NAME))

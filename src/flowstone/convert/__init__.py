@@ -1,7 +1,8 @@
-"""Conversion: checkpoints of other programs become ours, and ours theirs, in a bounded window of memory.
+"""Convert checkpoints of other programs to Flowstone's, and back, in bounded memory.
 
-Every format of the field stores a tensor as raw bytes at a place in a file. So a checkpoint is a table of boxes with
-places (`source.py`, a file for each format in `sources/`), and a target is a table of extents that is known before the
-first byte moves (`layout.py`, `targets/`). `copy.py` goes through the target's files window by window; `journal.py`
-says which windows are durable, so that a conversion that was killed goes on (docs/decisions/013).
+Every common format stores a tensor as raw bytes at an offset in a file. So a checkpoint is read as a table of boxes
+(parts of tensors) with file offsets (`source.py`, one module per format in `sources/`). A target is a table of extents
+(ranges of files), planned before the first byte is written (`layout.py`, `targets/`). `copy.py` writes the target's
+files one window (a range of a file) after the other. `journal.py` records which windows are durable, so that a killed
+conversion can resume (docs/decisions/013).
 """

@@ -1,7 +1,8 @@
-"""A target in a bucket until it is whole: nothing there can be renamed, so its files get their own names one by one.
+"""A draft (unfinished target of an export) in a bucket. Objects cannot be renamed, so files are written under their
+final names.
 
-Each file appears when it is whole. An object beside them says that others are missing: it names them, comes first, and
-goes last. A conversion that finds that object removes what it names, and begins anew.
+Each file appears when it is complete. A marker object lists the names of all files; it is written first and removed
+last. An export that finds a marker removes the listed files, and starts from the beginning.
 """
 
 from __future__ import annotations
@@ -14,19 +15,21 @@ from contextlib import suppress
 
 import msgspec
 
-from flowstone.arguments import store_at
-from flowstone.convert.layout import Layout
-from flowstone.convert.store_writes import StoreDraft
+from flowstone.convert.layout import TargetLayout
+from flowstone.convert.window_store_writer import StoreDraft
 from flowstone.errors import DamagedError, FlowstoneError, LockedError, StorageError
 from flowstone.store.base import Store
-from flowstone.store.holders import has_ended, here
-from flowstone.store.objects.urls import ObjectUrl
+from flowstone.store.holders import has_ended, machine_and_process
+from flowstone.store.urls import ObjectUrl
+from flowstone.stores.arguments import store_at
 
 _NOTE_BYTES_MAX = 64 << 20
 
 
-class _Note(msgspec.Struct, frozen=True):
-    """What the object says: who writes, for people; the machine and process, as leases have them; all files' names."""
+class _ExportMarker(msgspec.Struct, frozen=True):
+    """The marker object. `holder` describes the export for messages; `machine` and `process` identify its process
+    (store/holders.py); `files` are the names of all files.
+    """
 
     holder: str
     machine: str
@@ -35,7 +38,7 @@ class _Note(msgspec.Struct, frozen=True):
 
 
 class BucketDraft:
-    """Of a target at a URL: the prefix that it will be, or the one object. Use with `with`."""
+    """The draft of a target whose URL is a prefix or a single object. Use it in a `with` statement."""
 
     def __init__(self, url: ObjectUrl, *, is_file: bool) -> None:
         self.url = url
@@ -50,68 +53,71 @@ class BucketDraft:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None and self._has_note:
-            with suppress(FlowstoneError):  # safe: the next one finds the object, and does the same
-                self._clear()
+            with suppress(FlowstoneError):  # the next export finds the marker, and removes the files, too
+                self._remove_files()
         self._store.close()
 
     @property
-    def place(self) -> StoreDraft:
-        """Where the files go."""
+    def store_draft(self) -> StoreDraft:
+        """The store and prefix that the files are written to."""
         return StoreDraft(self._store, "")
 
     def begin(self, names: Sequence[str]) -> None:
-        """Take the place for files of these names. Removes what an export that was killed has left there.
+        """Reserve the target for files of these names, by writing the marker. Removes the files of an export that was
+        killed.
 
-        raises  StorageError where something else is there; LockedError where another export is under way
+        raises  StorageError  the target exists
+                LockedError   another export to this target is running
         """
-        known = self._read_note()
-        if known is not None:
-            self._check_dead(known)
-            self._clear(known)
+        note = self._read_note()
+        if note is not None:
+            self._check_dead(note)
+            self._remove_files(note)
         taken = self._store.exists(self.name) if self._is_file else self._store.exists()
         if taken:
             raise StorageError(
                 f"cannot export to {self.url.shown}: it already exists", errno=errno.EEXIST,
-                next="give a new URL, or remove it first",
+                next="give a new URL, or first remove what is stored there",
             )
         holder = f"process {os.getpid()} on {socket.gethostname()}"
-        self._store.put(self._note, msgspec.json.encode(_Note(holder, *here(), [*names])))
+        self._store.put(self._note, msgspec.json.encode(_ExportMarker(holder, *machine_and_process(), [*names])))
         self._has_note = True
 
-    def _read_note(self) -> _Note | None:
+    def _read_note(self) -> _ExportMarker | None:
         if not self._store.exists(self._note):
             return None
         try:
-            return msgspec.json.decode(self._store.read(self._note, bytes_max=_NOTE_BYTES_MAX), type=_Note)
+            return msgspec.json.decode(self._store.read(self._note, bytes_max=_NOTE_BYTES_MAX), type=_ExportMarker)
         except (msgspec.DecodeError, DamagedError):
             raise StorageError(
-                f"cannot export to {self.url.shown}: {self._note} exists, and no export wrote it",
-                errno=errno.EEXIST, next="remove it, or give another URL",
+                f"cannot export to {self.url.shown}: {self._note} exists, but was not written by an export",
+                errno=errno.EEXIST, next="remove this file, or give another URL",
             ) from None
 
-    def _check_dead(self, known: _Note) -> None:
-        """Raise LockedError unless the export that has written this is certainly over."""
-        if has_ended(known.machine, known.process):
+    def _check_dead(self, note: _ExportMarker) -> None:
+        """Raise LockedError unless the export that wrote the marker `note` has certainly ended."""
+        if has_ended(note.machine, note.process):
             return
         raise LockedError(
-            f"cannot export to {self.url.shown}: another export is under way, or was killed on another machine",
-            holder=known.holder, next=f"wait for it; if it is dead, remove {self._note} and what else is there",
+            f"cannot export to {self.url.shown}: another export is running, or was killed on another machine",
+            holder=note.holder,
+            next=f"wait until that export ends; if it was killed, remove {self._note} and the files beside it",
         )
 
-    def _clear(self, note: _Note | None = None) -> None:
-        known = note or self._read_note()
-        for name in () if known is None else known.files:
+    def _remove_files(self, note: _ExportMarker | None = None) -> None:
+        note = note or self._read_note()
+        for name in () if note is None else note.files:
             if self._store.exists(name):
                 self._store.remove(name)
         self._store.remove(self._note)
 
     def put(self, documents: Mapping[str, bytes]) -> None:
-        """Write small files: those that name others come last by their order."""
+        """Write small files in this order, so that a file that refers to others comes after them."""
         for name, content in documents.items():
             self._store.put(name, content)
 
-    def finish(self, layout: Layout) -> None:
-        """All files are there: the target is whole."""
+    def finish(self, layout: TargetLayout) -> None:
+        """Complete the target: write the files that have no bytes, and remove the marker."""
         for file in layout.files:
             if not file.bytes:
                 self._store.put(file.name, b"")

@@ -1,4 +1,6 @@
-"""A target beside its place until it is whole: a draft directory, its journal, and the rename that ends it."""
+"""A draft (unfinished target): a directory beside the target's path, and a journal. Once complete, the directory is
+renamed to the target.
+"""
 
 from __future__ import annotations
 
@@ -10,55 +12,59 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from flowstone.convert.journal import Journal
-from flowstone.convert.layout import Layout
+from flowstone.convert.journal import ConversionJournal
+from flowstone.convert.layout import TargetLayout
 from flowstone.errors import ArgumentError, DamagedError, StorageError
 from flowstone.store.os_errors import translated
 from flowstone.store.system import System
 
-_DRAFT = re.compile(r"(?:[0-9a-f]{16}\.)?flowstone-draft", re.ASCII)  # earlier versions had no digits
+_DRAFT = re.compile(r"(?:[0-9a-f]{16}\.)?flowstone-draft", re.ASCII)  # earlier versions wrote the name without digits
 _JOURNAL = "flowstone-journal"
 
 
-class Draft:
-    """The draft of a target at `path`: its directory, or its one file. Use with `with`.
+class TargetDraft:
+    """The draft of a target at `path`, which is a directory or a single file. Use it in a `with` statement.
 
-    After an error it stays, and the same command resumes from it. After DamagedError it is removed: another file has to
-    replace the damaged one, and the conversion then starts from the beginning.
+    After an error the draft stays, so that the same command can resume. After DamagedError the draft is removed,
+    because another file has to replace the damaged one, and the conversion then starts from the beginning.
 
-    directory  where its files are written: each that is begun anew has a name of its own, so that what still writes
-               into an earlier one, a cluster's task that outlived its job, cannot write into this one
-    journal    says how much of them is durable
+    directory  the directory with the files. Each new draft has a unique name: a cluster's task that outlives its job
+               may still write into an earlier draft, but never into this one
+    journal    records which windows of the files are durable
     """
 
     def __init__(self, path: Path, *, is_file: bool) -> None:
         self.path = Path(os.path.abspath(path))
         if not self.path.name:
-            raise ArgumentError(f"{path} cannot be a target", next="give the path of a new directory")
+            raise ArgumentError(
+                f"cannot write to {path}: this is the root of the file system", next="give the path of a new directory"
+            )
         self._is_file = is_file
         self.directory = self.path.parent / f".{self.path.name}.{secrets.token_hex(8)}.flowstone-draft"
         self._journal_path = self.path.parent / f".{self.path.name}.{_JOURNAL}"
-        self.journal = Journal(self._journal_path)
+        self.journal = ConversionJournal(self._journal_path)
         self._system = System()
 
-    def __enter__(self) -> Draft:
+    def __enter__(self) -> TargetDraft:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             if kind is not None and issubclass(kind, DamagedError):
-                with suppress(StorageError):  # safe: the same command finds it, and starts from the beginning
+                with suppress(StorageError):  # the same command finds the draft, and starts from the beginning
                     self._clear()
                     self.journal.remove()
         finally:
             self.journal.close()
 
     def begin(self, plan: str, windows: int) -> bool:
-        """Lock the target, and go on with an earlier draft of the plan, or begin anew; whether all is done already.
+        """Lock the target. Continue an earlier draft with the same plan, or start a new one. Returns whether the target
+        is already complete.
 
-        windows  of the whole plan
+        windows  number of windows of the plan
 
-        raises  StorageError where something else is at the target; LockedError
+        raises  StorageError  the target exists
+                LockedError   another conversion has locked the target
         """
         parent = self.path.parent
         with translated(parent, "make", str(parent)):
@@ -67,14 +73,14 @@ class Draft:
         if is_taken and not self._journal_path.is_file():
             self._refuse()
         self.journal.open()
-        begun = self.journal.begun
+        begun = self.journal.start
         is_same = begun is not None and begun.plan == plan
         if begun is not None and is_same and self._is_draft(begun.draft):
             self.directory = parent / begun.draft
         if is_taken:
             durable = self.journal.durable
             if is_same and durable and durable[-1].windows == windows and not self._has_files():
-                return True  # a crash came between the rename and the end of the journal
+                return True  # an earlier conversion crashed between the rename and the removal of the journal
             self._refuse()
         if not is_same or not self.directory.is_dir():
             self._clear()
@@ -84,7 +90,7 @@ class Draft:
         return False
 
     def _is_draft(self, name: str) -> bool:
-        """Whether that is the name of a draft of this target."""
+        """Whether `name` is the name of a draft of this target."""
         mine = f".{self.path.name}."
         return name.startswith(mine) and _DRAFT.fullmatch(name[len(mine) :]) is not None
 
@@ -98,13 +104,14 @@ class Draft:
             return self._is_file or not self.path.is_dir() or self.path.is_symlink() or any(os.scandir(self.path))
 
     def _refuse(self) -> None:
-        what = "there is something" if self._is_file or not self.path.is_dir() else "the directory is not empty"
+        reason = "it already exists" if self._is_file or not self.path.is_dir() else "the directory is not empty"
         raise StorageError(
-            f"cannot export to {self.path}: {what}", errno=errno.EEXIST, next="give a new path, or remove it first"
+            f"cannot export to {self.path}: {reason}", errno=errno.EEXIST,
+            next="give a new path, or first remove what is there",
         )
 
     def _clear(self) -> None:
-        """Remove earlier drafts, which have nothing but files of ours in them."""
+        """Remove earlier drafts. Only conversions write files there."""
         parent = self.path.parent
         for name in filter(self._is_draft, os.listdir(parent)):
             with translated(parent, "remove", name):
@@ -129,8 +136,8 @@ class Draft:
                 finally:
                     os.close(fd)
 
-    def finish(self, layout: Layout) -> None:
-        """Give the target its name: durable on return."""
+    def finish(self, layout: TargetLayout) -> None:
+        """Rename the draft to the target. The target is durable on return."""
         parent = self.path.parent
         with translated(parent, "rename", self.directory.name):
             for directory in layout.directories:
@@ -142,7 +149,7 @@ class Draft:
         self.end()
 
     def end(self) -> None:
-        """Nothing is left to do: the journal goes, and what is left of the draft."""
+        """Remove the journal and what is left of the draft."""
         if self._is_file:
             self._clear()
         self.journal.remove()

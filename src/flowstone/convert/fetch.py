@@ -1,4 +1,6 @@
-"""Any run of a tensor's elements, from wherever its boxes lie: read in batches of bounded size, verified, cut, cast."""
+"""Fetch any range of a tensor's elements from the files of its boxes (parts): in bounded batches, verified, cut, and
+converted to another type.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,14 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from flowstone import _native
+from flowstone._native import xxh3_64
 from flowstone.config import CHUNK_BYTES, MIB
 from flowstone.convert.cast import cast_into
-from flowstone.convert.file_io import AlignedMemory, Reads, Run, room
+from flowstone.convert.file_io import AlignedMemory, FileReader, FileRun, staging_bytes_max
 from flowstone.convert.layout import Output
-from flowstone.convert.source import Source
+from flowstone.convert.source import SourceCheckpoint
 from flowstone.errors import BudgetError, DamagedError
-from flowstone.plan.views import strides_of
+from flowstone.layouts.views import strides_of
 from flowstone.table.box import Box
 from flowstone.table.stored import DigestedRun, StoredBox, reach_elements
 
@@ -27,15 +29,17 @@ _CARRIERS: dict[int, np.dtype[Any]] = {
     1: np.dtype(np.uint8), 2: np.dtype(np.uint16), 4: np.dtype(np.uint32), 8: np.dtype(np.uint64),
     16: np.dtype(np.complex128),
 }
-"""A type of each item size: copies move bytes, whatever they mean."""
-_READERS = 2  # threads: one reads while the last requests of the other's batch are under way
+"""A NumPy type of each item size: copies only move bytes, so any type of that size will do."""
+_READERS = 2  # number of threads: one reads while the other waits for the last requests of its batch
 _LANES_MAX = 4
 _LANE_BYTES_MIN = 4 * MIB
-_SPARSE = 4  # a part is cut where it would read so many times what it needs
+_SPARSE = 4  # a region is cut if its read would have so many times the bytes that are needed
 
 
-class Wanted(msgspec.Struct, frozen=True, eq=False):
-    """Bytes [begin, end) of a whole tensor as the target has it, row-major, and the memory that they fill."""
+class FetchRequest(msgspec.Struct, frozen=True, eq=False):
+    """A request for the bytes `begin` to `end` - 1 of a tensor, in the target's dtype and in row-major order. `memory`
+    is filled with them.
+    """
 
     output: Output
     begin: int
@@ -43,8 +47,8 @@ class Wanted(msgspec.Struct, frozen=True, eq=False):
     memory: NDArray[np.uint8]
 
 
-class _Part(msgspec.Struct, frozen=True, eq=False):
-    """A region that a stored box holds, and the elements that it fills, as an array of the target's carriers."""
+class _RegionCopy(msgspec.Struct, frozen=True, eq=False):
+    """A region inside of a stored box (part of a tensor), and the elements of the target to which it is copied."""
 
     output: Output
     stored: StoredBox
@@ -53,19 +57,23 @@ class _Part(msgspec.Struct, frozen=True, eq=False):
 
 
 class _Read(msgspec.Struct, frozen=True, eq=False):
-    """A part, the bytes to read for it, and where its first element lies in them."""
+    """A region to copy, the range of a file that is read for it, and the offset of the region's first element in that
+    range.
+    """
 
-    part: _Part
-    run: Run
+    part: _RegionCopy
+    run: FileRun
     skipped_bytes: int
 
 
 _Patch: TypeAlias = tuple[NDArray[Any], NDArray[Any] | int]
-"""Memory, and what is copied into it once all of its group has been read."""
+"""(target, source), to be copied once all reads of the group of requests are done."""
 
 
-class _Batch(msgspec.Struct, frozen=True, eq=False):
-    """Reads that one lane's memory has room for; the last batch of a group has its patches."""
+class _ReadBatch(msgspec.Struct, frozen=True, eq=False):
+    """Reads that fit into the memory of one lane. `patches`: copies that are made at the end of a group of requests;
+    only the group's last batch has them.
+    """
 
     reads: Sequence[_Read]
     patches: Sequence[_Patch] = ()
@@ -73,13 +81,13 @@ class _Batch(msgspec.Struct, frozen=True, eq=False):
 
 
 class _Lane:
-    """Memory that one batch is read into, and open files of its own. One thread at a time."""
+    """Memory for one batch of reads, with open files of its own. For one thread at a time."""
 
-    def __init__(self, source: Source, memory_bytes: int) -> None:
-        self._reads, self._memory = Reads(source.files), AlignedMemory(memory_bytes)
+    def __init__(self, source: SourceCheckpoint, memory_bytes: int) -> None:
+        self._reads, self._memory = FileReader(source.files), AlignedMemory(memory_bytes)
 
-    def read(self, batch: _Batch) -> list[NDArray[np.uint8]]:
-        """The bytes of each read; valid until the next call."""
+    def read(self, batch: _ReadBatch) -> list[NDArray[np.uint8]]:
+        """The bytes of each read. They are valid until the next call."""
         return self._reads.read([read.run for read in batch.reads], self._memory)
 
     def close(self) -> None:
@@ -87,46 +95,50 @@ class _Lane:
 
 
 class Fetcher:
-    """Fills memory from a source. `memory_bytes` bound what is read at once, and so the staging memory.
+    """Fills memory with elements of a source's tensors. `memory_bytes` limits the staging memory, and so how many bytes
+    are read at once.
 
-    That memory is divided into lanes: two of them are being read into by threads of the fetcher, while what has arrived
-    in another is verified, cut and cast by the caller's thread. So requests are always under way.
+    The memory is divided into lanes: the fetcher's threads read into two of them, while the caller's thread verifies,
+    cuts and casts the content of another. So requests are always in flight.
     """
 
-    def __init__(self, source: Source, memory_bytes: int) -> None:
+    def __init__(self, source: SourceCheckpoint, memory_bytes: int) -> None:
         self._source = source
         count = max(1, min(_LANES_MAX, memory_bytes // _LANE_BYTES_MIN))
         self._lane_bytes = memory_bytes // count
         if self._part_bytes < 2 * CHUNK_BYTES:
             raise BudgetError(
-                f"a window of {memory_bytes} bytes is too small to read through", next="raise budget_bytes to 64 MiB"
+                f"budget_bytes is too small: only {memory_bytes} bytes of it are left for reading",
+                next="raise budget_bytes to 64 MiB",
             )
         self._lanes = [_Lane(source, self._lane_bytes) for _ in range(count)]
         self._readers = ThreadPoolExecutor(_READERS, "flowstone-convert-read")
 
     @property
     def _part_bytes(self) -> int:
-        """The most that one part may read."""
-        return self._lane_bytes - room(0)
+        """How many bytes one read may have at most."""
+        return self._lane_bytes - staging_bytes_max(0)
 
-    def fetch(self, wanted: Sequence[Wanted]) -> None:
-        """Fill the memory of each. Blocks.
+    def fetch(self, requests: Sequence[FetchRequest]) -> None:
+        """Fill the memory of each request. Blocks.
 
-        raises  DamagedError for a chunk that is not what was written, or a file that ends early; StorageError
+        raises  DamagedError  a chunk does not match its digest, or a file ends too early
+                StorageError
         """
-        for _ in self.fetch_each([wanted]):
+        for _ in self.fetch_each([requests]):
             pass
 
-    def fetch_each(self, groups: Iterable[Sequence[Wanted]]) -> Iterator[None]:
-        """Fill the memory of one group after the other; yields when a group's is filled.
+    def fetch_each(self, groups: Iterable[Sequence[FetchRequest]]) -> Iterator[None]:
+        """Fill the memory of one group after the other; yields after each group.
 
-        Later groups are asked for, and their bytes read, ahead of that; their memory is not touched before it.
+        Later groups are planned and read in advance, but their memory is not written before all earlier groups are
+        complete.
 
-        raises  as `fetch`
+        raises  the errors of `fetch`
         """
         batches = self._batches(groups)
         free = deque(self._lanes)
-        ahead: deque[tuple[_Batch, _Lane, Future[list[NDArray[np.uint8]]]]] = deque()
+        ahead: deque[tuple[_ReadBatch, _Lane, Future[list[NDArray[np.uint8]]]]] = deque()
         try:
             while True:
                 while free and (batch := next(batches, None)) is not None:
@@ -135,69 +147,74 @@ class Fetcher:
                 if not ahead:
                     return
                 batch, lane, reading = ahead.popleft()
-                self._take(batch, reading.result())
+                self._scatter(batch, reading.result())
                 free.append(lane)
                 if batch.ends_group:
                     yield
         finally:
-            for _, _, reading in ahead:  # their lanes are free only then; `close` may have cancelled some
+            # waits, as the lanes are free only after these reads, some of which `close` may have cancelled
+            for _, _, reading in ahead:
                 if not reading.cancel():
                     reading.exception()
 
     def close(self) -> None:
-        """Close the source's files, after the reads that are under way."""
+        """Wait for the reads in flight, and close the source's files."""
         self._readers.shutdown(cancel_futures=True)
         for lane in self._lanes:
             lane.close()
 
-    def _batches(self, groups: Iterable[Sequence[Wanted]]) -> Iterator[_Batch]:
-        for wanted in groups:
+    def _batches(self, groups: Iterable[Sequence[FetchRequest]]) -> Iterator[_ReadBatch]:
+        for requests in groups:
             batch: list[_Read] = []
             patches: list[_Patch] = []
             taken = 0
-            for read in self._all_reads(wanted, patches):
-                needed = room(read.run.end - read.run.begin)
+            for read in self._all_reads(requests, patches):
+                needed = staging_bytes_max(read.run.end - read.run.begin)
                 if batch and taken + needed > self._lane_bytes:
-                    yield _Batch(batch)
+                    yield _ReadBatch(batch)
                     batch, taken = [], 0
                 batch.append(read)
                 taken += needed
-            yield _Batch(batch, patches, ends_group=True)
+            yield _ReadBatch(batch, patches, ends_group=True)
 
-    def _all_reads(self, wanted: Sequence[Wanted], patches: list[_Patch]) -> Iterator[_Read]:
-        for one in wanted:
-            item = one.output.dtype.item_bytes
-            if one.begin % item or one.end % item:
-                yield from self._ragged(one, patches)
+    def _all_reads(self, requests: Sequence[FetchRequest], patches: list[_Patch]) -> Iterator[_Read]:
+        for request in requests:
+            item = request.output.dtype.item_bytes
+            if request.begin % item or request.end % item:
+                yield from self._reads_of_cut_elements(request, patches)
             else:
-                yield from self._reads_of(one, patches)
+                yield from self._reads_of(request, patches)
 
-    def _ragged(self, one: Wanted, patches: list[_Patch]) -> Iterator[_Read]:
-        """Of a window that cuts elements in two: those elements apart, through memory of their own."""
-        item = one.output.dtype.item_bytes
-        first, last = -(-one.begin // item) * item, one.end // item * item
-        edges = {one.begin // item * item, last} if first <= last else {one.begin // item * item}
+    def _reads_of_cut_elements(self, request: FetchRequest, patches: list[_Patch]) -> Iterator[_Read]:
+        """The reads of a request that begins or ends in the middle of an element. Such an element is read into separate
+        memory.
+        """
+        item = request.output.dtype.item_bytes
+        first, last = -(-request.begin // item) * item, request.end // item * item
+        edges = {request.begin // item * item, last} if first <= last else {request.begin // item * item}
         for begin in sorted(edges):
-            low, high = max(one.begin, begin), min(one.end, begin + item)
+            low, high = max(request.begin, begin), min(request.end, begin + item)
             if low < high and (low, high) != (begin, begin + item):
                 whole = np.zeros(item, np.uint8)
-                yield from self._reads_of(Wanted(one.output, begin, begin + item, whole), patches)
-                patches.append((one.memory[low - one.begin : high - one.begin], whole[low - begin : high - begin]))
+                yield from self._reads_of(FetchRequest(request.output, begin, begin + item, whole), patches)
+                memory = request.memory[low - request.begin : high - request.begin]
+                patches.append((memory, whole[low - begin : high - begin]))
         if first < last:
-            inner = one.memory[first - one.begin : last - one.begin]
-            yield from self._reads_of(Wanted(one.output, first, last, inner), patches)
+            inner = request.memory[first - request.begin : last - request.begin]
+            yield from self._reads_of(FetchRequest(request.output, first, last, inner), patches)
 
-    def _reads_of(self, one: Wanted, patches: list[_Patch]) -> Iterator[_Read]:
-        item = one.output.dtype.item_bytes
-        elements = one.memory.view(_CARRIERS[item])
-        tensor = one.output.tensor
-        at = 0
-        for box in linear_boxes(tensor.shape, one.begin // item, one.end // item):
-            target = elements[at : at + box.elements].reshape(box.shape)
-            at += box.elements
+    def _reads_of(self, request: FetchRequest, patches: list[_Patch]) -> Iterator[_Read]:
+        item = request.output.dtype.item_bytes
+        elements = request.memory.view(_CARRIERS[item])
+        tensor = request.output.tensor
+        position = 0
+        for box in linear_boxes(tensor.shape, request.begin // item, request.end // item):
+            target = elements[position : position + box.elements].reshape(box.shape)
+            position += box.elements
             for stored in tensor.boxes:
-                if box.shape and not _share_rows(box, stored.box):
-                    continue  # most of thousands of boxes: layers that are stacked, groups of heads
+                if box.shape and not _rows_overlap(box, stored.box):
+                    # most boxes do not overlap, of which there may be thousands (stacked layers, groups of heads)
+                    continue
                 common = box.intersect(stored.box) if box.shape else box
                 if common is not None:
                     inside = common.within(box)
@@ -205,10 +222,14 @@ class Fetcher:
                     if stored.file is None:
                         patches.append((target[where] if where else target, 0))
                     else:
-                        yield from self._cut(_Part(one.output, stored, common, target[where] if where else target))
+                        yield from self._cut(
+                            _RegionCopy(request.output, stored, common, target[where] if where else target)
+                        )
 
-    def _cut(self, part: _Part) -> Iterator[_Read]:
-        """A part as it is read: whole, or in two, and so on, where it is too long, or mostly gaps."""
+    def _cut(self, part: _RegionCopy) -> Iterator[_Read]:
+        """The reads for a region. As long as a read is too long, or consists mostly of gaps, its region is split in
+        two.
+        """
         read, useful = self._read_of(part), part.region.elements * part.output.tensor.dtype.item_bytes
         length = read.run.end - read.run.begin
         if length <= self._part_bytes and (length <= _SPARSE * useful or length <= 2 * CHUNK_BYTES):
@@ -218,19 +239,21 @@ class Fetcher:
         if dim is None:
             yield read
             return
-        middle = self._place_to_cut(part, read, dim)
+        middle = self._index_to_cut(part, read, dim)
         for begin, end in ((0, middle), (middle, part.region.shape[dim])):
             offset, shape = list(part.region.offset), list(part.region.shape)
             offset[dim] += begin
             shape[dim] = end - begin
             where = tuple(slice(begin, end) if d == dim else slice(None) for d in range(len(shape)))
             yield from self._cut(
-                _Part(part.output, part.stored, Box(tuple(offset), tuple(shape)), part.target[where])
+                _RegionCopy(part.output, part.stored, Box(tuple(offset), tuple(shape)), part.target[where])
             )
 
-    def _place_to_cut(self, part: _Part, read: _Read, dim: int) -> int:
-        """What is too long is cut into as few reads as can be, about equal ones, and between chunks, which are read
-        whole: in the middle of one, it would be read twice. What is mostly gaps is cut into halves."""
+    def _index_to_cut(self, part: _RegionCopy, read: _Read, dim: int) -> int:
+        """The index at which a region is cut. A region that is too long is cut between chunks, which are always read
+        completely, so that there are few reads of about equal size. A region that consists mostly of gaps is cut in
+        half.
+        """
         length = read.run.end - read.run.begin
         if length > self._part_bytes:
             chunks = -(-length // CHUNK_BYTES)
@@ -241,51 +264,55 @@ class Fetcher:
                 return place
         return part.region.shape[dim] // 2
 
-    def _read_of(self, part: _Part) -> _Read:
+    def _read_of(self, part: _RegionCopy) -> _Read:
         stored, tensor = part.stored, part.output.tensor
         item, strides = tensor.dtype.item_bytes, strides_of(stored)
         inside = part.region.within(stored.box)
-        assert stored.file is not None, "what lies in no file is not read"
+        assert stored.file is not None, "only boxes in a file are read"
         begin = stored.offset_bytes + sum(o * s for o, s in zip(inside.offset, strides, strict=True)) * item
         end = begin + reach_elements(part.region.shape, strides) * item
         first, last = begin, end
         run = stored.digested
-        if run is not None:  # digests are of whole chunks
+        if run is not None:  # digests are of full chunks, so ranges begin and end with a chunk
             first = run.offset_bytes + (begin - run.offset_bytes) // CHUNK_BYTES * CHUNK_BYTES
             last = run.offset_bytes + min(run.bytes, -(-(end - run.offset_bytes) // CHUNK_BYTES) * CHUNK_BYTES)
-        return _Read(part, Run(stored.file, first, last), begin - first)
+        return _Read(part, FileRun(stored.file, first, last), begin - first)
 
-    def _take(self, batch: _Batch, arrived: Sequence[NDArray[np.uint8]]) -> None:
-        for read, found in zip(batch.reads, arrived, strict=True):
+    def _scatter(self, batch: _ReadBatch, arrived: Sequence[NDArray[np.uint8]]) -> None:
+        for read, content in zip(batch.reads, arrived, strict=True):
             if read.part.stored.digested is not None:
-                self._verify(read, found)
-            _copy(read, found)
+                self._verify(read, content)
+            _copy_values(read, content)
         for target, source in batch.patches:
             target[...] = source
 
-    def _verify(self, read: _Read, found: NDArray[np.uint8]) -> None:
+    def _verify(self, read: _Read, content: NDArray[np.uint8]) -> None:
         run, digests = read.part.stored.digested, self._source.digests
-        assert digests is not None, "boxes have digests where the source has some"
-        assert run is not None, "what has no digest is not verified"
+        assert digests is not None, "boxes have digests only if the source has"
+        assert run is not None, "only boxes with digests are verified"
         first = (read.run.begin - run.offset_bytes) // CHUNK_BYTES
-        for number, begin in enumerate(range(0, len(found), CHUNK_BYTES), first):
-            if _native.xxh3_64(found[begin : begin + CHUNK_BYTES]) != int(digests[run.first_chunk + number]):
-                at = read.run.begin + begin
+        for number, begin in enumerate(range(0, len(content), CHUNK_BYTES), first):
+            if xxh3_64(content[begin : begin + CHUNK_BYTES]) != int(digests[run.first_chunk + number]):
+                offset = read.run.begin + begin
                 raise DamagedError(
                     f"{self._source.files[read.run.file].path} is damaged: {self._name_of(run)!r}, "
-                    f"chunk {number}, is not what was written",
-                    range=f"bytes {at}..{at + min(CHUNK_BYTES, len(found) - begin)}",
+                    f"chunk {number}, does not match its digest",
+                    range=f"bytes {offset}..{offset + min(CHUNK_BYTES, len(content) - begin)}",
                     next="restore the file from a copy, or convert another step",
                 )
 
     def _name_of(self, run: DigestedRun) -> str:
-        """The tensor that a run belongs to: others may be made of it."""
+        """The name of the tensor to which a file range belongs. Several tensors that rules derive from it use the same
+        range.
+        """
         boxes = ((tensor.name, stored.digested) for tensor in self._source.tensors for stored in tensor.boxes)
         return next(name for name, digested in boxes if digested == run)
 
 
 def linear_boxes(shape: Sequence[int], begin: int, end: int) -> list[Box]:
-    """The boxes that elements [begin, end) of a row-major tensor are, in order: at most two for each dimension."""
+    """The elements `begin` to `end` - 1, in row-major order, of a tensor with this shape, as boxes in order: at most
+    two for each dimension.
+    """
     if begin >= end:
         return []
     if not shape:
@@ -294,39 +321,39 @@ def linear_boxes(shape: Sequence[int], begin: int, end: int) -> list[Box]:
     row, first = divmod(begin, inner)
     last_row, rest = divmod(end, inner)
     if row == last_row:
-        return [_under(row, box) for box in linear_boxes(shape[1:], first, rest)]
-    found = []
+        return [_box_in_row(row, box) for box in linear_boxes(shape[1:], first, rest)]
+    boxes = []
     if first:
-        found += [_under(row, box) for box in linear_boxes(shape[1:], first, inner)]
+        boxes += [_box_in_row(row, box) for box in linear_boxes(shape[1:], first, inner)]
         row += 1
     if row < last_row:
-        found.append(Box((row, *(0 for _ in shape[1:])), (last_row - row, *shape[1:])))
+        boxes.append(Box((row, *(0 for _ in shape[1:])), (last_row - row, *shape[1:])))
     if rest:
-        found += [_under(last_row, box) for box in linear_boxes(shape[1:], 0, rest)]
-    return found
+        boxes += [_box_in_row(last_row, box) for box in linear_boxes(shape[1:], 0, rest)]
+    return boxes
 
 
-def _share_rows(a: Box, b: Box) -> bool:
+def _rows_overlap(a: Box, b: Box) -> bool:
     first, other = a.offset[0], b.offset[0]
     return first < other + b.shape[0] and other < first + a.shape[0]
 
 
-def _under(row: int, box: Box) -> Box:
+def _box_in_row(row: int, box: Box) -> Box:
     return Box((row, *box.offset), (1, *box.shape))
 
 
-def _dimension_to_cut(part: _Part) -> int | None:
-    """That in which the region reaches farthest; None for a single element."""
+def _dimension_to_cut(part: _RegionCopy) -> int | None:
+    """The dimension of a region that spans most bytes in the file; None if the region is a single element."""
     reach = [(n - 1) * s for n, s in zip(part.region.shape, strides_of(part.stored), strict=True)]
     longest = max(range(len(reach)), key=lambda dim: (reach[dim], part.region.shape[dim]), default=None)
     return None if longest is None or part.region.shape[longest] < 2 else longest
 
 
-def _copy(read: _Read, found: NDArray[np.uint8]) -> None:
+def _copy_values(read: _Read, content: NDArray[np.uint8]) -> None:
     part, tensor = read.part, read.part.output.tensor
     item = tensor.dtype.item_bytes
     reach = reach_elements(part.region.shape, strides_of(part.stored)) * item
-    raw = found[read.skipped_bytes : read.skipped_bytes + reach]
+    raw = content[read.skipped_bytes : read.skipped_bytes + reach]
     values: NDArray[np.generic] = np.ndarray(
         part.region.shape, _CARRIERS[item], raw.data, 0, tuple(s * item for s in strides_of(part.stored))
     )

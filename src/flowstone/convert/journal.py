@@ -1,8 +1,9 @@
-"""The journal of a conversion: which windows of its draft are durable, so that the same command goes on after a crash.
+"""The journal of a conversion: it records durable windows, so that the same command can resume after a crash.
 
-Lines of JSON, each behind the XXH3-64 of its text, appended and synced. The first names the plan and the draft; each
-further one says how many windows are durable, and what was computed of their bytes. A line that was torn by a crash
-ends the journal: what it said is done again. The file is locked while a conversion runs.
+The file consists of lines of JSON. Each line begins with the XXH3-64 of its text, and is synced after it was appended.
+The first line names the plan and the draft (the unfinished target). Each later line has the number of durable windows
+(ranges of files), and the checksums of their bytes. If a crash has left a line incomplete, the journal ends before it,
+and the windows of that line are written again. The file is locked while a conversion runs.
 """
 
 from __future__ import annotations
@@ -20,21 +21,25 @@ from flowstone.format.digest import digest
 from flowstone.store.os_errors import translated
 from flowstone.store.system import System
 
-_BYTES_MAX = 1 << 30  # of a journal: that of 50 TB has half of it
+_BYTES_MAX = 1 << 30  # limit of a journal's size in bytes; the journal of a conversion of 50 TB has half of this size
 
 
-class Begun(msgspec.Struct, frozen=True):
-    """What a journal begins with. `plan`: see layout.plan_digest; `draft`: what the draft is called."""
+class JournalStart(msgspec.Struct, frozen=True):
+    """The first line of a journal. `plan`: identifies the conversion (layout.plan_digest). `draft`: the name of the
+    unfinished target.
+    """
 
     plan: str
     draft: str
 
 
-class Durable(msgspec.Struct, frozen=True):
-    """Windows that are durable, counted from the first; the checks that ended in those since the line before, in
-    hexadecimal digits.
+class DurableWindows(msgspec.Struct, frozen=True):
+    """A later line of a journal.
 
-    running  the CRC-32 of the extent that goes on in the next window
+    windows  how many windows are durable
+    checks   the checksums that were completed since the previous line, in hexadecimal
+
+    running  the CRC-32, so far, of an extent that continues in the next window
     """
 
     windows: int
@@ -42,19 +47,22 @@ class Durable(msgspec.Struct, frozen=True):
     running: int = 0
 
 
-class Journal:
-    """See above. `begun` and `durable` are what an earlier conversion has said; None and () where there was none."""
+class ConversionJournal:
+    """The file of a conversion's journal. `start`, `durable`: the lines that an earlier conversion has written; None
+    and () if there are none.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path, self._system = path, System()
         self._fd: int | None = None
-        self.begun: Begun | None = None
-        self.durable: tuple[Durable, ...] = ()
+        self.start: JournalStart | None = None
+        self.durable: tuple[DurableWindows, ...] = ()
 
     def open(self) -> None:
-        """Lock the journal, and read what is in it.
+        """Lock the journal, and read it.
 
-        raises  LockedError where another process converts to the same place; StorageError
+        raises  LockedError  another process is converting to the same target
+                StorageError
         """
         with translated(self._path.parent, "open", self._path.name):
             fd = self._system.create(self._path, os.O_RDWR)
@@ -65,7 +73,7 @@ class Journal:
                 if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
                     raise
                 raise LockedError(
-                    f"another conversion is under way to the same place, as {self._path} is locked",
+                    f"another conversion to the same target is running: {self._path} is locked",
                     next="wait until it has ended, or give another target",
                 ) from None
         self._fd = fd
@@ -77,22 +85,26 @@ class Journal:
             content = os.pread(self._fd, min(os.fstat(self._fd).st_size, _BYTES_MAX), 0)
         lines = list(_whole_lines(content))
         try:
-            self.begun = msgspec.json.decode(lines[0], type=Begun) if lines else None
-            self.durable = tuple(msgspec.json.decode(line, type=Durable) for line in lines[1:])
-        except msgspec.DecodeError:  # of another version: begun anew
-            self.begun, self.durable = None, ()
+            self.start = msgspec.json.decode(lines[0], type=JournalStart) if lines else None
+            self.durable = tuple(msgspec.json.decode(line, type=DurableWindows) for line in lines[1:])
+        except msgspec.DecodeError:  # a journal of another version: start over
+            self.start, self.durable = None, ()
 
     def begin(self, plan: str, draft: str) -> None:
-        """Forget what was said, and begin with this plan. Durable on return."""
+        """Discard earlier lines, and write the first line of a new journal. Durable on return."""
         assert self._fd is not None, "open comes first"
-        self.begun, self.durable = Begun(plan, draft), ()
+        self.start, self.durable = JournalStart(plan, draft), ()
         with translated(self._path.parent, "write", self._path.name):
             os.ftruncate(self._fd, 0)
-            self._append(self.begun)
+            self._append(self.start)
             self._system.sync_directory(self._path.parent)
 
-    def note(self, durable: Durable) -> None:
-        """Say which windows are durable. Durable on return."""
+    def drop_durable(self) -> None:
+        """Forget all durable windows, as the draft does not have them. They are written again."""
+        self.durable = ()
+
+    def record(self, durable: DurableWindows) -> None:
+        """Append a line. Durable on return."""
         with translated(self._path.parent, "write", self._path.name):
             self._append(durable)
 
@@ -104,20 +116,20 @@ class Journal:
         self._system.sync(self._fd)
 
     def cut_torn_line(self) -> None:
-        """Drop what a crash has left of a line, so that the next one stands by itself."""
+        """Remove a line that a crash has left incomplete, so that the next line is a line of its own."""
         assert self._fd is not None, "open comes first"
         with translated(self._path.parent, "write", self._path.name):
             content = os.pread(self._fd, min(os.fstat(self._fd).st_size, _BYTES_MAX), 0)
             os.ftruncate(self._fd, sum(len(line) + _FRAME_BYTES for line in _whole_lines(content)))
 
     def remove(self) -> None:
-        """Nothing is left to go on with. The name may come back after a power loss; then what it says is done."""
+        """Remove the file, once the target is complete. If a power loss brings the file back, that does no harm."""
         with translated(self._path.parent, "remove", self._path.name):
             os.unlink(self._path)
         self.close()
 
     def close(self) -> None:
-        """Give the lock back; the file stays, for the next conversion to go on."""
+        """Release the lock. The file stays, so that the next conversion can resume."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
@@ -128,7 +140,7 @@ _FRAME_BYTES = _DIGITS + len(" \n")
 
 
 def _whole_lines(content: bytes) -> Iterator[bytes]:
-    """The texts of lines up to the first that is not as it was written."""
+    """The texts of all lines before the first damaged one."""
     for line in content.split(b"\n")[:-1]:
         text = line[_DIGITS + 1 :]
         if line[: _DIGITS + 1] != digest(text).encode() + b" ":

@@ -1,4 +1,5 @@
-"""The layout of a target: which bytes lie where in its files, known before the first one moves."""
+"""The layout of a target: at which offset of which file each tensor is. It is planned before the first byte is written.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +10,19 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from flowstone.convert.source import Source
+from flowstone.convert.source import SourceCheckpoint
 from flowstone.table.dtype import DType
 from flowstone.table.stored import SourceTensor
 
 Check: TypeAlias = Literal["none", "chunks", "crc32"]
-"""What is computed of the tensors' bytes on their way: nothing, XXH3-64 of each chunk, or a CRC-32 of each extent."""
+"""The checksums computed while tensors are copied: none, XXH3-64 of each chunk, or a CRC-32 of each extent."""
 
 LAYOUT_VERSION = 1
-"""Of the way in which layouts are made: another one begins a conversion anew."""
+"""The version of the layout code. An unfinished conversion by another version starts over."""
 
 
 class Output(msgspec.Struct, frozen=True):
-    """A tensor as the target has it: under another name perhaps, and of another dtype."""
+    """A tensor of the target. Its name and dtype may differ from those in the source."""
 
     name: str
     tensor: SourceTensor
@@ -33,30 +34,32 @@ class Output(msgspec.Struct, frozen=True):
 
 
 class Extent(msgspec.Struct, frozen=True):
-    """A run of bytes of a target's file: bytes that are known, a whole tensor, or what follows from the checks.
+    """A range of a target's file. Its content is exactly one of:
 
-    output   position among the outputs
-    literal  the bytes
-    late     the bytes, made of the checks of all extents before this one
+    output   a tensor: its position among the target's outputs
+    literal  these bytes
+    from_checks  bytes computed from the checksums of all earlier extents
     """
 
     offset: int
     length: int
     output: int | None = None
     literal: bytes | None = None
-    late: Callable[[Sequence[int]], bytes] | None = None
+    from_checks: Callable[[Sequence[int]], bytes] | None = None
 
 
 class TargetFile(msgspec.Struct, frozen=True):
-    """A file to be written: its name in the draft, its size, its extents by offset. What lies between them is zero."""
+    """A file to write. `name` is its name in the target, `bytes` its size; `extents` are sorted by offset. Gaps between
+    extents are zeros.
+    """
 
     name: str
     bytes: int
     extents: tuple[Extent, ...]
 
 
-class Layout(msgspec.Struct, frozen=True):
-    """All files of a target that hold tensors."""
+class TargetLayout(msgspec.Struct, frozen=True):
+    """All files of a target that contain tensors. `check`: which checksums of the extents the files contain."""
 
     outputs: tuple[Output, ...]
     files: tuple[TargetFile, ...]
@@ -68,21 +71,21 @@ class Layout(msgspec.Struct, frozen=True):
 
     @property
     def directories(self) -> list[str]:
-        """Those that its files are in, below the target's own; each after the one that it is in."""
+        """The directories that the files need, relative to the target. Parents come before their children."""
         parents = {str(parent) for file in self.files for parent in PurePosixPath(file.name).parents}
         return sorted(parents - {"."})
 
 
-def plan_digest(source: Source, layout: Layout, options: Sequence[object]) -> str:
-    """By which a journal knows whether it belongs to this conversion: same files, same layout, same options."""
-    found = hashlib.blake2b(digest_size=16)
+def plan_digest(source: SourceCheckpoint, layout: TargetLayout, options: Sequence[object]) -> str:
+    """A text that identifies a conversion in its journal. It is equal for the same source files, layout and options."""
+    digest = hashlib.blake2b(digest_size=16)
 
     def add(*facts: object) -> None:
-        found.update(repr(facts).encode(errors="surrogatepass"))
+        digest.update(repr(facts).encode(errors="surrogatepass"))
 
     add(LAYOUT_VERSION, source.kind, layout.check, *options)
-    for one in source.files:
-        add(one.path, one.bytes, one.changed_ns)
+    for source_file in source.files:
+        add(source_file.path, source_file.bytes, source_file.changed_ns)
     for output in layout.outputs:
         add(output.name, output.dtype.name, output.tensor.name, output.tensor.dtype.name, output.tensor.shape)
         for stored in output.tensor.boxes:
@@ -91,5 +94,5 @@ def plan_digest(source: Source, layout: Layout, options: Sequence[object]) -> st
         add(file.name, file.bytes)
         for extent in file.extents:
             add(extent.offset, extent.length, extent.output)
-            found.update(extent.literal or b"")
-    return found.hexdigest()
+            digest.update(extent.literal or b"")
+    return digest.hexdigest()

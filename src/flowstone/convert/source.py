@@ -1,4 +1,4 @@
-"""A checkpoint of any format as a table: which tensors it has, and where the bytes of each box lie in its files."""
+"""A checkpoint of any format as a table: its tensors, their boxes (parts), and the file offsets of these."""
 
 from __future__ import annotations
 
@@ -24,60 +24,64 @@ from flowstone.table.pieces import Alias
 from flowstone.table.stored import SourceTensor, StoredBox, reach_elements, row_major
 
 METADATA_BYTES_MAX = 1024 * MIB
-"""What is read of a checkpoint before anything is known of it: the file that names all tensors."""
+"""The size limit of a metadata file, which names all tensors."""
 
 _SIDE_MAX = 1 << 60
-_PATH_BYTES_MAX = 2048  # of a file below a checkpoint's directory: Linux takes 4096 in all
+_PATH_BYTES_MAX = 2048  # the longest path below a checkpoint's directory: Linux allows 4096 bytes for a complete path
 _FILE_NAME_BYTES_MAX = 255
-_EXPANSION_MAX = 16  # tensors that share memory in a file are each written out in full
-_EXPANDED_BYTES_MIN = GIB  # allowed for the smallest file: a mask may be one number, expanded
-_BLOCKS_MIN = 8  # of 512 bytes: one page, which any file with a header takes; some network file systems report 0 or 1
-_UNALIGNED_MAX = 1 << 14  # boxes that form no grid: each is compared with all before it
+# how many times the size of the files all tensors may have: tensors that share memory in a file are each written in
+# full
+_EXPANSION_MAX = 16
+_EXPANDED_BYTES_MIN = GIB  # allowed even for the smallest file, as an expanded mask may be stored as a single number
+# blocks of 512 bytes: one page, the least for a file with a header; some network file systems report 0 or 1
+_BLOCKS_MIN = 8
+_UNALIGNED_MAX = 1 << 14  # how many boxes may form no grid, as each of these is compared with all before it
 
 
-class Decoded(Protocol):
-    """Bytes that lie in no file as they are, but in what another library decodes. Any thread may read."""
+class DecodedBytes(Protocol):
+    """Bytes that another library decodes. Can be read on any thread."""
 
     def read(self, begin: int, into: NDArray[np.uint8]) -> None:
-        """Fill memory with the bytes from `begin` on. Raises DamagedError."""
+        """Fill `into` with the bytes from offset `begin` on. Raises DamagedError."""
 
 
 class SourceFile(msgspec.Struct, frozen=True):
-    """A file that bytes are read from, as it was when the source was opened; `path` has no links in it.
+    """A file from which bytes are read. `bytes` and `changed_ns` are its size and time of change when the source was
+    opened. `path` has no symbolic links.
 
-    decoded  where there is no such file: what reads its bytes, which `path` names for people
-    is_shared  whether other processes can read it by this record: it is a file, perhaps of a shared file system
-    allocated_bytes  what it takes on the disk, without its holes
+    decoded  reads the bytes if no file has them in plain form; `path` is then only for messages
+    is_shared  whether other processes can open the file by its path, for example on a shared file system
+    allocated_bytes  the disk space that the file occupies, without its holes
     """
 
     path: str
     bytes: int
     changed_ns: int
-    decoded: Decoded | None = None
+    decoded: DecodedBytes | None = None
     is_shared: bool = True
     allocated_bytes: int = 0
 
 
-class Unmapped(msgspec.Struct, frozen=True):
-    """A value that a checkpoint of ours cannot hold: where it is, and of which type."""
+class UnmappedValue(msgspec.Struct, frozen=True):
+    """A value that a Flowstone checkpoint cannot hold: its name and its type."""
 
     name: str
-    what: str
+    type_name: str
 
 
-class Source(msgspec.Struct, frozen=True, eq=False):
-    """A checkpoint that is ready to be read: everything about it is known and checked but the tensors' bytes.
+class SourceCheckpoint(msgspec.Struct, frozen=True, eq=False):
+    """A checkpoint that was opened for a conversion: everything except the bytes of tensors was read and checked.
 
     kind      "flowstone", "safetensors", "torch", "dcp", "megatron", "deepspeed", "torchsnapshot", "orbax"
-    location  for people
-    tensors   in the order in which they are best read
-    objects   section -> value, of what is no tensor; a TensorRef stands where a tensor lies
-    per_rank  section -> one value for each rank
+    location  the path, for messages
+    tensors   in the order in which they are read fastest
+    objects   section -> its values other than tensors, in which a TensorRef stands for each tensor
+    per_rank  section -> a list of such values, one for each rank
     documents  small files beside the tensors (a model's configuration, a tokenizer), by name
-    is_flat   the tensors are those of one module, by its own names: they belong to no section yet
-    digests   XXH3-64 of chunks, where something vouches for bytes
-    unmapped  what else it has; an error, unless a rule skips it
-    step      of a store of ours
+    is_flat   whether the tensors have names of one module, such as layers.0.weight, without sections
+    digests   XXH3-64 of chunks, if the format has checksums
+    unmapped  values that a Flowstone checkpoint cannot store; they are an error, unless a rule skips them
+    step      the step, if the source is a Flowstone store
     """
 
     kind: str
@@ -90,36 +94,36 @@ class Source(msgspec.Struct, frozen=True, eq=False):
     documents: Mapping[str, bytes] = msgspec.field(default_factory=dict)
     is_flat: bool = False
     digests: NDArray[np.uint64] | None = None
-    unmapped: tuple[Unmapped, ...] = ()
+    unmapped: tuple[UnmappedValue, ...] = ()
     step: int | None = None
 
 
 def source_file(path: Path) -> SourceFile:
-    """The file at `path`, behind links if there are any: caches keep their files behind links."""
+    """The file at `path`. Symbolic links are followed, as caches of downloads store their files behind links."""
     with translated(path.parent, "read", path.name), open_plain(path) as opened:
-        found = os.fstat(opened.fileno())
+        status = os.fstat(opened.fileno())
         allocated = allocated_bytes(opened)
-        return SourceFile(os.path.realpath(path), found.st_size, found.st_mtime_ns, allocated_bytes=allocated)
+        return SourceFile(os.path.realpath(path), status.st_size, status.st_mtime_ns, allocated_bytes=allocated)
 
 
 def allocated_bytes(file: BinaryIO) -> int:
-    """The bytes that a file takes on the disk, without its holes. Raises OSError."""
-    found = os.fstat(file.fileno())
-    if found.st_blocks >= _BLOCKS_MIN or not found.st_size:
-        return min(found.st_size, found.st_blocks * 512)
+    """The disk space of a file, without its holes. Raises OSError."""
+    status = os.fstat(file.fileno())
+    if status.st_blocks >= _BLOCKS_MIN or not status.st_size:
+        return min(status.st_size, status.st_blocks * 512)
     try:
         os.lseek(file.fileno(), 0, os.SEEK_DATA)
     except OSError as error:
-        return 0 if error.errno == errno.ENXIO else found.st_size
+        return 0 if error.errno == errno.ENXIO else status.st_size
     os.lseek(file.fileno(), 0, os.SEEK_SET)
-    return found.st_size
+    return status.st_size
 
 
 def open_plain(path: Path) -> BinaryIO:
-    """Open a regular file, following links; refuse what could block or never end (pipes, devices). Raises OSError."""
+    """Open a regular file, following symbolic links. Refuses pipes and devices, which could block. Raises OSError."""
 
     def opener(name: str, _: int) -> int:
-        owner = Descriptors(in_use=True)  # until the file object has it
+        owner = Descriptors(in_use=True)  # owns the descriptor until the file object does
         try:
             return open_file(Path(os.path.realpath(name, strict=True)), owner)
         except BaseException:
@@ -129,8 +133,8 @@ def open_plain(path: Path) -> BinaryIO:
     return open(path, "rb", opener=opener)
 
 
-def is_inner(name: object) -> bool:
-    """Whether a checkpoint may name one of its files so: a valid path below its own directory."""
+def is_path_inside(name: object) -> bool:
+    """Whether this name in a checkpoint is a valid path below the checkpoint's directory."""
     if not isinstance(name, str) or name in ("", ".") or name.startswith("/") or "\0" in name or not valid_text(name):
         return False
     parts = name.encode().split(b"/")
@@ -139,23 +143,27 @@ def is_inner(name: object) -> bool:
     )
 
 
-def read_whole(directory: Path, name: str, bytes_max: int) -> bytes:
-    """A small file of a checkpoint. Raises DamagedError if it is longer than `bytes_max`; StorageError."""
+def read_small_file(directory: Path, name: str, bytes_max: int) -> bytes:
+    """Read a small file of a checkpoint. Raises DamagedError if it is longer than `bytes_max`; StorageError."""
     path = directory / name
     with translated(directory, "read", name), open_plain(path) as opened:
         if os.fstat(opened.fileno()).st_size > bytes_max:
-            raise DamagedError(f"{path} is too long", expected=f"at most {bytes_max} bytes", next="check it")
+            raise DamagedError(
+                f"{path} is too large", expected=f"at most {bytes_max} bytes",
+                next="check that this file belongs to a checkpoint",
+            )
         return opened.read(bytes_max)
 
 
 def in_file_order(tensors: Iterable[SourceTensor]) -> tuple[SourceTensor, ...]:
-    """The tensors by where they begin in the files, which are so read from front to back; those without boxes first."""
-    return tuple(sorted(tensors, key=lambda one: [(box.file, box.offset_bytes) for box in one.boxes[:1]]))
+    """Sort the tensors by file and offset, so that files are read from front to back. Tensors without boxes come first.
+    """
+    return tuple(sorted(tensors, key=lambda tensor: [(box.file, box.offset_bytes) for box in tensor.boxes[:1]]))
 
 
-def check_source(source: Source) -> Source:
-    """The source itself, if it is whole: names differ, boxes fill their tensors, extents lie inside of their files, and
-    the tensors do not expand beyond measure.
+def check_source(source: SourceCheckpoint) -> SourceCheckpoint:
+    """Return the source if it is valid: names are unique, boxes fill their tensors, all bytes are inside of their
+    files, and the tensors are not many times larger than the files.
 
     raises  CollisionError, CoverageError, DamagedError, UnsupportedFormatError
     """
@@ -170,7 +178,7 @@ def check_source(source: Source) -> Source:
     return source
 
 
-def _check_sizes(source: Source) -> None:
+def _check_sizes(source: SourceCheckpoint) -> None:
     for tensor in source.tensors:
         if len(tensor.shape) > NDIM_MAX or max(tensor.shape, default=0) >= _SIDE_MAX:
             raise UnsupportedFormatError(
@@ -178,41 +186,45 @@ def _check_sizes(source: Source) -> None:
                 expected=f"at most {NDIM_MAX} dimensions, each below 2^60", next="do not use this checkpoint",
             )
     if source.digests is None and all(file.decoded is None for file in source.files):
-        held = sum({file.path: file.allocated_bytes for file in source.files}.values())
+        allocated = sum({file.path: file.allocated_bytes for file in source.files}.values())
         lengths = {tensor.name: tensor.bytes for tensor in source.tensors}
-        check_expansion(source.location, lengths, held, _EXPANSION_MAX)
+        check_expansion(source.location, lengths, allocated, _EXPANSION_MAX)
 
 
 def check_expansion(location: str, lengths: Mapping[str, int], held_bytes: int, expansion_max: int) -> None:
-    """Raise UnsupportedFormatError if the tensors (bytes by name) are many times larger than the files."""
+    """Raise UnsupportedFormatError if the tensors are many times larger than the files. `lengths`: name of a tensor ->
+    its bytes. `held_bytes`: the size of the files.
+    """
     most = max(_EXPANDED_BYTES_MIN, expansion_max * held_bytes)
     total = sum(lengths.values())
     if total > most:
         largest = max(lengths, key=lambda name: lengths[name])
         raise UnsupportedFormatError(
-            f"{location} would expand from {held_bytes} bytes to {total}", expected=f"at most {most} bytes",
-            found=f"the largest is {largest!r:.200}, {lengths[largest]} bytes",
+            f"the tensors of {location} would expand from {held_bytes} stored bytes to {total} bytes",
+            expected=f"at most {most} bytes", found=f"the largest is {largest!r:.200}, {lengths[largest]} bytes",
             next="if you trust this checkpoint, load it with the program that saved it, and save it again without "
-            "expanded tensors",
+            "tensors made by expand()",
         )
 
 
-def _check_names(names: Iterable[str], source: Source) -> None:
+def _check_names(names: Iterable[str], source: SourceCheckpoint) -> None:
     seen: set[str] = set()
     for name in names:
         if not valid_text(name) or "\0" in name or len(name.encode()) > NAME_BYTES_MAX:
             raise UnsupportedFormatError(
-                f"{name!r:.200} in {source.location} cannot name a tensor",
-                expected=f"at most {NAME_BYTES_MAX} bytes of UTF-8 without NUL", next="rename it, and save again",
+                f"{source.location} has an invalid tensor name {name!r:.200}",
+                expected=f"at most {NAME_BYTES_MAX} bytes of UTF-8 without NUL",
+                next="rename the tensor, and save again",
             )
         if name in seen:
             raise CollisionError(
-                f"two tensors of the checkpoint are called {name!r}", next="rename one of them with a Rename rule"
+                f"two tensors of the checkpoint have the name {name!r}",
+                next="rename one of the two with a rule fs.Rename",
             )
         seen.add(name)
 
 
-def _check_filled(source: Source, tensor: SourceTensor) -> None:
+def _check_filled(source: SourceCheckpoint, tensor: SourceTensor) -> None:
     boxes = [stored.box for stored in tensor.boxes]
     if {len(box.shape) for box in boxes} == {len(tensor.shape)} and all(box.inside(tensor.shape) for box in boxes):
         offsets, sides = (np.array(rows, np.int64).reshape(len(boxes), len(tensor.shape))
@@ -221,24 +233,26 @@ def _check_filled(source: Source, tensor: SourceTensor) -> None:
             return
     try:
         if len(boxes) > _UNALIGNED_MAX:
-            raise CoverageError(f"{len(boxes)} parts that form no grid", next="save it in fewer parts")
+            raise CoverageError(
+                f"the tensor has {len(boxes)} parts that do not form a grid", next="save the tensor in fewer parts"
+            )
         check_tiling(tensor.name, tensor.shape, boxes)
     except CoverageError as error:
         raise CoverageError(
-            f"{source.location} has not every element of {tensor.name!r:.200} once",
+            f"{source.location} does not hold every element of {tensor.name!r:.200} exactly once",
             found=error.message.removeprefix(f"cannot save {tensor.name!r}: "),
             expected=f"parts that fill shape {tensor.shape}", next="copy the whole checkpoint again",
         ) from error
 
 
-def _check_extent(source: Source, tensor: SourceTensor, stored: StoredBox) -> None:
-    assert stored.file is not None, "what a source has lies in a file"
+def _check_extent(source: SourceCheckpoint, tensor: SourceTensor, stored: StoredBox) -> None:
+    assert stored.file is not None, "every box of a source lies in a file"
     file = source.files[stored.file]
     strides = stored.strides if stored.strides is not None else row_major(stored.box.shape)
     if any(stride < 0 for stride in strides):
         raise UnsupportedFormatError(
-            f"{tensor.name!r} in {file.path} runs backwards in memory", found=f"strides {strides}",
-            next="save a contiguous copy of it",
+            f"{tensor.name!r} in {file.path} has negative strides", found=f"strides {strides}",
+            next="save a contiguous copy of the tensor",
         )
     end = stored.offset_bytes + reach_elements(stored.box.shape, strides) * tensor.dtype.item_bytes
     if stored.offset_bytes < 0 or end > file.bytes:

@@ -1,1 +1,1 @@
-"""The on-disk format, as docs/FORMAT.md defines it: encoding and checking, without I/O."""
+"""The on-disk format that docs/FORMAT.md defines: encodes and checks bytes, and reads or writes no files."""

@@ -1,4 +1,5 @@
-"""Sections of a checkpoint as state dicts: stored objects, with tensors in the places of what refers to them."""
+"""Rebuilds a section of a checkpoint as a state dict: its stored object, in which references are replaced by tensors.
+"""
 
 from __future__ import annotations
 
@@ -9,22 +10,25 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flowstone.format.inner_objects import INNER, StoredOptimizer, inner_state, stored_optimizer
-from flowstone.format.objects import Named, Provided, TensorRef
+from flowstone.format.objects import NamedConstant, ProviderRecord, TensorRef
 
 
 class LiveValues(NamedTuple):
-    """Functions that make values which need code that may not be installed; without it, a value stays as stored.
+    """Functions that make values of libraries that may not be installed. Without the library, a value stays as stored.
 
     value_of  makes a constant of torch or numpy, at a path
-    make      makes an object of a registered class, with a function for the values of its fields; None: no such class
+    make      makes an object of a registered class, given a function that builds its fields; returns None if there is
+              no such class
     """
 
-    value_of: Callable[[Named, str], object] = lambda constant, _: constant
-    make: Callable[[Provided, Callable[[object], object]], object | None] = lambda _, __: None
+    value_of: Callable[[NamedConstant, str], object] = lambda constant, _: constant
+    make: Callable[[ProviderRecord, Callable[[object], object]], object | None] = lambda _, __: None
 
 
 def tensor_names(names: Iterable[str], section: str, node: object) -> list[str]:
-    """The names of the tensors of a section, whose stored object is `node`: those in it, and those below its name."""
+    """The names of a section's tensors: those that begin with the section's name, and those that its stored object
+    `node` refers to.
+    """
     below = [name for name in names if name == section or name.startswith((f"{section}.", f"{section}@"))]
     return list(dict.fromkeys([*below, *_refs(node)]))
 
@@ -32,7 +36,7 @@ def tensor_names(names: Iterable[str], section: str, node: object) -> list[str]:
 def _refs(node: object) -> Iterable[str]:
     if isinstance(node, TensorRef):
         yield node.name
-    elif isinstance(node, Provided):
+    elif isinstance(node, ProviderRecord):
         for part in node.parts.values():
             yield part.name
         yield from _refs(node.objects)
@@ -47,34 +51,34 @@ def _refs(node: object) -> Iterable[str]:
 def assemble(
     section: str, node: object, tensors: Mapping[str, Any], *, by_name: bool, live: LiveValues
 ) -> object:
-    """A section as what its object's state_dict() returned.
+    """Rebuild the state_dict() of a section's object.
 
     node      the stored object
-    tensors   by stored name, all that are the section's
-    by_name   an optimizer's parameters have their names, as `get_optimizer_state_dict` gives them, not numbers
-    live      the functions for values that need code
+    tensors   all tensors of the section, by stored name
+    by_name   whether parameters of an optimizer get names, as in `get_optimizer_state_dict`, instead of numbers
+    live      the functions that make values of other libraries
     """
-    left = dict(tensors)
+    unused = dict(tensors)
 
-    def take(ref: TensorRef) -> object:
-        left.pop(ref.name, None)
-        found = tensors[ref.name]
+    def tensor_of(ref: TensorRef) -> object:
+        unused.pop(ref.name, None)
+        tensor = tensors[ref.name]
         if ref.kind == "tensor":
-            return found
-        array = found if isinstance(found, np.ndarray) else found.numpy()
+            return tensor
+        array = tensor if isinstance(tensor, np.ndarray) else tensor.numpy()
         return array if ref.kind == "ndarray" else (bytes if ref.kind == "bytes" else bytearray)(array.tobytes())
 
     def build(node: object) -> Any:
         if isinstance(node, TensorRef):
-            return take(node)
-        if isinstance(node, Named):
+            return tensor_of(node)
+        if isinstance(node, NamedConstant):
             return live.value_of(node, section)
-        if isinstance(node, Provided) and node.kind == INNER:
+        if isinstance(node, ProviderRecord) and node.kind == INNER:
             return build(inner_state(node, section))
-        if isinstance(node, Provided):
-            if not node.parts and (found := live.make(node, build)) is not None:
-                return found
-            parts = {name: take(part) for name, part in node.parts.items()}
+        if isinstance(node, ProviderRecord):
+            if not node.parts and (made_object := live.make(node, build)) is not None:
+                return made_object
+            parts = {name: tensor_of(part) for name, part in node.parts.items()}
             return {"kind": node.kind, "parts": parts, "objects": build(node.objects)}
         if isinstance(node, Counter):
             return node
@@ -92,16 +96,17 @@ def assemble(
     if optimizer is not None:
         return _optimizer(section, optimizer, tensors, build, by_name=by_name)
     made = build(node)
-    for name, value in left.items():  # of modules: their names say where they belong
-        _enter(made, name.removeprefix(section).removeprefix("."), value)
+    # tensors of modules, to which no object refers: their names say where they belong
+    for name, value in unused.items():
+        _insert(made, name.removeprefix(section).removeprefix("."), value)
     return made
 
 
-def _enter(made: Any, name: str, value: object) -> None:
-    """Put a tensor below the innermost dict that its name leads to."""
+def _insert(made: Any, name: str, value: object) -> None:
+    """Put a tensor into nested dicts, at the path that its name describes."""
     first, _, rest = name.partition(".")
     if rest and isinstance(made.get(first), dict):
-        _enter(made[first], rest, value)
+        _insert(made[first], rest, value)
     else:
         made[name] = value
 
@@ -109,9 +114,9 @@ def _enter(made: Any, name: str, value: object) -> None:
 def _optimizer(
     section: str, stored: StoredOptimizer, tensors: Mapping[str, Any], build: Callable[[object], Any], *, by_name: bool
 ) -> dict[str, Any]:
-    """An optimizer's state dict; its parameters are numbered in the order of its groups."""
+    """The state dict of an optimizer. Its parameters are numbered in the order of its groups."""
     paths = [path for group in stored.groups for path in group.params]
-    keys: dict[str, object] = _short(paths) if by_name else {path: number for number, path in enumerate(paths)}
+    keys: dict[str, object] = _parameter_names(paths) if by_name else {path: i for i, path in enumerate(paths)}
     slots: dict[object, dict[object, object]] = {}
     prefix = f"{section}.state."
     for name, value in tensors.items():
@@ -126,8 +131,10 @@ def _optimizer(
     return {"state": {**state, **build(stored.shared)}, "param_groups": groups, **build(stored.extra)}
 
 
-def _short(paths: list[str]) -> dict[str, object]:
-    """Paths to the names that the module itself has for them: without its section, if all lie in one."""
+def _parameter_names(paths: list[str]) -> dict[str, object]:
+    """For each path of a parameter, the parameter's name in its module. If all paths begin with the same section, the
+    names omit it.
+    """
     sections = {path.partition(".")[0] for path in paths}
     if len(sections) != 1:
         return {path: path for path in paths}

@@ -10,21 +10,24 @@ from typing import TypeAlias
 from flowstone.config import OBJECTS_CONTAINERS_MAX
 
 Path: TypeAlias = "str | tuple[Path, object]"
-"""The place of a node: a key below another path. Text only in errors: a long key would be copied for each item below.
+"""The location of a node: a key below another path. It becomes text only in errors: else a long key would be copied
+for each item below it.
 """
 
-KEYS = object()  # as the last part of a path: the container's own keys
+KEYS = object()  # the last component of a path that means the container's own keys
 
 _STRING_OR_OTHER = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|[^"]+', re.DOTALL)
-SAME_HASH_MAX = 1000  # keys of one container with equal hashes: a dict compares each with all before it
+# how many keys of one container may have equal hashes: a dict compares each of these keys with all before it
+SAME_HASH_MAX = 1000
 
 
-def containers(text: bytes | bytearray) -> int:
-    """How many lists and dicts a JSON text holds; an upper bound, unless that exceeds the limit."""
+def count_containers(text: bytes | bytearray) -> int:
+    """How many lists and dicts a JSON text contains. If the text has few brackets, the result is only an upper bound.
+    """
     count = text.count(b"{") + text.count(b"[")
     if count <= OBJECTS_CONTAINERS_MAX:
         return count
-    count = 0  # count again, ignoring brackets in strings
+    count = 0  # too many: count again without the brackets in strings
     for part in _STRING_OR_OTHER.finditer(text):
         begin, end = part.span()
         if text[begin] != ord('"'):
@@ -34,19 +37,19 @@ def containers(text: bytes | bytearray) -> int:
     return count
 
 
-def hashed(keys: list[object]) -> list[object]:
-    """The same keys, after a check that a dict lookup will not compare thousands of them."""
+def checked_keys(keys: list[object]) -> list[object]:
+    """Return `keys`, after a check that a dict lookup never compares thousands of them."""
     if len(keys) > SAME_HASH_MAX and max(Counter(map(hash, keys)).values()) > SAME_HASH_MAX:
-        raise ValueError("thousands of keys with one hash")
+        raise ValueError("thousands of keys of a dict or set have the same hash")
     return keys
 
 
-def dotted(path: Path) -> str:
-    """A path as text; of a long key only the beginning."""
+def dotted_path(path: Path) -> str:
+    """A path as text; long keys are shortened."""
     below: list[str] = []
     while isinstance(path, tuple):
         path, key = path
-        below.append(" key" if key is KEYS else f".{key if isinstance(key, str) else brief(key):.80}")
+        below.append(" key" if key is KEYS else f".{key if isinstance(key, str) else short_repr(key):.80}")
     return path + "".join(reversed(below))
 
 
@@ -57,12 +60,13 @@ class _Brief(reprlib.Repr):
         self.maxlist = self.maxtuple = self.maxdict = self.maxset = 10
 
     def repr_int(self, x: int, _level: int) -> str:
-        return repr(x) if x.bit_length() < 256 else f"<an int of {x.bit_length()} bits>"  # Python refuses 4,300 digits
+        # Python refuses to print ints of more than 4,300 digits
+        return repr(x) if x.bit_length() < 256 else f"<an int of {x.bit_length()} bits>"
 
 
 _BRIEF = _Brief()
 
 
-def brief(value: object) -> str:
+def short_repr(value: object) -> str:
     """The repr of a value, shortened."""
     return _BRIEF.repr(value)

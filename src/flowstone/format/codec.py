@@ -1,4 +1,5 @@
-"""Codecs: how the bytes of chunks are stored. See docs/FORMAT.md, Codecs; docs/ARCHITECTURE.md says how to add one.
+"""Codecs are the ways in which the bytes of chunks are stored. See docs/FORMAT.md, Codecs; docs/ARCHITECTURE.md says
+how to add one.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-if TYPE_CHECKING:  # a listing reads manifests, which name codecs, and needs no numpy
+if TYPE_CHECKING:  # manifests name codecs; a listing reads manifests, and should not have to import numpy
     import numpy as np
     from numpy.typing import NDArray
 
@@ -19,8 +20,9 @@ _RAW = 0  # table.chunks.CODEC_RAW
 class Codec(msgspec.Struct, frozen=True):
     """A way to store a chunk.
 
-    id    in the index, `chunk.codec`: 0 is raw, 1 to 127 are Flowstone's, higher ones never occur in a checkpoint
-    name  in messages, and in the critical feature that announces it
+    id    the codec's number in the index column `chunk.codec`. 0 is raw, 1 to 127 are Flowstone's, and higher numbers
+          never occur in a checkpoint
+    name  the codec's name in messages and in its critical feature (a feature that a reader must know)
     """
 
     id: int
@@ -28,7 +30,8 @@ class Codec(msgspec.Struct, frozen=True):
 
     @property
     def feature(self) -> str | None:
-        """The critical feature that a manifest lists if a chunk uses this codec; None: every reader knows the codec."""
+        """The critical feature that a manifest lists if a chunk uses this codec. None if every reader knows the codec.
+        """
         return None if self.id == _RAW else f"codec.{self.name}"
 
 
@@ -44,19 +47,19 @@ CAST_SOURCES: tuple[int, ...] = (RAW.id, PLANES.id, XOR.id)
 QUANTIZED_ELEMENTS: Mapping[str, int] = MappingProxyType({"float32": 0, "bfloat16": 1, "float16": 2})
 """The dtypes that can be quantized, by name, with their numbers in the stored form."""
 RELATIVE_BOUND, BLOCK_BOUND = 1 / 15, 1 / 220_000
-"""By how much a quantized element may be off: of itself, or of the largest of its block."""
+"""Maximum error of a quantized element, relative to the element, and to the largest element of its block."""
 CODECS: Mapping[int, Codec] = MappingProxyType({codec.id: codec for codec in (RAW, PLANES, XOR, QUANTIZED, CAST)})
 """All codecs that this version reads and writes, by id."""
 FEATURES: frozenset[str] = frozenset(codec.feature for codec in CODECS.values() if codec.feature is not None)
-"""The critical features that announce them."""
+"""The critical features of these codecs."""
 
 
-def announced(critical: Collection[str]) -> frozenset[int]:
-    """The ids of the codecs that chunks may have in a checkpoint with these critical features."""
+def allowed_codecs(critical: Collection[str]) -> frozenset[int]:
+    """The ids of the codecs that chunks may have, if the checkpoint's manifest lists these critical features."""
     return frozenset(codec.id for codec in CODECS.values() if codec.feature is None or codec.feature in critical)
 
 
 def features_of(codecs: NDArray[np.uint8]) -> tuple[str, ...]:
-    """The critical features of a checkpoint whose chunks have these codecs."""
+    """The critical features that a manifest must list if chunks have these codecs."""
     used = (codec for number, codec in CODECS.items() if (codecs == number).any())
     return tuple(codec.feature for codec in used if codec.feature is not None)

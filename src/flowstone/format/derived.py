@@ -1,4 +1,4 @@
-"""Codec `cast`: chunks of which nothing is stored, since they are what float32 chunks are rounded to."""
+"""The codec `cast`: chunks that are not stored, because they can be computed by rounding stored float32 chunks."""
 
 from __future__ import annotations
 
@@ -16,42 +16,51 @@ StoredColumns: TypeAlias = tuple[NDArray[np.uint32], NDArray[np.uint64], NDArray
 
 
 def cast_chunks(chunks: Chunks) -> NDArray[np.int64]:
-    """The numbers of the chunks that are rounded from others."""
+    """The numbers of the chunks with codec `cast`."""
     none = np.zeros(0, np.int64)
     return none if chunks.stored is None else np.flatnonzero(chunks.stored.codec == CAST.id)
 
 
-def halves_of(data_bytes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """From how many chunks the chunks of so many bytes are rounded."""
+def source_chunk_counts(data_bytes: NDArray[np.int64]) -> NDArray[np.int64]:
+    """How many float32 source chunks (1 or 2) each rounded chunk has. `data_bytes`: the lengths of the rounded chunks
+    in bytes.
+    """
     return np.where(data_bytes > CHUNK_BYTES // 2, 2, 1)
 
 
 def check_casts(chunks: Chunks, pieces: Pieces) -> None:
-    """Raise ValueError unless all that is rounded is so from whole float32 chunks of one piece, which are stored."""
+    """Raise ValueError unless each rounded chunk is made from all elements of one or two stored float32 chunks of one
+    piece (part of a tensor).
+    """
     numbers, stored = cast_chunks(chunks), chunks.stored
     if not len(numbers) or stored is None:
         return
     if (stored.offset[numbers] >= len(stored.codec)).any():
-        raise ValueError("a chunk is rounded from one that is not there")
+        raise ValueError("a chunk is marked as rounded from other chunks, but these do not exist")
     if stored.segment[numbers].any() or stored.length[numbers].any():
-        raise ValueError("a chunk that is rounded has no bytes of its own")
+        raise ValueError("a chunk is marked as rounded from other chunks, but has stored bytes of its own")
     source = stored.offset[numbers].astype(np.int64)
     dtypes = [dtype.name for dtype in pieces.tensors.dtypes]
     is_element = np.array([name in CAST_ELEMENTS for name in dtypes], np.bool_)
     is_single = np.array([name == "float32" for name in dtypes], np.bool_)
-    (piece, within), (of, at) = chunks.locate(numbers), chunks.locate(source)
-    data_bytes = chunks.logical_bytes(piece, within, within + 1)
-    halves = halves_of(data_bytes)
-    if (chunks.logical_bytes(of, at, at + halves) != 2 * data_bytes).any():
-        raise ValueError("a chunk is rounded from one that is not twice as long")
-    if not (is_element[pieces.tensor[piece]].all() and is_single[pieces.tensor[of]].all()):
-        raise ValueError("a chunk is rounded to or from another type")
+    (cast_piece, cast_within), (source_piece, source_within) = chunks.locate(numbers), chunks.locate(source)
+    data_bytes = chunks.logical_bytes(cast_piece, cast_within, cast_within + 1)
+    halves = source_chunk_counts(data_bytes)
+    if (chunks.logical_bytes(source_piece, source_within, source_within + halves) != 2 * data_bytes).any():
+        raise ValueError("a chunk is marked as rounded from other chunks, but is not half as long as these")
+    if not (is_element[pieces.tensor[cast_piece]].all() and is_single[pieces.tensor[source_piece]].all()):
+        raise ValueError(
+            "a chunk is marked as rounded from other chunks, but these are not float32, or values are never rounded "
+            "to its dtype",
+        )
     if not np.isin(stored.codec[np.concatenate([source, source + halves - 1])], list(CAST_SOURCES)).all():
-        raise ValueError("a chunk is rounded from one that is not stored")
+        raise ValueError("a chunk is marked as rounded from other chunks, but these are not stored")
 
 
 def stored_columns(chunks: Chunks, pieces: Pieces) -> StoredColumns | None:
-    """The stored chunks as the engine takes them: of those that are rounded, the element in the place of a length."""
+    """The table of stored chunks, as arrays for the engine. For a rounded chunk, the array of lengths has its element
+    type instead.
+    """
     stored = chunks.stored
     if stored is None:
         return None

@@ -1,7 +1,7 @@
-"""A model's documents, which lie beside its tensors: configuration and tokenizer, as Hugging Face calls them.
+"""A model's documents, stored beside its tensors: its configuration and tokenizer, in Hugging Face's files.
 
-In a checkpoint they are the values of one section: each file's name, and its bytes. Names become names of files again
-at an export, so nothing else is a document.
+In a checkpoint they form one section, which maps each file's name to its bytes. An export creates files with these
+names, so only safe file names are accepted.
 """
 
 from __future__ import annotations
@@ -9,19 +9,21 @@ from __future__ import annotations
 from flowstone.config import MIB
 
 DOCUMENTS_SECTION = "huggingface"
-"""Where a checkpoint keeps the documents of a model that was imported, or trained by a framework that has them."""
+"""The section with the documents of a model that was imported, or trained by a framework that provides them."""
 
 DOCUMENTS_BYTES_MAX = 64 * MIB
-"""Of all of them. The longest tokenizers known take half of it."""
+"""The limit for all documents together. The largest known tokenizers take half of it."""
 
 SHARD_INDEX_SUFFIX = ".safetensors.index.json"
 
 _SUFFIXES = (".json", ".txt", ".model", ".jinja")
-_NAME_BYTES_MAX = 255  # of file systems
+_NAME_BYTES_MAX = 255  # the limit of file systems
 
 
 def is_document(name: object) -> bool:
-    """Whether a file of that name can be one: never weights nor their index, and nothing outside of its directory."""
+    """Whether a file with this name can be one of a model's documents. False for weights, for their index, and for a
+    path in another directory.
+    """
     return (
         isinstance(name, str) and name.endswith(_SUFFIXES) and not name.endswith(SHARD_INDEX_SUFFIX)
         and name.isprintable() and not name.startswith(".") and not {"/", "\\"} & set(name)

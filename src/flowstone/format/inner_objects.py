@@ -1,42 +1,50 @@
-"""Marks of objects inside of another object's state, which a load restores in place; and stored optimizers."""
+"""How stored objects describe an object inside of another object's state, which a load restores in place; and how they
+describe optimizers.
+"""
 
 from __future__ import annotations
 
 import msgspec
 
 from flowstone.errors import DamagedError
-from flowstone.format.objects import Provided
+from flowstone.format.objects import ProviderRecord
 
 INNER = "flowstone.inner"
-"""The kind of a `Provided` node that stands for such an object; it has one object, `state`."""
+"""The kind of a `ProviderRecord` node that marks such an object; its only value is `state`."""
 
 
-def inner_object(state: object) -> Provided:
-    """The mark of an object. `state`: its node, as if the object were a section of its own."""
-    return Provided(INNER, {}, {"state": state})
+def inner_object(state: object) -> ProviderRecord:
+    """The stored form of an object inside of another object's state. `state`: its node (format/objects.py), encoded as
+    if the object were a section.
+    """
+    return ProviderRecord(INNER, {}, {"state": state})
 
 
 def inner_state(node: object, path: str) -> object:
-    """The object's node in a mark; any other node as it is. Raises DamagedError."""
-    if not isinstance(node, Provided) or node.kind != INNER:
+    """The state inside the stored form of an inner object (see `inner_object`). Any other node is returned unchanged.
+    Raises DamagedError if that form is invalid.
+    """
+    if not isinstance(node, ProviderRecord) or node.kind != INNER:
         return node
     if node.parts or node.objects.keys() != {"state"}:
         raise DamagedError(
-            f"the object '{path}' does not match its type", expected="one entry, 'state'",
+            f"the stored object '{path}' is invalid", expected="one entry, 'state'",
             found=", ".join([*node.parts, *node.objects]), next="run `flowstone verify`; load another checkpoint",
         )
     return node.objects["state"]
 
 
 class StoredGroup(msgspec.Struct, frozen=True):
-    """A group of a stored optimizer: the paths of its members, and its settings."""
+    """A parameter group of a stored optimizer: the paths of its parameters, and its settings."""
 
     params: list[str]
     options: dict[object, object]
 
 
 class StoredOptimizer(msgspec.Struct, frozen=True):
-    """The entries of a stored optimizer's object; `listed` is its "state"."""
+    """The entries of a stored optimizer. `listed` is the entry "state" of its state dict, for what is not stored as
+    tensors; `shared` and `extra` are other entries.
+    """
 
     groups: list[StoredGroup]
     listed: dict[str, dict[object, object]]
@@ -45,16 +53,16 @@ class StoredOptimizer(msgspec.Struct, frozen=True):
 
 
 def stored_optimizer(node: object) -> StoredOptimizer | None:
-    """The entries of a stored object, or None if it is not an optimizer's."""
+    """The entries of a stored optimizer. None if the stored object is not an optimizer."""
     match node:
         case {"param_groups": list(groups), "state": dict(listed), "shared": dict(shared), "extra": dict(extra)}:
-            found = []
+            stored_groups = []
             for group in groups:
                 match group:
                     case {"params": list(params), "options": dict(options)} if all(type(p) is str for p in params):
-                        found.append(StoredGroup(params, options))
+                        stored_groups.append(StoredGroup(params, options))
                     case _:
                         return None
             if all(type(path) is str and isinstance(slots, dict) for path, slots in listed.items()):
-                return StoredOptimizer(found, listed, shared, extra)
+                return StoredOptimizer(stored_groups, listed, shared, extra)
     return None

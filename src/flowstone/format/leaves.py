@@ -1,4 +1,6 @@
-"""Leaves of objects: numbers, text and bytes, each with its node and decoder. See objects.py."""
+"""Leaves are the values of objects that contain no other values: numbers, text and bytes. Each type has a function that
+makes its node and one that reads it. See objects.py.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ import numpy as np
 Node: TypeAlias = "bool | int | float | str | list[Node] | dict[str, Node] | None"
 T = TypeVar("T")
 
-INT_MAX = 2**53  # beyond it, readers that store numbers as doubles would round
+INT_MAX = 2**53  # beyond it, JSON readers that store numbers as doubles would round
 
 _SCALAR_NAMES = re.compile(
     r"bool|u?int(8|16|32|64)|float(16|32|64)|complex(64|128)"
@@ -62,38 +64,38 @@ def scalar_node(value: np.generic) -> Node | None:
     return {"$numpy": name, "hex": (data if sys.byteorder == "little" else data[::-1]).hex()}
 
 
-def checked(node: object, kind: type[T]) -> T:
+def expect_type(node: object, kind: type[T]) -> T:
     if type(node) is not kind:
-        raise TypeError(f"{kind.__name__} expected")
+        raise TypeError(f"a value of type {kind.__name__} is needed, not of type {type(node).__name__}")
     return node
 
 
-def pair(node: object) -> tuple[object, object]:
-    key, value = checked(node, list)
+def expect_pair(node: object) -> tuple[object, object]:
+    key, value = expect_type(node, list)
     return key, value
 
 
-def three(parts: list[object]) -> list[object]:
+def expect_three(parts: list[object]) -> list[object]:
     if len(parts) != 3:
-        raise ValueError("three parts expected")
+        raise ValueError(f"a list of three items is needed, not of {len(parts)}")
     return parts
 
 
 def from_base64(node: object) -> bytes:
-    return base64.b64decode(checked(node, str), validate=True)
+    return base64.b64decode(expect_type(node, str), validate=True)
 
 
 def from_hex(node: object, length_bytes: int) -> bytes:
-    text = checked(node, str)
+    text = expect_type(node, str)
     if not re.fullmatch("[0-9a-f]*", text) or len(text) != 2 * length_bytes:
-        raise ValueError(f"{2 * length_bytes} hexadecimal digits expected")
+        raise ValueError(f"{2 * length_bytes} hexadecimal digits are needed")
     return bytes.fromhex(text)
 
 
 def read_int(node: object) -> int:
-    text = checked(node, str)
+    text = expect_type(node, str)
     if not re.fullmatch("-?[1-9a-f][0-9a-f]*", text):
-        raise ValueError("hexadecimal digits expected")
+        raise ValueError("an integer is stored as hexadecimal digits without leading zeros")
     return int(text, 16)
 
 
@@ -103,9 +105,9 @@ def read_float(node: object) -> float:
 
 def read_scalar(name: str, data: object) -> np.generic:
     if not _SCALAR_NAMES.fullmatch(name):
-        raise ValueError("unknown dtype")
+        raise ValueError(f"the dtype {name!r:.40} is unknown")
     dtype = np.dtype(name)
     raw = from_hex(data, dtype.itemsize)
     if name == "bool" and raw not in (b"\0", b"\1"):
-        raise ValueError("no bool")
+        raise ValueError("a bool is stored as 00 or 01")
     return cast("np.generic", np.frombuffer(raw if sys.byteorder == "little" else raw[::-1], dtype)[0])

@@ -1,4 +1,6 @@
-"""The store's marker and the commit record (docs/FORMAT.md, Marker and Manifest)."""
+"""The marker of a store (a file at its root), and a checkpoint's manifest, which commits it (docs/FORMAT.md, Marker and
+Manifest).
+"""
 
 from __future__ import annotations
 
@@ -26,13 +28,13 @@ OBJECTS_NAME = "objects.json"
 INDEX_NAME = "index.safetensors"
 
 DELTA = "delta"
-"""The critical feature of a checkpoint in which each chunk has a place of its own, maybe in an earlier one's file."""
+"""Critical feature: each chunk has its own location, possibly in a file of an earlier checkpoint."""
 
 COPIES = "copies"
-"""The critical feature of one in which several chunks may have one place."""
+"""Critical feature: several chunks may share one location."""
 
 PATHS = "paths"
-"""The critical feature of one with segments that may lie on further paths of its store."""
+"""Critical feature: segments may be on other paths of the store."""
 
 KNOWN_FEATURES: frozenset[str] = frozenset({DELTA, COPIES, PATHS}) | FEATURES
 """Critical features that this reader knows."""
@@ -50,7 +52,9 @@ class Marker(msgspec.Struct, frozen=True):
 
 
 class SegmentRow(msgspec.Struct, frozen=True):
-    """One data file. `home`: the id of the earlier checkpoint that wrote it; None: this one has."""
+    """A segment, which is a file of tensor data. `home`: the id of the earlier checkpoint that wrote it; None: this
+    checkpoint wrote it.
+    """
 
     id: int
     home: str | None
@@ -61,7 +65,7 @@ class SegmentRow(msgspec.Struct, frozen=True):
 
 
 class FileRow(msgspec.Struct, frozen=True):
-    """A file, with the digests of its chunks."""
+    """A file of a checkpoint other than a segment: its name, its length in bytes, and the digests of its chunks."""
 
     name: str
     bytes: int
@@ -69,16 +73,19 @@ class FileRow(msgspec.Struct, frozen=True):
 
 
 class IoRecord(msgspec.Struct, frozen=True):
-    """How the segments were written; for people. None: the writer did not record it.
+    """How the segments were written, for human readers. None: the writer did not record it.
 
-    alignment     4096: page cache bypassed; 1: through the page cache
-    copied_bytes  through the arena; direct_bytes without it, which earlier writers did (docs/decisions/011)
-    origin        of the settings that the caller did not give: "default" or "tuned"; "explicit" if all were given
-    explicit      the settings that the caller gave, by name
-    exact_bytes, sampled_bytes  of pieces captured after `save` had returned: bytes all of which were watched (by
-                  written pages, or a device's digests), and those of which samples were; and the reason for sampling
-    huge_bytes    of exact_bytes: in huge pages of the host when `save` was called
-    compress      what was encoded, and why; of several ranks, that of rank 0
+    alignment     4096 if the writes bypassed the page cache (O_DIRECT), 1 if they went through it
+    copied_bytes  bytes that were copied through the arena (staging memory)
+    direct_bytes  bytes written without the arena, as earlier versions did (docs/decisions/011)
+    origin        where the settings come from that the caller did not give: "default" or "tuned". "explicit": the
+                  caller gave all
+    explicit      names of the settings that the caller gave
+    exact_bytes, sampled_bytes  of memory captured after `save` returned: bytes that were watched completely (by
+                  written pages, or a device's digests), and bytes that were watched by samples
+    sampled_because  why some bytes were watched only by samples
+    huge_bytes    how many of the exact_bytes were in huge pages of the host when `save` was called
+    compress      which data rank 0 encoded, and why
     """
 
     backend: str
@@ -99,7 +106,9 @@ class IoRecord(msgspec.Struct, frozen=True):
 
 
 class LossyRow(msgspec.Struct, frozen=True):
-    """A codec by which an element may be off by `relative` of itself, or by `of_block` of the largest of its block."""
+    """A lossy codec of this checkpoint and its maximum error: `relative` to the element, and `of_block` relative to the
+    largest element of the element's block.
+    """
 
     codec: str
     relative: float
@@ -127,7 +136,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     lossy: tuple[LossyRow, ...] | msgspec.UnsetType = msgspec.UNSET
 
 
-class _Version(msgspec.Struct):
+class _FormatVersion(msgspec.Struct):
     flowstone: int
     critical: tuple[str, ...] = ()
 
@@ -136,23 +145,24 @@ _Document = TypeVar("_Document", Marker, Manifest)
 
 
 def _decode(data: bytes, kind: type[_Document], *, path: str) -> _Document:
-    """Check the digest, then the version, then decode: a newer version is reported before its fields are misread."""
+    """Decode a document after checks of its digest, and then of its version: a newer version is reported as such,
+    before its fields are misread.
+    """
     text = verify_checksum(data, path=path)
     try:
-        version = msgspec.json.decode(text, type=_Version)
+        version = msgspec.json.decode(text, type=_FormatVersion)
         unknown = sorted(set(version.critical) - KNOWN_FEATURES)
         if version.flowstone > FORMAT_VERSION or unknown:
             features = "".join(f", critical feature {n!r:.80}" for n in unknown[:20])
             raise UnsupportedFormatError(
-                f"{path} needs a newer reader",
+                f"{path} needs a newer version of Flowstone",
                 expected=f"format version up to {FORMAT_VERSION}, features {sorted(KNOWN_FEATURES) or 'none'}",
-                found=f"format version {version.flowstone}{features}",
-                next="upgrade flowstone",
+                found=f"format version {version.flowstone}{features}", next="upgrade flowstone",
             )
         if version.flowstone < 1:
             raise msgspec.ValidationError(f"format version {version.flowstone} never existed")
         return msgspec.json.decode(text, type=kind)
-    except (ValueError, RecursionError) as error:  # text that is not UTF-8 raises ValueError too
+    except (ValueError, RecursionError) as error:  # text that is not UTF-8 raises ValueError
         raise DamagedError(
             f"{path} matches its digest, but its content is not valid: {error!s:.300}",
             next="a faulty writer made this file; use an older step",
@@ -165,8 +175,11 @@ def encode_marker(marker: Marker) -> bytes:
 
 def decode_marker(data: bytes, *, path: str) -> Marker:
     marker = _decode(data, Marker, path=path)
-    if not _is_shown(marker.store) or not _is_shown(marker.created):
-        raise DamagedError(f"{path} is not valid: its text cannot be shown", next="restore the file from a copy")
+    if not _is_printable(marker.store) or not _is_printable(marker.created):
+        raise DamagedError(
+            f"{path} is not valid: it contains text that is too long or not printable",
+            next="restore the file from a copy",
+        )
     return marker
 
 
@@ -182,7 +195,7 @@ def decode_manifest(data: bytes, *, path: str) -> Manifest:
 
 
 def check_manifest(manifest: Manifest, *, path: str) -> None:
-    """Raise for a manifest that contradicts itself or refers to files outside its directory.
+    """Raise DamagedError for a manifest that contradicts itself or refers to files outside of its directory.
 
     Called before writing and after reading.
     """
@@ -197,36 +210,40 @@ def _faults(manifest: Manifest) -> list[str]:
     counts = Counter(row.name for row in files)
     faults += [f"{name!r} is listed twice" for name, count in counts.items() if count > 1]
     faults += [f"{row.name!r} has {row.bytes} bytes" for row in files if row.bytes < 0]
-    faults += [f"segment {row.id} is at position {at}" for at, row in enumerate(manifest.segments) if row.id != at]
+    faults += [f"segment {row.id} is listed at position {i}" for i, row in enumerate(manifest.segments) if row.id != i]
     for row in manifest.segments:
         if row.home is not None and DELTA not in manifest.critical:
-            faults.append(f"segment {row.name!r} is of {row.home!r:.80}, without the critical feature 'delta'")
+            faults.append(
+                f"segment {row.name!r} is from checkpoint {row.home!r:.80}, but the critical feature 'delta' is missing"
+            )
         if not 8 <= row.header_bytes <= min(row.bytes, HEADER_BYTES_MAX):
-            faults.append(f"segment {row.name!r} has a header of {row.header_bytes} in {row.bytes} bytes")
+            faults.append(f"segment {row.name!r} has {row.bytes} bytes, but a header of {row.header_bytes}")
     for file in (manifest.index, manifest.objects):
         if len(file.chunks) != -(-file.bytes // (1 << 20)):
             faults.append(f"{file.name!r} has {len(file.chunks)} digests for {file.bytes} bytes")
     for file, most in ((manifest.index, INDEX_BYTES_MAX), (manifest.objects, OBJECTS_BYTES_MAX)):
         if file.bytes > most:
-            faults.append(f"{file.name!r} has {file.bytes} bytes, and {most} at most")
+            faults.append(f"{file.name!r} has {file.bytes} bytes, above the limit of {most}")
     if manifest.step < 0:
         faults.append(f"step {manifest.step} is negative")
-    return faults + _faults_of_words_and_numbers(manifest)
+    return faults + _faults_of_texts_and_numbers(manifest)
 
 
-def _faults_of_words_and_numbers(manifest: Manifest) -> list[str]:
-    """Faults in the texts that people see, and in the numbers used for sizes."""
+def _faults_of_texts_and_numbers(manifest: Manifest) -> list[str]:
+    """Describes what is wrong with the manifest's texts (which are displayed) and numbers (which are used as sizes); []
+    if nothing is.
+    """
     faults = []
-    words = {name: getattr(manifest, name) for name in ("id", "store", "created", "writer")}
-    words |= {"io.backend": manifest.io.backend, "io.origin": manifest.io.origin or ""}
-    words |= {"io.explicit": "".join(manifest.io.explicit or ())}
-    words |= {f"the home of segment {row.id}": row.home for row in manifest.segments if row.home is not None}
-    for name, text in words.items():
-        if not _is_shown(text):
+    texts = {name: getattr(manifest, name) for name in ("id", "store", "created", "writer")}
+    texts |= {"io.backend": manifest.io.backend, "io.origin": manifest.io.origin or ""}
+    texts |= {"io.explicit": "".join(manifest.io.explicit or ())}
+    texts |= {f"the home of segment {row.id}": row.home for row in manifest.segments if row.home is not None}
+    for name, text in texts.items():
+        if not _is_printable(text):
             faults.append(f"{name} {text!r:.80} is not a short printable text")
     lossy = manifest.lossy or ()
     faults += [f"lossy codec {row.codec!r:.80} is unknown" for row in lossy if f"codec.{row.codec}" not in FEATURES]
-    faults += [f"a bound of {row} is negative" for row in lossy if not (row.relative >= 0 and row.of_block >= 0)]
+    faults += [f"an error bound is negative: {row}" for row in lossy if not (row.relative >= 0 and row.of_block >= 0)]
     if manifest.step > STEP_MAX:
         faults.append(f"step {manifest.step} is above {STEP_MAX}")
     numbers = {name: getattr(manifest, name) for name in ("ranks", "tensors", "pieces", "data_bytes")}
@@ -236,6 +253,6 @@ def _faults_of_words_and_numbers(manifest: Manifest) -> list[str]:
     return faults + [f"{name}: {numbers[name]} is not a valid number" for name in wrong]
 
 
-def _is_shown(text: str) -> bool:
-    """Whether a terminal can show the text safely."""
+def _is_printable(text: str) -> bool:
+    """Whether the text can be shown safely in a terminal."""
     return len(text) <= TEXT_CHARS_MAX and text.isprintable()

@@ -32,14 +32,14 @@ Everything else is an object with exactly one key that begins with `$`, its tag:
 | `{"$numpy": "str", "text": node}`             | numpy.str_                                               |
 | `{"$numpy": "bytes", "data": base64}`         | numpy.bytes_                                             |
 | `{"$named": kind, "text": text}`              | a constant by name: `torch.dtype` `bfloat16`, ...        |
-| `{"$tensor": name}`                           | a torch tensor, which lies under `name` in the index     |
-| `{"$ndarray": name}`                          | a numpy array, the same                                  |
-| `{"$bytes_at": name}`, `{"$bytearray_at": n}` | bytes, bytearray: too long for here; a uint8 tensor      |
-| `{"$provided": kind, "parts": a, "objects": b}` | what a provider calls `kind` (text): a is an object of   |
-|                                               | `$tensor` and `$ndarray`, b one of any nodes             |
+| `{"$tensor": name}`                           | a torch tensor, stored as `name` in the index            |
+| `{"$ndarray": name}`                          | a numpy array, stored as `name` in the index             |
+| `{"$bytes_at": name}`, `{"$bytearray_at": n}` | long bytes, bytearray, stored as a uint8 tensor          |
+| `{"$provided": kind, "parts": a, "objects": b}` | a provider's object; `kind` is text; a maps names to    |
+|                                               | `$tensor` and `$ndarray` nodes, b maps names to any nodes |
 
-No node lies deeper than `DEPTH_MAX` values. An unknown tag is a feature of a newer version; any
-other departure from the tables is damage.
+No node is nested deeper than `DEPTH_MAX` values. A node with an unknown tag comes from a newer version of Flowstone.
+Any other deviation from the tables means that the file is damaged.
 """
 
 from __future__ import annotations
@@ -58,21 +58,21 @@ import msgspec
 import numpy as np
 
 from flowstone.errors import DamagedError, UnsupportedFormatError, UnsupportedStateError
-from flowstone.format.bounds import KEYS, Path, brief, dotted, hashed
+from flowstone.format.bounds import KEYS, Path, checked_keys, dotted_path, short_repr
 from flowstone.format.leaves import (
     INT_MAX,
     Node,
-    checked,
+    expect_pair,
+    expect_three,
+    expect_type,
     float_node,
     from_base64,
     int_node,
-    pair,
     read_float,
     read_int,
     read_scalar,
     scalar_node,
     text_node,
-    three,
     to_base64,
     valid_text,
 )
@@ -80,7 +80,7 @@ from flowstone.format.merge_points import Groups, MergePoint
 
 RefKind: TypeAlias = Literal["tensor", "ndarray", "bytes", "bytearray"]
 
-DEPTH_MAX = 100  # nesting; a level takes up to 3 Python frames, of which there are 1000
+DEPTH_MAX = 100  # limit of nesting; a level takes up to 3 Python frames, and Python allows 1000
 _REF_TAGS: Mapping[str, RefKind] = {
     "$tensor": "tensor",
     "$ndarray": "ndarray",
@@ -91,9 +91,8 @@ _TAG_OF_REF = {kind: tag for tag, kind in _REF_TAGS.items()}
 
 
 class TensorRef(msgspec.Struct, frozen=True, gc=False):
-    """Stands for a value that is stored as the tensor `name` of the index; `kind` is the value's type.
-
-    A Struct, since there may be one per tensor: a frozen dataclass takes three times as long to create.
+    """Stands for a value that is stored as the tensor `name` of the index; `kind` is the value's type. It is a
+    msgspec.Struct, since there may be one for each tensor, and a frozen dataclass takes three times as long to create.
     """
 
     name: str
@@ -106,18 +105,18 @@ def tensor_refs(names: Iterable[str]) -> list[TensorRef]:
     return list(map(TensorRef, names, repeat(kind)))
 
 
-class Named(msgspec.Struct, frozen=True):
-    """A library's constant by its name; a reader can show it without that library."""
+class NamedConstant(msgspec.Struct, frozen=True):
+    """A constant of a library (such as torch.bfloat16), by its name. A reader can show it without that library."""
 
     kind: str  # "torch.dtype", "torch.device", "torch.Size", "numpy.dtype", ...
     text: str
 
 
-class Provided(msgspec.Struct, frozen=True):
-    """A provider's record of an object: `kind` is the provider's name for such objects. Nothing here creates one.
+class ProviderRecord(msgspec.Struct, frozen=True):
+    """The state of an object that a provider stores. `kind` is the provider's name for this type of object.
 
-    parts    its tensors, by their names below the object's own name, as places in the index
-    objects  its other values by name
+    parts    the object's tensors: the end of a tensor's name, after the object's own name -> reference into the index
+    objects  the object's other values: name -> value
     """
 
     kind: str
@@ -125,8 +124,12 @@ class Provided(msgspec.Struct, frozen=True):
     objects: dict[str, object]
 
 
-def unsupported(path: str, value: object, why: str = "cannot be stored", remedy: str = "") -> UnsupportedStateError:
-    """The error for a value that has no node; names its path, its type and the remedy."""
+def unsupported_error(
+    path: str, value: object, why: str = "cannot be stored", remedy: str = ""
+) -> UnsupportedStateError:
+    """The error for a value that cannot be encoded. It names the value's path and type, the reason `why`, and what to
+    do (`remedy`).
+    """
     kind = type(value)
     remedy = remedy or (
         "convert it to plain values, give its class state_dict() and load_state_dict(), or leave it out of the state"
@@ -135,48 +138,50 @@ def unsupported(path: str, value: object, why: str = "cannot be stored", remedy:
 
 
 def encode(value: object, path: str) -> Node:
-    """The node of `value`, for a JSON writer that keeps the order of keys.
+    """Returns the node of `value`: JSON values that represent it (see the tables above). The JSON writer must keep the
+    order of keys.
 
     path     dotted path of `value` in the state, for messages
-    raises   UnsupportedStateError for a type that is not in the table (subclasses are not),
-             for a value that contains itself, and below DEPTH_MAX
+    raises   UnsupportedStateError  for types that are not in the tables (also subclasses of those), for cycles, and for
+                                    nesting deeper than DEPTH_MAX
 
-    Pure: neither keeps nor changes `value`.
+    `value` is not changed, and no reference to it is kept.
     """
     return _Encoder().node(value, path)
 
 
 def encode_text(value: object, path: str) -> msgspec.Raw:
-    """The JSON text of a value's node, in UTF-8; raises as `encode` does."""
+    """The JSON text of a value's node, in UTF-8. Raises the errors of `encode`."""
     return msgspec.Raw(msgspec.json.encode(_Encoder(in_text=True).node(value, path)))
 
 
 def decode(node: object, path: str) -> object:
-    """The value of a node from a JSON reader. `node` may be hostile.
+    """Returns the value that a node represents. `node` comes from a JSON reader, and may be hostile.
 
-    path     dotted path, for messages
-    raises   UnsupportedFormatError for an unknown tag or constant, DamagedError for anything
-             else that `encode` does not write
+    path     dotted path of the value, for messages
+    raises   UnsupportedFormatError for an unknown tag or constant, DamagedError for any other deviation from the tables
     """
     return _Decoder().value(node, path)
 
 
 def decode_text(text: msgspec.Raw | bytes, path: str) -> object:
-    """As `decode`, of a node's JSON text. Raises msgspec.DecodeError, too, for text that is not JSON."""
-    with suppress(msgspec.DecodeError):  # a dict of nothing but references: no node for each of them
-        found = _REFERENCES.decode(text)
-        keys = "".join(found)
-        if valid_text(keys) and not ("$" in keys and any(key[:1] == "$" for key in found)):
-            references = cast("dict[str, object]", found)
-            references.update(zip(references, tensor_refs([one.name for one in found.values()]), strict=True))
+    """The value of a node that is given as JSON text. Raises the errors of `decode`, and msgspec.DecodeError for text
+    that is not JSON.
+    """
+    with suppress(msgspec.DecodeError):  # a fast path for a dict that contains only references: it creates no nodes
+        nodes = _REFERENCES.decode(text)
+        keys = "".join(nodes)
+        if valid_text(keys) and not ("$" in keys and any(key[:1] == "$" for key in nodes)):
+            references = cast("dict[str, object]", nodes)
+            references.update(zip(references, tensor_refs([node.name for node in nodes.values()]), strict=True))
             return references
     return decode(msgspec.json.decode(text), path)
 
 
 class _Encoder:
-    """One walk over one value; tracks the depth, and the containers that enclose the current value.
+    """Encodes one value. Keeps track of the depth, and of the containers that enclose the current value.
 
-    in_text  containers of references may be returned as finished JSON text, which only msgspec can write
+    in_text  whether a container of references may be returned as finished JSON text, which only msgspec can write
     """
 
     def __init__(self, *, in_text: bool = False) -> None:
@@ -194,15 +199,19 @@ class _Encoder:
         if isinstance(value, np.generic):
             node = scalar_node(value)
             if node is None:
-                raise unsupported(path, value)
+                raise unsupported_error(path, value)
             return node
-        raise unsupported(path, value)
+        raise unsupported_error(path, value)
 
     def _container(self, value: object, path: str) -> Node:
         if id(value) in self._open:
-            raise unsupported(path, value, "contains itself", "break the cycle, or leave it out of the state")
+            raise unsupported_error(
+                path, value, "contains itself", "remove the reference to itself, or leave it out of the state"
+            )
         if len(self._open) >= DEPTH_MAX:
-            raise unsupported(path, value, f"is nested more than {DEPTH_MAX} levels deep", "flatten it")
+            raise unsupported_error(
+                path, value, f"is nested more than {DEPTH_MAX} levels deep", "use fewer levels of dicts and lists"
+            )
         if self._in_text and type(value) in _TEXTS:
             text = _references_text(value)
             if text is not None:
@@ -225,10 +234,10 @@ class _Encoder:
         return {"$dict": self._pairs(value, path)}
 
     def _set(self, value: Iterable[object], path: str) -> list[Node]:
-        # The order of a set differs between processes; the order of its nodes' text does not.
+        # The order of a set's elements differs between processes. The order of the texts of their nodes does not.
         return sorted((self.node(item, f"{path} item") for item in value), key=json.dumps)
 
-    def _provided(self, value: Provided, path: str) -> Node:
+    def _provided(self, value: ProviderRecord, path: str) -> Node:
         parts, values = self.node(value.parts, path), self.node(value.objects, path)
         return {"$provided": value.kind, "parts": parts, "objects": values}
 
@@ -237,13 +246,13 @@ class _Encoder:
 
 
 def key_text(key: object) -> str:
-    """A dict key as a component of a dotted path: text as it is, anything else as its repr."""
+    """A dict key as a component of a dotted path: a str as it is, anything else as its repr."""
     if isinstance(key, str):
         return key
     try:
         return repr(key)
-    except ValueError:  # Python refuses to show ints of 4,300 digits
-        return f"{key:x}" if type(key) is int else brief(key)
+    except ValueError:  # Python refuses to print ints of more than 4,300 digits
+        return f"{key:x}" if type(key) is int else short_repr(key)
 
 
 _LEAVES: Mapping[type, Callable[..., Node]] = {
@@ -255,7 +264,7 @@ _LEAVES: Mapping[type, Callable[..., Node]] = {
     bytearray: lambda value: {"$bytearray": to_base64(value)},
     range: lambda value: {"$range": [int_node(value.start), int_node(value.stop), int_node(value.step)]},
     TensorRef: lambda value: {_TAG_OF_REF[value.kind]: value.name},
-    Named: lambda value: {"$named": value.kind, "text": value.text},
+    NamedConstant: lambda value: {"$named": value.kind, "text": value.text},
 }
 _CONTAINERS: Mapping[type, Callable[..., Node]] = {
     list: _Encoder._nodes,
@@ -268,7 +277,7 @@ _CONTAINERS: Mapping[type, Callable[..., Node]] = {
     set: lambda encoder, value, path: {"$set": encoder._set(value, path)},
     frozenset: lambda encoder, value, path: {"$frozenset": encoder._set(value, path)},
     deque: _Encoder._deque,
-    Provided: _Encoder._provided,
+    ProviderRecord: _Encoder._provided,
     slice: lambda encoder, part, path: {"$slice": encoder._nodes((part.start, part.stop, part.step), path)},
 }
 
@@ -280,18 +289,21 @@ _TEXTS: Mapping[type, tuple[str, str]] = {
     list: ("[", "]"),
     tuple: ('{"$tuple":[', "]}"),
 }
-"""For containers that may hold tens of thousands of tensors: how their JSON begins and ends."""
+"""How the JSON of a container begins and ends, for containers that may hold tens of thousands of tensors."""
 
 
 def _references_text(value: object) -> str | None:
-    """The JSON of a container that holds only references; None if it holds others, or some text needs escapes."""
+    """The JSON of a container that has only references to tensors. None if it has other values, or if a text needs JSON
+    escapes.
+    """
     items = list(value.values()) if isinstance(value, dict) else cast("list[object]", value)
     if len(items) < 2 or set(map(type, items)) != {TensorRef}:
         return None
     references = cast("list[TensorRef]", items)
     keys = list(value) if isinstance(value, dict) else []
-    names = [one.name for one in references]
-    if {one.kind for one in references} != {"tensor"} or set(map(type, keys)) - {str} or not _plain([*keys, *names]):
+    names = [reference.name for reference in references]
+    kinds = {reference.kind for reference in references}
+    if kinds != {"tensor"} or set(map(type, keys)) - {str} or not _plain([*keys, *names]):
         return None
     if type(value) in (dict, MergePoint):
         parts = [f'"{key}":{{"$tensor":"{name}"}}' for key, name in zip(keys, names, strict=True)]
@@ -304,15 +316,15 @@ def _references_text(value: object) -> str | None:
 
 
 def _plain(texts: list[str]) -> bool:
-    """Whether JSON writes all texts unchanged, and none looks like a tag."""
+    """Whether JSON writes all of these texts unchanged, and none begins like a tag."""
     together = "".join(texts)
     return together.isascii() and together.isprintable() and not any(mark in together for mark in '"\\$')
 
 
-def _damaged(path: Path, expected: str, found: object) -> DamagedError:
-    text = brief(found)
+def _damaged(path: Path, expected: str, actual: object) -> DamagedError:
+    text = short_repr(actual)
     return DamagedError(
-        f"the object '{dotted(path)}' does not match its type",
+        f"the stored object '{dotted_path(path)}' is invalid",
         expected=expected,
         found=text if len(text) <= 80 else text[:77] + "...",
         next="run `flowstone verify`; load another checkpoint",
@@ -320,7 +332,7 @@ def _damaged(path: Path, expected: str, found: object) -> DamagedError:
 
 
 class _Decoder:
-    """One walk over one node."""
+    """Decodes one node."""
 
     def __init__(self) -> None:
         self._depth = 0
@@ -355,7 +367,7 @@ class _Decoder:
     def _object(self, node: dict[object, object], path: Path) -> object:
         entries = cast("dict[str, object]", node)
         if set(map(type, node)) - {str} or not valid_text("".join(entries)):
-            raise _damaged(path, "keys that are text", list(node))
+            raise _damaged(path, "string keys", list(node))
         tags = [key for key in entries if key[:1] == "$"]
         if not tags:
             references = _references(entries.values())
@@ -363,12 +375,12 @@ class _Decoder:
                 return dict(zip(entries, references, strict=True))
             return {key: self.value(item, (path, key)) for key, item in entries.items()}
         if len(tags) > 1:
-            raise _damaged(path, "one tag", tags)
+            raise _damaged(path, "one key that names the type", tags)
         tag = tags[0]
         if tag not in _LEAF_TAGS and tag not in _NODE_TAGS:
             raise UnsupportedFormatError(
-                f"the object '{dotted(path)}' is of a type that this version cannot read",
-                found=brief(tag),
+                f"the object '{dotted_path(path)}' is of a type that this version cannot read",
+                found=short_repr(tag),
                 next="load it with the version of flowstone that saved it, or a later one",
             )
         try:
@@ -379,7 +391,7 @@ class _Decoder:
             raise _damaged(path, f"a valid {tag} ({error!s:.200})", node[tag]) from error
 
     def _tagged(self, tag: str, node: dict[str, object], path: Path) -> object:
-        """The value of a tagged node that has further keys, or whose parts are nodes."""
+        """The value of a tagged node that has more keys than its tag, or contains other nodes."""
         part = node[tag]
         match tag, sorted(set(node) - {tag}):
             case "$tuple", []:
@@ -397,72 +409,74 @@ class _Decoder:
             case "$deque", ["maxlen"]:
                 return self._deque(part, node["maxlen"], path)
             case "$range", []:
-                return range(*(checked(one, int) for one in three(self.values(part, path))))
+                return range(*(expect_type(item, int) for item in expect_three(self.values(part, path))))
             case "$slice", []:
-                return slice(*three(self.values(part, path)))
+                return slice(*expect_three(self.values(part, path)))
             case "$complex", []:
-                real, imag = (checked(one, float) for one in self.values(part, path))
+                real, imag = (expect_type(item, float) for item in self.values(part, path))
                 return complex(real, imag)
             case "$named", ["text"]:
-                return Named(checked(part, str), checked(node["text"], str))
+                return NamedConstant(expect_type(part, str), expect_type(node["text"], str))
             case "$numpy", ["hex"]:
-                return read_scalar(checked(part, str), node["hex"])
+                return read_scalar(expect_type(part, str), node["hex"])
             case "$numpy", ["text"] if part == "str":
-                return np.str_(checked(self.value(node["text"], path), str))
+                return np.str_(expect_type(self.value(node["text"], path), str))
             case "$numpy", ["data"] if part == "bytes":
                 return np.bytes_(from_base64(node["data"]))
             case "$provided", ["objects", "parts"]:
                 return self._provided(part, node["parts"], node["objects"], path)
-        raise ValueError(f"with the keys {brief(sorted(node))}")
+        raise ValueError(f"no value of this type has the keys {short_repr(sorted(node))}")
 
     def values(self, node: object, path: Path) -> list[object]:
-        references = _references(checked(node, list))
+        references = _references(expect_type(node, list))
         if references is not None:
             return cast("list[object]", references)
-        return [self.value(item, (path, i)) for i, item in enumerate(checked(node, list))]
+        return [self.value(item, (path, i)) for i, item in enumerate(expect_type(node, list))]
 
     def pairs(self, node: object, path: Path) -> dict[object, object]:
-        pairs = [pair(one) for one in checked(node, list)]
+        pairs = [expect_pair(item) for item in expect_type(node, list)]
         keys, nodes = [key for key, _ in pairs], [value for _, value in pairs]
-        names = hashed(self.values(keys, (path, KEYS)))
+        names = checked_keys(self.values(keys, (path, KEYS)))
         values: Iterable[object] | None = _references(nodes)
         if values is None:
             values = [self.value(value, (path, name)) for name, value in zip(names, nodes, strict=True)]
-        found = dict(zip(names, values, strict=True))
-        if len(found) != len(pairs):
-            raise ValueError("a key twice")
-        return found
+        decoded = dict(zip(names, values, strict=True))
+        if len(decoded) != len(pairs):
+            raise ValueError("two keys of a dict are equal")
+        return decoded
 
     def _members(self, node: object, path: Path) -> set[object]:
-        found = set(hashed(self.values(node, path)))
-        if len(found) != len(cast("list[object]", node)):
-            raise ValueError("a member twice")
-        return found
+        members = set(checked_keys(self.values(node, path)))
+        if len(members) != len(cast("list[object]", node)):
+            raise ValueError("two members of a set are equal")
+        return members
 
     def _counter(self, node: object, path: Path) -> Counter[object]:
-        found: Counter[object] = Counter()
+        counter: Counter[object] = Counter()
         for key, count in self.pairs(node, path).items():
-            found[key] = cast("int", count)  # any value: a Counter does not check it either
-        return found
+            counter[key] = cast("int", count)  # may be any value: a Counter does not check it, either
+        return counter
 
-    def _provided(self, kind: object, parts: object, values: object, path: Path) -> Provided:
-        found, others = (checked(self.value(one, path), dict) for one in (parts, values))
-        if set(map(type, (*found, *others))) - {str}:
-            raise TypeError("names that are text")
-        for part in found.values():
-            if checked(part, TensorRef).kind not in ("tensor", "ndarray"):
-                raise ValueError("tensors or arrays expected")
-        return Provided(checked(kind, str), found, others)
+    def _provided(self, kind: object, parts: object, values: object, path: Path) -> ProviderRecord:
+        parts_by_name, objects_by_name = (expect_type(self.value(field, path), dict) for field in (parts, values))
+        if set(map(type, (*parts_by_name, *objects_by_name))) - {str}:
+            raise TypeError("the names of parts and objects must be strings")
+        for part in parts_by_name.values():
+            if expect_type(part, TensorRef).kind not in ("tensor", "ndarray"):
+                raise ValueError("the parts of an object must be tensors or arrays")
+        return ProviderRecord(expect_type(kind, str), parts_by_name, objects_by_name)
 
     def _deque(self, node: object, maxlen: object, path: Path) -> deque[object]:
         items = self.values(node, path)
-        if maxlen is not None and len(items) > checked(maxlen, int):
-            raise ValueError("more items than maxlen")
+        if maxlen is not None and len(items) > expect_type(maxlen, int):
+            raise ValueError("a deque has more items than its maxlen")
         return deque(items, cast("int | None", maxlen))
 
 
 def _references(nodes: Collection[object]) -> list[TensorRef] | None:
-    """The values of nodes that are all references to torch tensors; else None. A fast path for states with many."""
+    """The references that the nodes represent, if all are references to torch tensors; else None. A fast path for many
+    tensors.
+    """
     if set(map(type, nodes)) != {dict}:
         return None
     dicts = cast("Collection[dict[str, object]]", nodes)
@@ -483,7 +497,7 @@ _REFERENCES = msgspec.json.Decoder(dict[str, _Reference])
 
 
 def _ref(kind: RefKind, node: object) -> TensorRef:
-    return TensorRef(checked(node, str), kind)
+    return TensorRef(expect_type(node, str), kind)
 
 
 _LEAF_TAGS: Mapping[str, Callable[[object], object]] = {

@@ -1,1 +1,1 @@
-"""Plans: which rank writes or reads which bytes, and where. Pure functions without torch, clock or I/O."""
+"""Plans: which rank writes or reads which bytes, and where in the files. Pure functions without torch, clock or I/O."""

@@ -1,10 +1,11 @@
 """Assign writers: which rank writes which of the pieces that the ranks of a job hold.
 
-Equal boxes of one tensor on several ranks are replicas: one of them is written, chosen so that bytes are spread over
-nodes and over their ranks (balanced writers: ByteCheckpoint, arXiv 2407.20143). Each rank may have updated module
-buffers from its own batch, so all buffers are taken from the lowest rank that holds them. This module also checks, for
-the very plan that is used, that every element is written exactly once. Tensors that have the same boxes on every rank
-form a class, and each class is examined once (class_table.py).
+A box is a region of a tensor, a piece the box that a rank holds. Equal boxes of one tensor on several ranks are
+replicas: one of these ranks writes the box, chosen so that bytes are spread evenly over nodes and over the ranks of
+each node (balanced writers: ByteCheckpoint, arXiv 2407.20143). Each rank may have updated module buffers from its own
+batch, so each buffer is written by the lowest rank that holds it. This module also checks that the plan writes every
+element exactly once. Tensors that have the same boxes on every rank form a class, and each class is examined once
+(class_table.py).
 """
 
 from __future__ import annotations
@@ -28,21 +29,22 @@ from flowstone.plan.split_replicas import Blocks, ReplicaSplit, split_replicas
 from flowstone.table.box import Box
 from flowstone.table.pieces import Pieces
 
-_MIX = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F], np.uint64)  # odd constants of golden ratio and XXH64
-_EVEN = 0.01  # of the smallest possible load of the largest writer: within that, loads count as even
-_BLOCK = 1 / 128  # of the same: the length of a block
+_MIX = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F], np.uint64)  # odd constants: the golden ratio's, and XXH64's
+_EVEN = 0.01  # ranks have even loads if the largest load is at most this share above the smallest possible one
+_BLOCK = 1 / 128  # length of a block, as a share of the smallest possible largest load of a rank
 
 
 class WriterAssignment(msgspec.Struct, frozen=True, eq=False):
     """Which rank writes which pieces.
 
-    layouts  the layout of each rank; long replicas are split into blocks, where one writer would have too much
-    writes   for each rank, positions of its pieces in its layout, ascending; ranks that write alike share one array
-    bytes    for each rank, the length of those pieces
-    blocks   for each rank, how its layout was made from its pieces; empty if nothing is split
-    split    which replicas are split; None: none
-    buffers  number of boxes of module buffers that several ranks hold, written by the lowest of them
-    replicas  pieces that several ranks hold, and that must be equal
+    layouts   for each rank its pieces; long replicas are split into blocks if one writer would have too much to write
+    writes    for each rank, the positions in its layout of the pieces that it writes, ascending; ranks with equal
+              positions share one array
+    bytes     for each rank, the total length of these pieces
+    blocks    for each rank, how its pieces were split into blocks; empty if nothing is split
+    split     the replicas that are split into blocks; None: no replica
+    buffers   number of boxes of module buffers that several ranks hold; the lowest of these ranks writes them
+    replicas  pieces that several ranks hold and that must be equal
     """
 
     layouts: Sequence[Pieces]
@@ -56,134 +58,138 @@ class WriterAssignment(msgspec.Struct, frozen=True, eq=False):
 
 def assign_writers(
     layouts: Sequence[Pieces], nodes: Sequence[int] | None = None,
-    kept: Mapping[int, NDArray[np.int64]] = MappingProxyType({}), *,
-    kept_split: ReplicaSplit | None = None, worth_bytes: int = SPLIT_WORTH_BYTES,
+    begun: Mapping[int, NDArray[np.int64]] = MappingProxyType({}), *,
+    begun_split: ReplicaSplit | None = None, worth_bytes: int = SPLIT_WORTH_BYTES,
     block_bytes_min: int = SPLIT_BLOCK_BYTES_MIN,
 ) -> WriterAssignment:
-    """Choose a writer for each distinct piece.
+    """Choose the rank that writes each distinct piece.
 
-    nodes     the node of each rank; None: all on one
-    kept      rank -> what it writes in any case: it has begun, by a plan that split `kept_split`
-    worth_bytes, block_bytes_min  replicas are split, into blocks of at least that many bytes, if that takes
-                                  `worth_bytes` or more off the largest writer
-    raises    CollisionError  two ranks give one tensor different dtypes or shapes
-              CoverageError   a tensor's boxes overlap without being equal, or leave a hole; or `kept` leaves one
+    nodes     the node of each rank; None: all ranks are on one node
+    begun     rank -> the pieces that it has already begun to write, by a plan that split `begun_split`
+    worth_bytes, block_bytes_min  replicas are split into blocks of at least `block_bytes_min` if this reduces the bytes
+                                  of the largest writer by `worth_bytes` or more
+    raises    CollisionError  a tensor has different dtypes or shapes on two ranks
+              CoverageError   boxes of a tensor overlap without being equal, or an element is in no box; or with the
+                              pieces in `begun`, an element would be written by no rank
     """
     node = np.zeros(len(layouts), np.int64) if nodes is None else np.asarray(nodes, np.int64)
-    if kept_split is not None:
-        return replace(_assign_split(layouts, node, kept, kept_split), replicas=_replicas_of(layouts))
-    found = _Assigning(layouts, node, kept)
-    split = None if kept else found.to_split(worth_bytes, block_bytes_min)
+    if begun_split is not None:
+        return replace(_assign_split(layouts, node, begun, begun_split), replicas=_replicas_of(layouts))
+    unsplit = _WriterChoice(layouts, node, begun)
+    split = None if begun else unsplit.plan_split(worth_bytes, block_bytes_min)
     if split is None:
-        return found.assignment
-    # The gain may be less than estimated: nodes of few ranks have as much to write as those of many.
-    in_blocks = _assign_split(layouts, node, kept, split)
-    gained = int(found.assignment.bytes.max()) - int(in_blocks.bytes.max())
-    return replace(in_blocks, replicas=found.assignment.replicas) if gained >= worth_bytes else found.assignment
+        return unsplit.assignment
+    # The gain may be smaller than estimated, as nodes with few ranks have as much to write as nodes with many ranks.
+    in_blocks = _assign_split(layouts, node, begun, split)
+    gained = int(unsplit.assignment.bytes.max()) - int(in_blocks.bytes.max())
+    return replace(in_blocks, replicas=unsplit.assignment.replicas) if gained >= worth_bytes else unsplit.assignment
 
 
 def _assign_split(
-    layouts: Sequence[Pieces], node: NDArray[np.int64], kept: Mapping[int, NDArray[np.int64]], split: ReplicaSplit
+    layouts: Sequence[Pieces], node: NDArray[np.int64], begun: Mapping[int, NDArray[np.int64]], split: ReplicaSplit
 ) -> WriterAssignment:
     split_layouts, blocks = split_replicas(layouts, split)
-    return replace(_Assigning(split_layouts, node, kept).assignment, blocks=blocks, split=split)
+    return replace(_WriterChoice(split_layouts, node, begun).assignment, blocks=blocks, split=split)
 
 
 def _replicas_of(layouts: Sequence[Pieces]) -> ReplicaSets:
     table = ClassTable(layouts, {})
     for number in range(table.count):
-        one = table.column(number)
-        table.note_replicas(one, _groups(one.box)[0])
+        tensor_class = table.column(number)
+        table.record_replicas(tensor_class, _groups(tensor_class.box)[0])
     return table.replicas(len(layouts))
 
 
 def check_replicas(layouts: Sequence[Pieces], digests: Sequence[NDArray[np.uint64] | None]) -> None:
     """Raise CollisionError for boxes that several ranks hold and whose digests differ.
 
-    digests  for each rank that has any: for each piece one of its bytes, or of the same few of them; 0 if it is unknown
+    digests  for each rank, a digest of each of its pieces, or of samples of it, the same on all ranks; 0: unknown. None
+             for a rank whose digests are unknown
     """
     table = ClassTable(layouts, {})
-    found: dict[str, tuple[int, list[int]]] = {}
+    differing: dict[str, tuple[int, list[int]]] = {}
     for number in range(table.count):
-        one = table.column(number)
-        if one.tensor not in table.tensors.buffers:
-            table.compare_replicas(number, _groups(one.box)[0], digests, found)
-    if found:
-        name = min(found, key=table.tensors.names.index)
-        first, others = found[name]
-        more = f"; nor are {len(found) - 1} other tensors" if len(found) > 1 else ""
+        tensor_class = table.column(number)
+        if tensor_class.tensor not in table.tensors.buffers:
+            table.compare_replicas(number, _groups(tensor_class.box)[0], digests, differing)
+    if differing:
+        name = min(differing, key=table.tensors.names.index)
+        first, others = differing[name]
+        more = f"; {len(differing) - 1} other tensors differ, too" if len(differing) > 1 else ""
         raise CollisionError(
             f"{name!r} is not the same on {_in_words(others)} as on rank {first}{more}",
-            next="if these are not replicas, give each a name of its own (stages and experts: global names); else "
-            "make them equal before the save, or keep each rank's own with fs.PerRank",
+            next="if these tensors should differ, give each its own name (pipeline stages and experts: global names), "
+            "or save one value per rank with fs.PerRank; if not, make them equal before the save",
         )
 
 
 def _in_words(ranks: Sequence[int]) -> str:
-    """"rank 3", "ranks 3, 7"; at most eight of them."""
+    """Ranks as text: "rank 3", or "ranks 3, 7". At most eight ranks are named."""
     shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 
 
-class _Assigning:
-    """An assignment of writers, and whether blocks would improve it."""
+class _WriterChoice:
+    """Chooses the writers of all pieces, and tells whether splitting replicas into blocks would make loads more even.
+    """
 
     def __init__(
-        self, layouts: Sequence[Pieces], node: NDArray[np.int64], kept: Mapping[int, NDArray[np.int64]]
+        self, layouts: Sequence[Pieces], node: NDArray[np.int64], begun: Mapping[int, NDArray[np.int64]]
     ) -> None:
-        self._table = table = ClassTable(layouts, kept)
+        self._table = table = ClassTable(layouts, begun)
         loads = np.zeros(len(layouts), np.int64)
         sets: dict[bytes, _ReplicaSet] = {}
         buffers = 0
         for number in range(table.count):
-            one = table.column(number)
-            group, first = _groups(one.box)
-            _check_covered(table.tensors, one, first)
-            table.note_replicas(one, group)
-            length = _lengths(table.tensors, one, first)
-            order, count = _choices(table.tensors, one, group, len(first))
+            tensor_class = table.column(number)
+            group, first = _groups(tensor_class.box)
+            _check_covered(table.tensors, tensor_class, first)
+            table.record_replicas(tensor_class, group)
+            length = _lengths(table.tensors, tensor_class, first)
+            order, count = _choices(table.tensors, tensor_class, group, len(first))
             starts = np.cumsum(count) - count
-            if one.tensor in table.tensors.buffers:
-                buffers += one.size * int((np.bincount(group) > 1).sum())
+            if tensor_class.tensor in table.tensors.buffers:
+                buffers += tensor_class.size * int((np.bincount(group) > 1).sum())
                 order, count, starts = order[starts], np.ones_like(count), np.arange(len(count))
             alone = order[starts[count == 1]]
-            table.stop[one.row[alone]] = one.size
-            np.add.at(loads, one.rank[alone], one.size * length[count == 1])
-            for at in np.flatnonzero(count > 1).tolist():
-                rows = order[starts[at] : starts[at] + count[at]]
-                ranks = one.rank[rows]
-                known = sets.setdefault(ranks.tobytes(), _ReplicaSet(ranks))
-                known.batches.append(_ReplicaBatch(int(length[at]), one.size, one.row[rows], number))
+            table.stop[tensor_class.row[alone]] = tensor_class.size
+            np.add.at(loads, tensor_class.rank[alone], tensor_class.size * length[count == 1])
+            for i in np.flatnonzero(count > 1).tolist():
+                rows = order[starts[i] : starts[i] + count[i]]
+                ranks = tensor_class.rank[rows]
+                replica_set = sets.setdefault(ranks.tobytes(), _ReplicaSet(ranks))
+                batch = _ReplicaBatch(int(length[i]), tensor_class.size, tensor_class.row[rows], number)
+                replica_set.batches.append(batch)
         self._sets = list(sets.values())
         self._level = _balance(self._sets, loads, node, table)
         self.assignment = WriterAssignment(
             layouts, table.writes(len(layouts)), loads, buffers=buffers, replicas=table.replicas(len(layouts))
         )
 
-    def to_split(self, worth_bytes: int, block_bytes_min: int) -> ReplicaSplit | None:
-        """Which replicas to split; None if that gains too little."""
+    def plan_split(self, worth_bytes: int, block_bytes_min: int) -> ReplicaSplit | None:
+        """Which replicas to split into blocks; None if splitting gains too little."""
         largest = int(self.assignment.bytes.max(initial=0))
         if largest - self._level < max(worth_bytes, _EVEN * self._level):
             return None
         block_bytes = max(block_bytes_min, int(self._level * _BLOCK))
         shares = np.zeros(self._table.count)
-        for one in self._sets:
-            part = sum(batch.length * batch.size for batch in one.batches) / len(one.ranks)
-            for batch in one.batches:
+        for replica_set in self._sets:
+            part = sum(batch.length * batch.size for batch in replica_set.batches) / len(replica_set.ranks)
+            for batch in replica_set.batches:
                 if batch.length > 2 * block_bytes:
-                    # Whole pieces leave gaps of half their length on average: split that much to fill them.
+                    # Full pieces make loads uneven by half a piece on average: blocks of that many bytes even them out.
                     shares[batch.number] = max(shares[batch.number], min(1.0, batch.length / part))
-        names = self._table.some_of(shares)
+        names = self._table.choose_share(shares)
         return ReplicaSplit(names, 2 * block_bytes, block_bytes) if names else None
 
 
 class _ReplicaBatch(msgspec.Struct, frozen=True, eq=False):
-    """Equal boxes of all tensors of a class, held by the same ranks.
+    """The replicas of one box of all tensors of a class, which the same ranks hold.
 
-    length  of each, in bytes
-    size    number of tensors
-    row     for each of the ranks, its row of the table, which says which tensors it writes
-    number  of the class
+    length  length of the box, in bytes
+    size    number of tensors in the class
+    row     for each of these ranks, the row of the class table that says which of the tensors it writes
+    number  number of the class
     """
 
     length: int
@@ -200,7 +206,7 @@ class _ReplicaSet(msgspec.Struct, frozen=True, eq=False):
 
 
 def _groups(boxes: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """For each row its group of equal boxes, and the first row of each group."""
+    """Group equal boxes. Returns for each row of `boxes` the number of its group, and for each group its first row."""
     columns = boxes.astype(np.uint64)
     key = np.zeros(len(columns), np.uint64)
     for column in columns.T:
@@ -208,79 +214,85 @@ def _groups(boxes: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int
         key ^= key >> np.uint64(29)
         key *= _MIX[1]
     _, first, group = np.unique(key, return_index=True, return_inverse=True)
-    if not (columns == columns[first][group]).all():  # a collision: different boxes have equal keys
+    if not (columns == columns[first][group]).all():  # different boxes have equal keys, by chance
         _, first, group = np.unique(columns, axis=0, return_index=True, return_inverse=True)
     return group.reshape(-1), first
 
 
-def _lengths(tensors: Tensors, one: TensorClass, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The length of the boxes of these rows, in bytes."""
-    width, ndim = one.box.shape[1] // 2, len(tensors.shapes[one.tensor])
-    elements: NDArray[np.int64] = one.box[rows, width : width + ndim].prod(axis=1)
-    return elements * tensors.dtypes[one.tensor].item_bytes
+def _lengths(tensors: Tensors, tensor_class: TensorClass, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The lengths, in bytes, of the boxes in these rows of the class."""
+    width, ndim = tensor_class.box.shape[1] // 2, len(tensors.shapes[tensor_class.tensor])
+    elements: NDArray[np.int64] = tensor_class.box[rows, width : width + ndim].prod(axis=1)
+    return elements * tensors.dtypes[tensor_class.tensor].item_bytes
 
 
 def _choices(
-    tensors: Tensors, one: TensorClass, group: NDArray[np.int64], groups: int
+    tensors: Tensors, tensor_class: TensorClass, group: NDArray[np.int64], groups: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The candidate rows, by group and rank, and their number for each group.
+    """The rows whose ranks may write each group of equal boxes, ordered by group and rank, and their number for each
+    group.
 
-    A group that a rank has begun to write has that one candidate; other groups those of ranks that have not begun.
+    If a rank has begun to write a group, only that rank may write it. Otherwise all ranks may that hold its box and
+    have not begun to write.
     """
-    order = np.lexsort((one.rank, group))
-    if one.begun is None or one.wrote is None:
+    order = np.lexsort((tensor_class.rank, group))
+    if tensor_class.has_begun is None or tensor_class.is_written is None:
         return order, np.bincount(group, minlength=groups)
-    name = tensors.names[one.tensor]
-    taken = np.bincount(group[one.wrote], minlength=groups)
+    name = tensors.names[tensor_class.tensor]
+    taken = np.bincount(group[tensor_class.is_written], minlength=groups)
     if (taken > 1).any():
-        raise CoverageError(f"two ranks are writing {name!r}", next="save again: the next save makes a new plan")
-    usable = one.wrote | ~(one.begun | (taken > 0)[group])
+        raise CoverageError(
+            f"two ranks are writing the same elements of {name!r}", next="save again: the next save makes a new plan"
+        )
+    usable = tensor_class.is_written | ~(tensor_class.has_begun | (taken > 0)[group])
     count = np.bincount(group[usable], minlength=groups)
     if (count == 0).any():
         raise CoverageError(
-            f"{name!r} is held only by ranks that have begun to write without it",
+            f"no rank writes {name!r}: all ranks that hold it began to write with a plan that lacks it",
             next="save again: the next save makes a new plan",
         )
     return order[usable[order]], count
 
 
-def _check_covered(tensors: Tensors, one: TensorClass, first: NDArray[np.int64]) -> None:
+def _check_covered(tensors: Tensors, tensor_class: TensorClass, first: NDArray[np.int64]) -> None:
     """Raise CoverageError unless the distinct boxes of a class cover each element of its tensors exactly once."""
-    shape = tensors.shapes[one.tensor]
-    width = one.box.shape[1] // 2
-    offset, sides = one.box[first, : len(shape)], one.box[first, width : width + len(shape)]
+    shape = tensors.shapes[tensor_class.tensor]
+    width = tensor_class.box.shape[1] // 2
+    offset, sides = tensor_class.box[first, : len(shape)], tensor_class.box[first, width : width + len(shape)]
     if not tiles(offset, sides, shape):
-        # Rare and slow: boxes that do not line up. Raises if something is wrong.
+        # The boxes are not aligned, which is rare: check them one by one, which is slow. Raises if something is wrong.
         boxes = [Box(tuple(o), tuple(n)) for o, n in zip(offset.tolist(), sides.tolist(), strict=True)]
-        check_tiling(tensors.names[one.tensor], shape, [box for box in boxes if box.elements])
+        check_tiling(tensors.names[tensor_class.tensor], shape, [box for box in boxes if box.elements])
 
 
 def _balance(
     sets: Sequence[_ReplicaSet], loads: NDArray[np.int64], node: NDArray[np.int64], table: ClassTable
 ) -> float:
-    """Choose the writers of the replicas. Fills `loads` and the table.
+    """Choose the writers of the replicas. Adds their bytes to `loads`, and enters the choice into the table.
 
-    Returns the bytes of the largest writer if replicas could be split at any element.
+    Returns how many bytes the rank with the largest load would write if replicas could be split at any element.
     """
-    found = []
-    for one in sets:
-        one.batches.sort(key=lambda batch: -batch.length)
-        length, first = np.unique([-batch.length for batch in one.batches], return_index=True)
-        size = np.add.reduceat(np.array([batch.size for batch in one.batches], np.int64), first)
-        found.append(Replicas(one.ranks, -length, size))
-    if not found:
+    all_replicas = []
+    for replica_set in sets:
+        replica_set.batches.sort(key=lambda batch: -batch.length)
+        length, first = np.unique([-batch.length for batch in replica_set.batches], return_index=True)
+        size = np.add.reduceat(np.array([batch.size for batch in replica_set.batches], np.int64), first)
+        all_replicas.append(Replicas(replica_set.ranks, -length, size))
+    if not all_replicas:
         return float(loads.max(initial=0))
-    chosen = balance(found, loads, node)
-    for one, replicas, counts in zip(sets, found, chosen.counts, strict=True):
-        loads[one.ranks] += replicas.length @ counts
-        _assign_counts(one.batches, replicas, counts, table)
+    chosen = balance(all_replicas, loads, node)
+    for replica_set, replicas, counts in zip(sets, all_replicas, chosen.counts, strict=True):
+        loads[replica_set.ranks] += replicas.length @ counts
+        _assign_counts(replica_set.batches, replicas, counts, table)
     return chosen.level
 
 
 def _assign_counts(
     batches: Sequence[_ReplicaBatch], replicas: Replicas, counts: NDArray[np.int64], table: ClassTable
 ) -> None:
-    """Give each rank its count of pieces of one length, consecutive over all batches of that length."""
+    """Assign pieces of one length to ranks. `counts`: how many each rank gets. A rank gets consecutive pieces, in the
+    order of the batches.
+    """
     stops = dict(zip(replicas.length.tolist(), np.cumsum(counts, axis=1), strict=True))
     starts = {length: stops[length] - row for length, row in zip(replicas.length.tolist(), counts, strict=True)}
     done = dict.fromkeys(stops, 0)

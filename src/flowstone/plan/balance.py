@@ -1,10 +1,11 @@
-"""Balance: how many of the pieces that several ranks hold each of them writes, so that no rank writes much more.
+"""Balance: how many of its shared pieces each rank writes, so that loads are even.
 
-Sets of ranks overlap: an assignment to one set changes the optimum of the next. So the bytes of each set are levelled
-in turn, by water-filling over its ranks, or over its nodes and the ranks of each, until nothing moves. This is
-coordinate descent on the sum of squared loads; its minimum also has the smallest largest load (the possible loads are
-the bases of a polymatroid: Fujishige, Lexicographically optimal base, 1980). Only then are whole pieces assigned, the
-largest first, each set on top of the level loads of the others.
+Pieces that are held by the same ranks form a set. The ranks of two sets may overlap, so an assignment for one set
+changes the optimum for others. So, in turn, the bytes of each set are distributed such that the loads of its ranks
+become level (water-filling), until no bytes move any more. Ranks are levelled directly, or first nodes and then the
+ranks of each node. This is coordinate descent on the sum of squared loads; its minimum also has the smallest largest
+load (the possible loads are the bases of a polymatroid: Fujishige, Lexicographically optimal base, 1980). Then full
+pieces are assigned, the largest first, one set after the other, on top of the level loads of the other sets.
 """
 
 from __future__ import annotations
@@ -17,22 +18,22 @@ from numpy.typing import NDArray
 
 from flowstone.table.chunks import distinct
 
-_STEADY = 5e-4  # of the mean load: levelling stops when less than that moves
-_LEVELLINGS_MIN, _LEVELLINGS_MAX = 8, 200  # rounds over all sets
-_WORK_MAX = 100_000  # sets levelled in all rounds together, beyond the minimum number of rounds: a few seconds
-_ROUNDINGS_MAX = 4  # rounds of assigning whole pieces; the best one is kept
-_BETTER = 1e-3
-_ALIKE = 1e-2  # loads of nodes that differ by less count as equal
+_STEADY = 5e-4  # levelling stops once a round over all sets moves less than this share of the mean load
+_LEVELLINGS_MIN, _LEVELLINGS_MAX = 8, 200  # fewest and most rounds of levelling over all sets
+_WORK_MAX = 100_000  # after the fewest rounds, levelling stops at so many levelled sets, which take a few seconds
+_ROUNDINGS_MAX = 4  # how often full pieces are assigned anew; the best of these results is used
+_BETTER = 1e-3  # pieces are assigned anew only if the last assignment reduced the largest load by this share
+_ALIKE = 1e-2  # loads of nodes count as equal if they differ by a smaller share
 
 Loads = NDArray[np.float64]
 
 
 class Replicas(msgspec.Struct, frozen=True, eq=False):
-    """The pieces that the same ranks hold.
+    """The pieces that are held by the same ranks.
 
-    ranks   ascending
+    ranks   the numbers of these ranks, ascending
     length  the distinct lengths of the pieces in bytes, descending
-    count   number of pieces of each length
+    count   for each of these lengths, the number of pieces
     """
 
     ranks: NDArray[np.int64]
@@ -43,9 +44,9 @@ class Replicas(msgspec.Struct, frozen=True, eq=False):
 class Balance(msgspec.Struct, frozen=True, eq=False):
     """How much each rank writes.
 
-    counts  for each set, the number of pieces of each length that each of its ranks writes: one row per length, one
-            column per rank
-    level   bytes of the largest writer if pieces could be split at any element
+    counts  for each set (pieces that are held by the same ranks), how many pieces of each length each rank writes: one
+            row for each length, one column for each rank
+    level   how many bytes the rank with the largest load would write if pieces could be split at any element
     """
 
     counts: Sequence[NDArray[np.int64]]
@@ -56,43 +57,43 @@ def balance(sets: Sequence[Replicas], own: NDArray[np.int64], node: NDArray[np.i
     """Choose how many pieces each rank writes.
 
     own   bytes that each rank writes in any case
-    node  of each rank: the largest load of a node is minimised before that of a rank
+    node  the node of each rank. The largest load of a node is minimised first, then the largest load of a rank
     """
-    ways = [np.zeros_like(node), node] if len(distinct(node)) > 1 else [node]
-    found = [_balance(sets, own, way) for way in ways]
-    if len(found) == 1:
-        return found[0]
-    nodes, ranks = zip(*(_largest(sets, own, node, one.counts) for one in found), strict=True)
-    # Levelling by ranks alone mostly levels nodes too, but not if nodes differ in size.
+    groupings = [np.zeros_like(node), node] if len(distinct(node)) > 1 else [node]
+    balances = [_balance(sets, own, grouping) for grouping in groupings]
+    if len(balances) == 1:
+        return balances[0]
+    nodes, ranks = zip(*(_largest(sets, own, node, candidate.counts) for candidate in balances), strict=True)
+    # Levelling only ranks mostly levels nodes, too, but not if nodes have different numbers of ranks.
     by_ranks = nodes[0] <= nodes[1] * (1 + _ALIKE) and ranks[0] <= ranks[1]
-    return Balance(found[0 if by_ranks else 1].counts, found[0].level)
+    return Balance(balances[0 if by_ranks else 1].counts, balances[0].level)
 
 
 def _largest(
     sets: Sequence[Replicas], own: NDArray[np.int64], node: NDArray[np.int64], counts: Sequence[NDArray[np.int64]]
 ) -> tuple[float, float]:
-    """The largest load of a node, and of a rank."""
+    """The largest load of any node, and of any rank, in bytes, if ranks write `counts` pieces."""
     loads = own.copy()
-    for one, of in zip(sets, counts, strict=True):
-        loads[one.ranks] += one.length @ of
+    for replicas, set_counts in zip(sets, counts, strict=True):
+        loads[replicas.ranks] += replicas.length @ set_counts
     return float(np.bincount(node, loads).max()), float(loads.max())
 
 
 def _balance(sets: Sequence[Replicas], own: NDArray[np.int64], node: NDArray[np.int64]) -> Balance:
-    """Level the nodes, and the ranks of each node."""
-    all_writers = [_ReplicaWriters(one, node) for one in sets]
+    """Choose how many pieces each rank writes, so that the loads of nodes, and of the ranks of each node, are even."""
+    all_writers = [_ReplicaWriters(replicas, node) for replicas in sets]
     load = _RankLoads(own.astype(np.float64), node)
     parts = _level(all_writers, load)
     level = float(load.ranks.max(initial=0))
-    order = sorted(range(len(sets)), key=lambda at: -int(sets[at].length[0]))  # small pieces fill the gaps
+    order = sorted(range(len(sets)), key=lambda i: -int(sets[i].length[0]))  # small pieces come last, to even out loads
     best: list[NDArray[np.int64]] = []
     lowest = np.inf
     for _ in range(_ROUNDINGS_MAX):
         counts: list[NDArray[np.int64]] = [np.zeros((0, 0), np.int64)] * len(sets)
-        for at in order:
-            load.add(all_writers[at], -parts[at])
-            counts[at] = _assign_whole(all_writers[at], load)
-            parts[at] = (sets[at].length @ counts[at]).astype(np.float64)
+        for i in order:
+            load.add(all_writers[i], -parts[i])
+            counts[i] = _assign_whole(all_writers[i], load)
+            parts[i] = (sets[i].length @ counts[i]).astype(np.float64)
         worst = float(load.ranks.max(initial=0))
         if worst < lowest:
             best = counts
@@ -103,7 +104,7 @@ def _balance(sets: Sequence[Replicas], own: NDArray[np.int64], node: NDArray[np.
 
 
 class _RankLoads:
-    """The loads of the ranks, and of their nodes."""
+    """How many bytes each rank writes so far, and each node."""
 
     def __init__(self, ranks: Loads, node: NDArray[np.int64]) -> None:
         self.ranks = ranks
@@ -120,9 +121,9 @@ class _RankLoads:
 class _ReplicaWriters:
     """The ranks that may write the pieces of a set. `members`: for each node, positions among these ranks."""
 
-    def __init__(self, one: Replicas, node: NDArray[np.int64]) -> None:
-        self.ranks, self.length, self.count = one.ranks, one.length, one.count
-        self.nodes, self.node = np.unique(node[one.ranks], return_inverse=True)
+    def __init__(self, replicas: Replicas, node: NDArray[np.int64]) -> None:
+        self.ranks, self.length, self.count = replicas.ranks, replicas.length, replicas.count
+        self.nodes, self.node = np.unique(node[replicas.ranks], return_inverse=True)
         order = np.argsort(self.node, kind="stable")
         cuts = np.searchsorted(self.node[order], np.arange(1, len(self.nodes)))
         self.members = np.split(order, cuts)
@@ -142,16 +143,16 @@ def _level(all_writers: Sequence[_ReplicaWriters], load: _RankLoads) -> list[Loa
     order = list(range(len(all_writers)))
     for _ in range(rounds):
         moved = 0.0
-        for at in order:
-            writers = all_writers[at]
-            load.add(writers, -parts[at])
+        for i in order:
+            writers = all_writers[i]
+            load.add(writers, -parts[i])
             part = _water_fill_nodes(writers, load)
             load.add(writers, part)
-            moved = max(moved, float(np.abs(part - parts[at]).max()))
-            parts[at] = part
+            moved = max(moved, float(np.abs(part - parts[i]).max()))
+            parts[i] = part
         if moved <= steady:
             break
-        order.reverse()  # so that excess at one end of a chain of sets soon reaches the other end
+        order.reverse()  # so that in a chain of overlapping sets, load soon moves from one end to the other
     return parts
 
 
@@ -164,9 +165,9 @@ def _water_fill_nodes(writers: _ReplicaWriters, load: _RankLoads) -> Loads:
     if writers.one_each:
         return by_node[writers.node]
     part = np.zeros(len(ranks))
-    for at in np.flatnonzero(by_node).tolist():
-        members = writers.members[at]
-        part[members] = _water_fill(ranks[members], by_node[at])
+    for i in np.flatnonzero(by_node).tolist():
+        members = writers.members[i]
+        part[members] = _water_fill(ranks[members], by_node[i])
     return part
 
 
@@ -179,7 +180,8 @@ def _water_fill(load: Loads, amount: float) -> Loads:
 
 
 def _assign_whole(writers: _ReplicaWriters, load: _RankLoads) -> NDArray[np.int64]:
-    """Assign whole pieces, the largest first, each to the least loaded rank of the least loaded node; adds to `load`.
+    """Assign full pieces, the largest first, each to the least loaded rank of the least loaded node, and add their
+    bytes to `load`. Returns how many pieces of each length each rank gets.
     """
     counts = np.zeros((len(writers.length), len(writers.ranks)), np.int64)
     for row, (length, count) in enumerate(zip(writers.length.tolist(), writers.count.tolist(), strict=True)):
@@ -190,27 +192,27 @@ def _assign_whole(writers: _ReplicaWriters, load: _RankLoads) -> NDArray[np.int6
             counts[row] = _whole_counts(load.nodes[writers.nodes], length, count)[writers.node]
         else:
             by_node = _whole_counts(load.nodes[writers.nodes], length, count)
-            for at in np.flatnonzero(by_node).tolist():
-                members = writers.members[at]
-                counts[row, members] = _whole_counts(ranks[members], length, int(by_node[at]))
+            for i in np.flatnonzero(by_node).tolist():
+                members = writers.members[i]
+                counts[row, members] = _whole_counts(ranks[members], length, int(by_node[i]))
         load.add(writers, counts[row] * float(length))
     return counts
 
 
 def _whole_counts(load: Loads, length: int, count: int) -> NDArray[np.int64]:
-    """How many of `count` equal pieces each rank gets, if each piece goes to the rank with the least."""
+    """How many of `count` equal pieces each rank gets, if each piece goes to the rank with the smallest load so far."""
     if length == 0:
-        found = np.zeros(len(load), np.int64)
-        found[np.argmin(load)] = count
-        return found
-    found = (_water_fill(load, float(length) * count) / length).astype(np.int64)
-    rest = count - int(found.sum())
-    while rest:  # once, except for rounding
-        after = np.argsort(load + found * float(length), kind="stable")
+        counts = np.zeros(len(load), np.int64)
+        counts[np.argmin(load)] = count
+        return counts
+    counts = (_water_fill(load, float(length) * count) / length).astype(np.int64)
+    rest = count - int(counts.sum())
+    while rest:  # runs once, or a few times because of rounding
+        after = np.argsort(load + counts * float(length), kind="stable")
         if rest < 0:
-            found[after[found[after] > 0][-1]] -= 1
+            counts[after[counts[after] > 0][-1]] -= 1
             rest += 1
         else:
-            found[after[:rest]] += 1
+            counts[after[:rest]] += 1
             rest -= min(rest, len(after))
-    return found
+    return counts

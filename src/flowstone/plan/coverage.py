@@ -45,13 +45,15 @@ def check_tiling(name: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:
     for box in boxes:
         if not box.inside(shape):
             raise CoverageError(
-                f"cannot save {name!r}: box {box} lies outside the tensor", expected=f"inside shape {tuple(shape)}",
+                f"cannot save {name!r}: box {box} lies outside the tensor",
+                expected=f"a box inside shape {tuple(shape)}",
                 next="correct the offset or the global shape of this shard",
             )
     pair = _overlap(boxes)
     if pair is not None:
         raise CoverageError(
-            f"cannot save {name!r}: boxes {pair[0]} and {pair[1]} overlap", next="make the shards disjoint"
+            f"cannot save {name!r}: boxes {pair[0]} and {pair[1]} overlap",
+            next="correct the offsets: no two shards may have an element in common",
         )
     hole = uncovered(whole, boxes)
     if hole is not None:
@@ -62,23 +64,23 @@ def check_tiling(name: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:
 
 
 def _overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
-    """The first box that overlaps an earlier one, after that earlier one; None if all are disjoint."""
+    """The first overlapping pair of boxes, in the order of `boxes`; None if all are disjoint."""
     ndim = len(boxes[0].offset) if boxes else 0
     begin = np.array([box.offset for box in boxes], np.int64).reshape(len(boxes), ndim)
     end = np.array([box.end for box in boxes], np.int64).reshape(len(boxes), ndim)
-    for at, box in enumerate(boxes):
-        common = np.minimum(end[:at], end[at]) > np.maximum(begin[:at], begin[at])
-        found = np.flatnonzero(common.all(axis=1))
-        if len(found):
-            return boxes[int(found[0])], box
+    for i, box in enumerate(boxes):
+        common = np.minimum(end[:i], end[i]) > np.maximum(begin[:i], begin[i])
+        overlapping = np.flatnonzero(common.all(axis=1))
+        if len(overlapping):
+            return boxes[int(overlapping[0])], box
     return None
 
 
 def tiles(offset: NDArray[np.int64], sides: NDArray[np.int64], shape: Sequence[int]) -> bool:
     """Whether aligned boxes fill `shape`, each element once.
 
-    Aligned: they form a grid, or in some dimension they form slices with common begin and end, each of which is filled
-    by aligned boxes. False also for boxes that fill `shape` without being aligned: a pinwheel.
+    Boxes are aligned if they form a grid, or if they form slices with a common begin and end in some dimension, and
+    each slice is filled by aligned boxes. Returns False for boxes that fill `shape` without being aligned: a pinwheel.
 
     offset, sides  one row per box, one column per dimension, in elements
     """
@@ -96,12 +98,12 @@ def _is_grid(offset: NDArray[np.int64], sides: NDArray[np.int64], shape: Sequenc
     """Whether the boxes are the cells of a grid that fills `shape`, each once."""
     cells, cell = 1, np.zeros(len(offset), np.int64)
     for dim, length in enumerate(shape):
-        edges, place = np.unique(offset[:, dim], return_inverse=True)
+        edges, edge = np.unique(offset[:, dim], return_inverse=True)
         cells *= len(edges)
-        stops = np.append(edges[1:], length)[place]
+        stops = np.append(edges[1:], length)[edge]
         if edges[0] != 0 or cells > len(offset) or (offset[:, dim] + sides[:, dim] != stops).any():
             return False
-        cell = cell * len(edges) + place
+        cell = cell * len(edges) + edge
     return cells == len(offset) and bool((np.bincount(cell, minlength=cells) == 1).all())
 
 
@@ -117,7 +119,7 @@ def _is_sliced(offset: NDArray[np.int64], sides: NDArray[np.int64], shape: Seque
         if not together or edges[0] != 0 or ends[-1] != shape[dim] or (edges[1:] != ends[:-1]).any():
             continue
         if len(edges) == 1:
-            continue  # all span this dimension
+            continue  # all boxes have the full length of this dimension
         inner = (*shape[:dim], *shape[dim + 1 :])
         less_offset, less_sides = np.delete(offset, dim, axis=1), np.delete(sides, dim, axis=1)
         return all(tiles(less_offset[part], less_sides[part], inner) for part in np.split(order, starts[1:]))

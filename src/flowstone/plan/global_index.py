@@ -1,7 +1,7 @@
 """The global index: all pieces that the ranks of a job write, as the pieces of one index, grouped by tensor.
 
-Column by column, and never a record for a piece: there may be tens of millions. They share the few distinct boxes of
-each rank.
+The index is made with operations on whole arrays, without an object for each piece, because there may be tens of
+millions of pieces. Pieces share the few distinct boxes of each rank.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from flowstone.format.index import Frame, frame_of
+from flowstone.format.index import IndexTemplate, index_template
 from flowstone.plan.layout_groups import WHOLE, LayoutGroup, Tensors, layout_groups
 from flowstone.table.box import padding_mask
 from flowstone.table.chunks import Chunks
@@ -25,37 +25,38 @@ def global_index(
     layouts: Sequence[Pieces], writes: Sequence[NDArray[np.int64]], aliases: Sequence[Alias],
     segment: NDArray[np.uint32], *, is_delta: bool = False, is_coded: bool = False,
     has_bases: bool = False,
-) -> tuple[Frame, NDArray[np.int64], NDArray[np.int64]]:
-    """The index of the pieces that several ranks write: its frame, and the order of pieces and of chunks in it.
+) -> tuple[IndexTemplate, NDArray[np.int64], NDArray[np.int64]]:
+    """Make the index of the pieces that several ranks write. Returns a template of the index (without offsets and
+    digests), and the order of pieces and of chunks in it.
 
-    layouts  the layout of each rank
+    layouts  for each rank, the pieces that it holds
     writes   for each rank, positions of the pieces that it writes, ascending
-    segment  for each of these pieces, rank after rank
+    segment  for each of these pieces, rank after rank, the number of its segment file
     """
     tensors = Tensors.of(layouts)
     width = int(tensors.ndim.max(initial=0))
-    found = layout_groups(layouts, tensors, width)
-    tensor, box = _written(found, writes, tensors)
+    groups = layout_groups(layouts, tensors, width)
+    tensor, box = _written(groups, writes, tensors)
     order = by_tensor(tensor, len(tensors.names))
     counts = np.bincount(tensor, minlength=len(tensors.names))
     del tensor
-    pieces = _pieces(tensors, found, np.repeat(np.arange(len(counts)), counts), box[order])
+    pieces = _pieces(tensors, groups, np.repeat(np.arange(len(counts)), counts), box[order])
     del box
-    chunks = Chunks.to_come(segment[order], pieces.lengths())
-    row = {name: at for at, name in enumerate(tensors.names)}
+    chunks = Chunks.unwritten(segment[order], pieces.lengths())
+    row = {name: i for i, name in enumerate(tensors.names)}
     tied = [(alias.name, row[alias.target]) for alias in aliases]
-    frame = frame_of(pieces, tied, chunks, is_delta=is_delta, is_coded=is_coded, has_bases=has_bases)
+    frame = index_template(pieces, tied, chunks, is_delta=is_delta, is_coded=is_coded, has_bases=has_bases)
     return frame, order, chunks_in_order(chunks, order)
 
 
 def _pieces(
-    tensors: Tensors, found: Sequence[LayoutGroup], rows: NDArray[np.int64], box: NDArray[np.int32]
+    tensors: Tensors, groups: Sequence[LayoutGroup], rows: NDArray[np.int64], box: NDArray[np.int32]
 ) -> Pieces:
-    """The pieces with tensors `rows` and boxes `box`, which are numbered as in `_written`."""
+    """The pieces with tensors `rows` and boxes `box`. Boxes are numbered as in `_written`."""
     width = int(tensors.ndim.max(initial=0))
-    boxes = np.concatenate([tensors.whole(width), *(_all_boxes(group) for group in found)])
-    ndim = np.concatenate([tensors.ndim, *(np.tile(group.ndim, len(group.boxes)) for group in found)])
-    used = np.zeros(len(boxes), np.bool_)  # some boxes are of pieces that other ranks write
+    boxes = np.concatenate([tensors.whole(width), *(_all_boxes(group) for group in groups)])
+    ndim = np.concatenate([tensors.ndim, *(np.tile(group.ndim, len(group.boxes)) for group in groups)])
+    used = np.zeros(len(boxes), np.bool_)  # boxes that no written piece has are left out
     used[box] = True
     if not used[len(tensors.names) :].any():
         return Pieces(tensors, rows=rows)
@@ -64,13 +65,15 @@ def _pieces(
 
 
 def by_tensor(tensor: NDArray[np.integer], tensors: int) -> NDArray[np.int64]:
-    """Order of the pieces grouped by tensor, stable within a tensor. Short integers sort in linear time."""
+    """The order that groups pieces by tensor; pieces of one tensor keep their order. `tensor`: number of each piece's
+    tensor, as the shortest integers possible, as numpy sorts these in linear time.
+    """
     return np.argsort(tensor.astype(np.uint16) if tensors <= _SHORT_MAX else tensor, kind="stable")
 
 
 def chunks_in_order(chunks: Chunks, order: NDArray[np.int64]) -> NDArray[np.int64]:
-    """For each chunk its number before the pieces were ordered. `order`: of the pieces."""
-    if chunks.one_each:
+    """For each chunk after the pieces were reordered, its number before. `order`: the new order of the pieces."""
+    if chunks.has_one_chunk_each:
         return order
     counts = chunks.counts
     before = np.empty(len(order), np.int64)
@@ -80,21 +83,22 @@ def chunks_in_order(chunks: Chunks, order: NDArray[np.int64]) -> NDArray[np.int6
 
 
 def _written(
-    found: Sequence[LayoutGroup], writes: Sequence[NDArray[np.int64]], tensors: Tensors
+    groups: Sequence[LayoutGroup], writes: Sequence[NDArray[np.int64]], tensors: Tensors
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """For each written piece, rank after rank: its tensor, and the number of its box.
 
-    Boxes are numbered: first the whole of each tensor, then those of each layout group, variant after variant.
+    Boxes are numbered in this order: one for each full tensor, then the boxes of each layout group, variant after
+    variant.
     """
     starts = np.cumsum([0, *map(len, writes)])
     tensor, box = np.empty(int(starts[-1]), np.int32), np.empty(int(starts[-1]), np.int32)
-    counts = [len(group.boxes) * len(group.ndim) for group in found]
-    for group, base in zip(found, accumulate(counts, initial=len(tensors.names)), strict=False):
+    counts = [len(group.boxes) * len(group.ndim) for group in groups]
+    for group, base in zip(groups, accumulate(counts, initial=len(tensors.names)), strict=False):
         is_whole = group.kind == WHOLE
-        for at, rank in enumerate(group.ranks.tolist()):
+        for i, rank in enumerate(group.ranks.tolist()):
             here, positions = slice(starts[rank], starts[rank + 1]), writes[rank]
             tensor[here] = group.tensor[positions]
-            numbers = np.where(is_whole, group.tensor, base + int(group.variant[at]) * len(group.ndim) + group.kind)
+            numbers = np.where(is_whole, group.tensor, base + int(group.variant[i]) * len(group.ndim) + group.kind)
             box[here] = numbers[positions]
     return tensor, box
 

@@ -18,14 +18,14 @@ from flowstone.table.pieces import Piece, Pieces
 
 
 class ReadPlan(msgspec.Struct, frozen=True, eq=False):
-    """Everything to read, as columns: one row for each run of chunks of a stored piece that a requested piece needs.
+    """What to read. One row for each run of successive chunks of a stored piece that a requested piece needs.
 
-    piece        row in the index
-    target       position among the requested pieces
-    first, last  the run, half-open, among the stored piece's chunks
-    common       row -> the region that both pieces hold, in elements of the global tensor, unless it is the
-                 whole of both
-    bytes        stored length of the chunks, counted once per row
+    piece        row of the stored piece in the index
+    target       position of the requested piece among all requested pieces
+    first, last  the run: chunks [first, last) of the stored piece
+    common       row -> the region that the stored and the requested piece have in common, in elements of the full
+                 tensor; rows for which the two pieces are equal are left out
+    bytes        stored length of the chunks of all rows; a chunk in several rows counts for each
     """
 
     piece: NDArray[np.int64]
@@ -36,52 +36,57 @@ class ReadPlan(msgspec.Struct, frozen=True, eq=False):
     bytes: int
 
 
-def plan_reads(index: Index, wanted: Sequence[Piece], rows: Sequence[int]) -> ReadPlan:
-    """Find the stored parts that fill each requested box, each element exactly once.
+def plan_reads(index: Index, pieces: Sequence[Piece], rows: Sequence[int]) -> ReadPlan:
+    """Find the stored pieces that fill each requested box, each element exactly once.
 
-    wanted  pieces to fill; boxes in elements of the global tensor
-    rows    for each piece, the index row of its tensor, which has the same shape
-    raises  CoverageError naming the first region that is in no stored piece
+    pieces  pieces to fill; boxes in elements of the global tensor
+    rows    for each piece, the index row of the tensor that fills it, which has the same shape
+    raises  CoverageError for the first region that is in no stored piece
     """
-    wanted, tensor = Pieces.of(wanted), np.array(rows, np.int64)
+    pieces, tensor = Pieces.of(pieces), np.array(rows, np.int64)
     begin = index.first_piece[tensor]
     alone = index.first_piece[tensor + 1] == begin + 1
-    begin[~alone] = 0  # for a tensor without pieces, it could be past the last piece
+    begin[~alone] = 0  # for a tensor without pieces, the index could be past the last piece
     same = alone & (index.chunks.length[begin] == index.tensors.lengths[tensor]) if len(index.pieces) else alone
-    same[wanted.parts] = False
+    same[pieces.parts] = False
     target = np.flatnonzero(same)
     piece = begin[target]
     last = index.chunks.first[piece + 1] - index.chunks.first[piece]
     some = last > 0
     columns = [[piece[some], target[some], np.zeros(int(some.sum()), np.int64), last[some]]]
     common: dict[int, Box] = {}
-    at = len(columns[0][0])
-    cover = _Covers(index, wanted)
+    plan_row = len(columns[0][0])
+    cover = _Covers(index, pieces)
     for position in np.flatnonzero(~same).tolist():
         row = int(tensor[position])
-        found = cover(position, row)
-        columns.append([found.piece + index.first_piece[row], np.full(len(found.piece), position), found.first,
-                        found.last])
-        common.update(zip(range(at, at + len(found.piece)), found.common, strict=True))
-        at += len(found.piece)
+        covered = cover(position, row)
+        columns.append([covered.piece + index.first_piece[row], np.full(len(covered.piece), position), covered.first,
+                        covered.last])
+        common.update(zip(range(plan_row, plan_row + len(covered.piece)), covered.common, strict=True))
+        plan_row += len(covered.piece)
     piece, target, first, last = map(np.concatenate, zip(*columns, strict=True))
     return ReadPlan(piece, target, first, last, common, int(index.chunks.stored_bytes(piece, first, last).sum()))
 
 
-def part_of(
+def select_runs(
     plan: ReadPlan, index: Index, rows: NDArray[np.int64], first: NDArray[np.int64], last: NDArray[np.int64]
 ) -> ReadPlan:
-    """For the given rows of a plan, repeated as given, only chunks [first, last), which their runs contain."""
+    """Return a new plan with only a part of `plan`.
+
+    rows         the rows of `plan` that the new plan has; a row may occur several times
+    first, last  for each of these rows, which chunks of the stored piece to read: [first, last)
+    """
     piece = plan.piece[rows]
-    common = {at: plan.common[row] for at, row in enumerate(rows.tolist()) if row in plan.common}
+    common = {i: plan.common[row] for i, row in enumerate(rows.tolist()) if row in plan.common}
     total = int(index.chunks.stored_bytes(piece, first, last).sum())
     return ReadPlan(piece, plan.target[rows], first, last, common, total)
 
 
 class _Cover(msgspec.Struct, frozen=True, eq=False):
-    """The rows of a plan that fill one requested piece. `piece`: number among the pieces of its tensor.
+    """The rows of a read plan that fill one requested piece.
 
-    stored  the boxes of its tensor's pieces
+    stored  the boxes of all stored pieces of its tensor
+    piece   for each row, the number of its stored piece among those of the tensor
     """
 
     stored: NDArray[np.int64]
@@ -92,15 +97,17 @@ class _Cover(msgspec.Struct, frozen=True, eq=False):
 
 
 class _Covers:
-    """Finds the rows for a requested piece. Most tensors of one shape have equal boxes on both sides: computed once."""
+    """Finds the rows of a read plan that fill a requested piece. For most tensors of the same shape, stored and
+    requested boxes are equal, so their rows are computed once.
+    """
 
-    def __init__(self, index: Index, wanted: Pieces) -> None:
-        self._index, self._tensors, self._wanted = index, index.tensors, wanted
+    def __init__(self, index: Index, pieces: Pieces) -> None:
+        self._index, self._tensors, self._wanted = index, index.tensors, pieces
         self._stored, self._starts = index.pieces.boxes, index.pieces.starts
-        numbers, starts = wanted.part_numbers()
+        numbers, starts = pieces.part_numbers()
         data, ends = numbers.tobytes(), (starts * numbers.itemsize).tolist()
-        runs = zip(wanted.parts.tolist(), pairwise(ends), strict=True)
-        self._boxes = {at: data[begin:end] for at, (begin, end) in runs}  # of pieces that are not whole
+        runs = zip(pieces.parts.tolist(), pairwise(ends), strict=True)
+        self._boxes = {position: data[begin:end] for position, (begin, end) in runs}  # only of pieces with a box
         self._known: dict[tuple[object, ...], list[_Cover]] = {}
         self._runs: dict[tuple[object, ...], tuple[tuple[int, int], ...]] = {}
 
@@ -109,34 +116,34 @@ class _Covers:
         shape, item = tensors.shapes[row], tensors.dtypes[row].item_bytes
         begin, stop = index.first_piece[row], index.first_piece[row + 1]
         stored = self._stored[self._starts[begin] : self._starts[stop]]
-        known = self._known.setdefault((shape, item, self._boxes.get(position), int(stop - begin)), [])
-        for cover in known:
+        covers = self._known.setdefault((shape, item, self._boxes.get(position), int(stop - begin)), [])
+        for cover in covers:
             if np.array_equal(cover.stored, stored):
                 return cover
-        found = self._cover(self._wanted[position], stored, int(stop - begin), item)
-        known.append(found)
-        return found
+        covered = self._cover(self._wanted[position], stored, int(stop - begin), item)
+        covers.append(covered)
+        return covered
 
-    def _cover(self, wanted: Piece, stored: NDArray[np.int64], count: int, item_bytes: int) -> _Cover:
+    def _cover(self, target: Piece, stored: NDArray[np.int64], count: int, item_bytes: int) -> _Cover:
         """The rows that fill a requested piece. Raises CoverageError if a part is not stored."""
-        ndim = len(wanted.shape)
+        ndim = len(target.shape)
         boxes = stored.reshape(count, 2 * ndim)
         offset, sides = boxes[:, :ndim], boxes[:, ndim:]
-        low = np.maximum(offset, wanted.box.offset)
-        high = np.minimum(offset + sides, wanted.box.end)
+        low = np.maximum(offset, target.box.offset)
+        high = np.minimum(offset + sides, target.box.end)
         hit = np.flatnonzero((high > low).all(axis=1))
         low, length = low[hit], (high - low)[hit]
-        if not tiles(low - np.array(wanted.box.offset, np.int64), length, wanted.box.shape):
-            _check_covered(wanted, low, length)
+        if not tiles(low - np.array(target.box.offset, np.int64), length, target.box.shape):
+            _check_covered(target, low, length)
         regions = list(map(Box, map(tuple, low.tolist()), map(tuple, length.tolist())))
         inside, shapes = (low - offset[hit]).tolist(), list(map(tuple, sides[hit].tolist()))
         runs = [
-            self._runs_of(shape, tuple(at), region.shape, item_bytes)
-            for shape, at, region in zip(shapes, inside, regions, strict=True)
+            self._runs_of(shape, tuple(inner_offset), region.shape, item_bytes)
+            for shape, inner_offset, region in zip(shapes, inside, regions, strict=True)
         ]
-        counts = np.array([len(one) for one in runs], np.int64)
-        first, last = np.array([run for one in runs for run in one], np.int64).reshape(-1, 2).T
-        common = [region for region, one in zip(regions, runs, strict=True) for _ in one]
+        counts = np.array([len(piece_runs) for piece_runs in runs], np.int64)
+        first, last = np.array([run for piece_runs in runs for run in piece_runs], np.int64).reshape(-1, 2).T
+        common = [region for region, piece_runs in zip(regions, runs, strict=True) for _ in piece_runs]
         return _Cover(stored, np.repeat(hit, counts), first, last, common)
 
     def _runs_of(
@@ -144,49 +151,52 @@ class _Covers:
     ) -> tuple[tuple[int, int], ...]:
         """The runs of chunks that contain a region of a stored box of shape `stored`."""
         key = stored, offset, shape, item_bytes
-        found = self._runs.get(key)
-        if found is None:
-            found = self._runs[key] = chunk_runs(stored, Box(offset, shape), item_bytes)
-        return found
+        runs = self._runs.get(key)
+        if runs is None:
+            runs = self._runs[key] = chunk_runs(stored, Box(offset, shape), item_bytes)
+        return runs
 
 
-def _check_covered(wanted: Piece, offset: NDArray[np.int64], sides: NDArray[np.int64]) -> None:
-    """Raise CoverageError unless these regions, aligned or not, cover the requested box."""
+def _check_covered(target: Piece, offset: NDArray[np.int64], sides: NDArray[np.int64]) -> None:
+    """Raise CoverageError unless the regions with these offsets and sides cover the requested box."""
     regions = [Box(tuple(o), tuple(n)) for o, n in zip(offset.tolist(), sides.tolist(), strict=True)]
-    hole = uncovered(wanted.box, regions)
+    hole = uncovered(target.box, regions)
     if hole is not None:
         raise CoverageError(
-            f"cannot load {wanted.name!r}: {hole} is in no stored piece",
-            wanted=f"box {wanted.box} of shape {wanted.shape}",
-            next="run `flowstone verify` on the checkpoint, or load with a skip or init rule",
+            f"cannot load {target.name!r}: the checkpoint does not contain the elements of {hole}",
+            wanted=f"box {target.box} of shape {target.shape}",
+            next="run `flowstone verify` on the checkpoint, or load with a rule fs.Skip or fs.Init",
         )
 
 
 def chunk_runs(shape: Sequence[int], box: Box, item_bytes: int) -> tuple[tuple[int, int], ...]:
-    """Half-open runs of chunks that contain `box` of a row-major extent of `shape`, ascending.
+    """The runs of chunks, as (first, last) with `last` excluded, that contain `box` of a tensor of `shape` that is
+    stored row-major. Ascending.
 
-    Only chunks with requested elements: for a narrow column of a wide matrix, chunks between its rows are skipped.
+    Only chunks with requested elements are included. For a narrow column of a wide matrix, the chunks that have no
+    element of this column are skipped.
     """
     if box.elements == 0:
         return ()
     begin, length = _runs(shape, box, item_bytes)
     first = begin * item_bytes // CHUNK_BYTES
     last = ((begin + length) * item_bytes - 1) // CHUNK_BYTES + 1
-    joins = np.flatnonzero(first[1:] > last[:-1])  # a gap of at least one chunk
+    joins = np.flatnonzero(first[1:] > last[:-1])  # where at least one chunk is skipped
     starts = first[np.concatenate(([0], joins + 1))]
     stops = last[np.concatenate((joins, [len(last) - 1]))]
     return tuple(zip(starts.tolist(), stops.tolist(), strict=True))
 
 
 def _runs(shape: Sequence[int], box: Box, item_bytes: int) -> tuple[NDArray[np.int64], int]:
-    """The begin of each run of the box, in elements and ascending, and the runs' common length.
+    """Divide `box` into runs of consecutive stored elements. Returns where each run starts, in elements and ascending,
+    and the length that all runs have.
 
-    Runs that are apart by less than a chunk are one: no chunk lies between them. So a column of single elements is one
-    run, however many they are.
+    Runs are merged if less than a chunk lies between them, as no chunk can then be skipped. So a column of a narrow
+    matrix is one run.
     """
     inner, dim = 1, len(shape)
     length = 1
-    while dim > 0:  # merge the trailing dimensions that the box covers completely, and one more
+    while dim > 0:  # merge the last dimensions that the box covers completely, and one more dimension
         dim -= 1
         length = inner * box.shape[dim]
         inner *= shape[dim]

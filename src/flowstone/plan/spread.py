@@ -1,4 +1,4 @@
-"""Spread a rank's pieces over the paths of a store, by the share that each path is to get."""
+"""Spread a rank's pieces over the paths of a store, according to each path's share."""
 
 from __future__ import annotations
 
@@ -8,19 +8,22 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from flowstone.config import Share
+from flowstone.config import PathShare
 
 
 def spread_pieces(
-    length: NDArray[np.uint64], slotted: NDArray[np.bool_], late: NDArray[np.bool_], shares: Sequence[Share]
+    length: NDArray[np.uint64], slotted: NDArray[np.bool_], late: NDArray[np.bool_], shares: Sequence[PathShare]
 ) -> NDArray[np.int64]:
-    """The path of each piece: numbers of `shares`, the first of which gets all that has no slot.
+    """For each piece, the number of the path that gets it. The first path gets all small pieces, those not `slotted`.
 
-    length, slotted, late  columns of the pieces; what is captured early is spread evenly by itself, and so is the rest
-    shares                 one at least
+    length   length of each piece, in bytes
+    slotted  for each piece, whether it is large enough to be aligned in the file
+    late     for each piece, whether it is captured after `save` has returned; late pieces, and all others, are each
+             spread evenly
+    shares   the share of each path; at least one path
 
-    The largest pieces first, each to the path that has the least for its weight (the greedy rule of R. L. Graham,
-    "Bounds on multiprocessing timing anomalies", 1969). Equal pieces and shares give the same paths. Pure.
+    Each piece, the largest first, goes to the path with the lowest load in relation to its weight (the greedy rule of
+    R. L. Graham, "Bounds on multiprocessing timing anomalies", 1969). Equal arguments give equal results.
     """
     path = np.full(len(length), shares[0].path, np.int64)
     load = {share.path: 0 for share in shares}
@@ -29,11 +32,11 @@ def spread_pieces(
     for some in (slotted & ~late, slotted & late):
         numbers = np.flatnonzero(some)
         numbers = numbers[np.argsort(-length[numbers].astype(np.int64), kind="stable")]
-        queue = [(load[at] / weight[at], number, at) for number, at in enumerate(load)]
+        queue = [(load[path_id] / weight[path_id], number, path_id) for number, path_id in enumerate(load)]
         heapq.heapify(queue)
         for piece, bytes_ in zip(numbers.tolist(), length[numbers].tolist(), strict=True):
-            _, number, at = queue[0]
-            path[piece] = at
-            load[at] += bytes_
-            heapq.heapreplace(queue, (load[at] / weight[at], number, at))
+            _, number, path_id = queue[0]
+            path[piece] = path_id
+            load[path_id] += bytes_
+            heapq.heapreplace(queue, (load[path_id] / weight[path_id], number, path_id))
     return path

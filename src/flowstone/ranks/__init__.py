@@ -1,24 +1,23 @@
-"""The ranks of a job: their number, and how they agree without an unbounded wait."""
+"""The ranks of a job: how many there are, and how they agree, with a limit on every wait."""
 
-from flowstone.ranks.agreement import Agreed, Agreement, Encoding, Timeouts
-from flowstone.ranks.failure import name_of
-from flowstone.ranks.group import RankGroup, error_for_others
-from flowstone.ranks.job import Job, rank_and_size, this_job
+from flowstone.ranks.agreement import Agreement, AgreementResult, MessageEncoding, Timeouts
+from flowstone.ranks.exchange import Decision
+from flowstone.ranks.failure import error_text
+from flowstone.ranks.group import Job, RankGroup, error_for_others, rank_and_size, this_job
 from flowstone.ranks.kv_store import KeyValueStore, Mailbox
-from flowstone.ranks.wire import Decision
 
 __all__ = [
-    "Agreed",
+    "AgreementResult",
     "Agreement",
     "Decision",
-    "Encoding",
+    "MessageEncoding",
     "Job",
     "KeyValueStore",
     "Mailbox",
     "RankGroup",
     "Timeouts",
     "error_for_others",
-    "name_of",
+    "error_text",
     "rank_and_size",
     "this_job",
 ]

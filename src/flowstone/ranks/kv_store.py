@@ -9,14 +9,14 @@ from typing import Protocol
 from flowstone.config import MESSAGE_BYTES_MAX
 
 _POLL_FIRST_S, _POLL_LAST_S = 0.001, 0.25
-_POLL_SHARE = 8  # share of the wait so far: a poll is late by at most that, and thousands of ranks cost little
+_POLL_SHARE = 8  # a pause between two polls is this fraction (1/8) of the wait so far
 
 
 class KeyValueStore(Protocol):
-    """The calls that are used of a torch.distributed store (TCPStore, FileStore, HashStore, PrefixStore of one).
+    """The methods that agreements use of a torch.distributed store (TCPStore, FileStore, HashStore, PrefixStore).
 
-    One connection serves one call at a time, and a `wait` that times out prints a warning. So no call waits in the
-    store: keys are polled, at growing intervals.
+    A connection serves one call at a time, and a `wait` that times out prints a warning. So no call waits in the store;
+    keys are polled at growing intervals.
     """
 
     def set(self, key: str, value: bytes, /) -> None: ...
@@ -27,15 +27,17 @@ class KeyValueStore(Protocol):
 
 
 class Mailbox:
-    """Messages in a key-value store. A message longer than one value may be is stored in parts, their count last."""
+    """Posts and reads messages in a key-value store. A message that is too long for one value is stored in parts; the
+    number of parts is stored last.
+    """
 
     def __init__(self, kv_store: KeyValueStore) -> None:
         self._kv_store = kv_store
-        self.sent = self.sent_bytes = 0  # number of values, and their bytes
+        self.sent = self.sent_bytes = 0  # number of values that were posted, and their total length
 
     def post(self, key: str, message: bytes) -> None:
         """Post a message. Other ranks see all of it or nothing."""
-        parts = [message[at : at + MESSAGE_BYTES_MAX] for at in range(0, len(message), MESSAGE_BYTES_MAX)]
+        parts = [message[begin : begin + MESSAGE_BYTES_MAX] for begin in range(0, len(message), MESSAGE_BYTES_MAX)]
         for number, part in enumerate(parts):
             self._set(f"{key}#{number}", part)
         self._set(key, str(len(parts)).encode())
@@ -44,25 +46,25 @@ class Mailbox:
         return self._kv_store.check([key])
 
     def read(self, key: str) -> bytes:
-        """A posted message. No rank may remove it meanwhile: the store would wait for the missing key."""
+        """Read a posted message. The call waits if a key is missing, so no rank may remove the message meanwhile."""
         return b"".join([self._kv_store.get(f"{key}#{number}") for number in range(int(self._kv_store.get(key)))])
 
     def claim(self, key: str) -> bool:
-        """Claim a key. Returns whether this is the first claim, by any rank."""
+        """Claim a key, by adding 1 to its counter. Returns whether this is the first claim of any rank."""
         return self._kv_store.add(key, 1) == 1
 
-    def count(self, key: str, more: int = 0) -> int:
-        """Add `more` to a counter; returns its value."""
+    def add_to_counter(self, key: str, more: int = 0) -> int:
+        """Add `more` to a counter. Returns its new value."""
         return self._kv_store.add(key, more)
 
     def unclaim(self, key: str) -> None:
-        """Delete all claims of the key."""
+        """Delete the key's counter, and with it all claims."""
         self._kv_store.delete_key(key)
 
     def remove(self, key: str, length: int | None = None) -> None:
         """Remove a message. If only one rank reads a message, that rank removes it.
 
-        length  of the message, if it is known to be posted
+        length  length of the message in bytes; None if it may not have been posted
         """
         if length is None and not self.is_posted(key):
             return
@@ -75,7 +77,7 @@ class Mailbox:
         """Wait until all `keys` are posted.
 
         since  start of the wait, in seconds of the monotonic clock
-        tick   called repeatedly with the missing keys and the seconds waited so far; it raises when that is too long
+        tick   called repeatedly with the missing keys and the seconds waited so far; it raises an error to end the wait
         """
         began = time.monotonic()
         missing = list(keys)

@@ -1,1 +1,4 @@
-"""The process that has a training's state, too: docs/REPLICA.md. `python -m flowstone.replica DESCRIPTOR`."""
+"""A replica is a process that holds a second copy of a training's state (docs/REPLICA.md).
+
+`python -m flowstone.replica DESCRIPTOR` starts it.
+"""

@@ -1,8 +1,9 @@
-"""`python -m flowstone.replica DESCRIPTOR`: follows a training, whose end of a pair of sockets is the descriptor.
+"""`python -m flowstone.replica DESCRIPTOR`: keeps a second copy of a training's state up to date. DESCRIPTOR is the
+number of an open socket, whose other end the training has.
 
-    build --> the state --pipeline.following--> each step --training dies--> the rest, its newest step saved whole
+    build --> the state --journal.following--> each step --training is killed--> a full checkpoint of the newest step
 
-Of a training of several ranks each has such a process. They are a job of their own: ranks.joined, replica.rounds.
+Each rank of a training has its own replica. The replicas of all ranks form one job (ranks/joined_job.py, rounds.py).
 """
 
 from __future__ import annotations
@@ -22,32 +23,32 @@ import msgspec
 
 from flowstone.config import (
     AGENT_MESSAGE_BYTES_MAX,
-    REPLICA_LOOK_S,
     REPLICA_MEET_S,
     REPLICA_NICE,
+    REPLICA_POLL_S,
     EngineOptions,
 )
 from flowstone.errors import FlowstoneError, NoCheckpointError, StorageError
 from flowstone.replica.link import TrainerLink
-from flowstone.store.local_sockets import agent_directory, bind, open_directory
-from flowstone.store.replica_wire import ReplicaStatus, Setup, decode_order, socket_name, status_of
+from flowstone.replica.replica_wire import ReplicaStatus, Setup, decode_order, replica_status, socket_name
+from flowstone.store.memory.local_sockets import agent_directory, bind, open_directory
 
 if TYPE_CHECKING:
-    from flowstone.pipeline.following import Following
-    from flowstone.ranks.joined import JoinedJob
+    from flowstone.replica.following import JournalFollower
+    from flowstone.replica.joined_job import JoinedJob
 
 
 def main() -> int:
-    """The exit status."""
+    """Run the replica. Returns the exit status."""
     trainer = socket.socket(fileno=int(sys.argv[1]))
     setup = decode_order(trainer.recv(AGENT_MESSAGE_BYTES_MAX))
-    assert isinstance(setup, Setup), "training says that first"
+    assert isinstance(setup, Setup), "the first message of a training"
     try:
         directory = open_directory(agent_directory(), create=True)
         assert directory is not None, "it was made"
         log = _detach(directory, setup)
         listener = _bind(directory, setup)
-        leave = Leave(directory, setup, log)
+        leave = ReplicaExit(directory, setup, log)
         status = ReplicaStatus(os.getpid(), setup.trainer, setup.location, setup.rank)
         link = TrainerLink(trainer, listener, status, leave, ranks=setup.ranks)
     except (FlowstoneError, OSError) as error:
@@ -60,13 +61,13 @@ def main() -> int:
     except BaseException as error:
         traceback.print_exc()
         reason = f"{type(error).__name__}: {error!s:.1000}"
-        link.tell(does="failed", reason=reason)
+        link.update_status(does="failed", reason=reason)
         leave(1, reason)
     return leave()
 
 
 def _detach(directory: int, setup: Setup) -> str:
-    """Training goes first. What is said goes into a file, whose name is returned."""
+    """Lower the priority below the training's, and send output to a log file. Returns the name of that file."""
     os.nice(REPLICA_NICE)
     name = f"{socket_name(setup.location, setup.rank).removesuffix('.sock')}.log"
     log = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=directory)
@@ -77,109 +78,115 @@ def _detach(directory: int, setup: Setup) -> str:
 
 
 def _bind(directory: int, setup: Setup) -> socket.socket:
-    """Raises OSError if another replica for that store, and that rank, listens."""
-    status = status_of(setup.location, setup.rank)
+    """Listen for status requests. Raises OSError if another replica of that store and rank listens already."""
+    status = replica_status(setup.location, setup.rank)
     if status is not None:
-        raise OSError(f"process {status.pid} is a replica for {setup.location}")
+        raise OSError(f"process {status.pid} is already a replica of {setup.location}")
     listener = bind(directory, socket_name(setup.location, setup.rank))
     listener.listen()
     return listener
 
 
-class Leave:
-    """Ends the process when it is called, on any thread. Only a log that says something is left.
+class ReplicaExit:
+    """Ends this process when it is called, on any thread. Removes the process' files, except a log with errors.
 
-    joined  the job of several replicas, once there is one
+    job  the job of several replicas, once this one has joined
     """
 
     def __init__(self, directory: int, setup: Setup, log: str) -> None:
         self._directory, self._setup, self._log = directory, setup, log
-        self.joined: JoinedJob | None = None
+        self.job: JoinedJob | None = None
+
+    def announce_to(self, job: JoinedJob) -> None:
+        """From now on, ReplicaExit announces the end of this process to the other replicas of `job`."""
+        self.job = job
 
     def __call__(self, status: int = 0, reason: str = "its rank of the training has ended") -> NoReturn:
-        """`reason`: why other replicas cannot go on without this one; not heard if this one has left their job."""
-        if self.joined is not None:
-            self.joined.leave(reason)
+        """End this process. `reason` is sent to the other replicas, which cannot continue without this one. It is not
+        sent if this one has left their job.
+        """
+        if self.job is not None:
+            self.job.leave(reason)
         sys.stderr.flush()
         with contextlib.suppress(OSError):
             os.unlink(socket_name(self._setup.location, self._setup.rank), dir_fd=self._directory)
         with contextlib.suppress(OSError):
             if not os.stat(self._log, dir_fd=self._directory, follow_symlinks=False).st_size:
                 os.unlink(self._log, dir_fd=self._directory)
-        with contextlib.suppress(OSError):  # safe: others use it
+        with contextlib.suppress(OSError):  # another replica may still use the directory
             os.rmdir(agent_directory())
         os._exit(status)
 
 
-def _follow(setup: Setup, link: TrainerLink, leave: Leave) -> None:
-    """Until training has died, and its newest step is saved."""
-    from flowstone.pipeline.following import Following  # imported here: torch, while training is already heard
-    from flowstone.replica.saving import ReplicaCheckpointer
+def _follow(setup: Setup, link: TrainerLink, leave: ReplicaExit) -> None:
+    """Follow the training until it is killed, then save its newest step."""
+    from flowstone.replica.following import JournalFollower  # imported here, with torch, while `link` already runs
+    from flowstone.replica.saving import FollowerCheckpointer
 
     if setup.ranks > 1:
-        leave.joined = _join(setup, link, leave)
+        _join(setup, link, leave)
     state = _build(setup.build)
-    checkpointer = ReplicaCheckpointer(setup.location, engine=msgspec.convert(setup.engine, EngineOptions))
-    following = Following(
+    checkpointer = FollowerCheckpointer(setup.location, engine=msgspec.convert(setup.engine, EngineOptions))
+    following = JournalFollower(
         checkpointer.store, state, partial(checkpointer.load_checkpoint, state), checkpointer.engine, rank=setup.rank,
         ranks=setup.ranks,
     )
     if setup.ranks == 1:
         is_saved = _follow_alone(following, link, tolerance=setup.tolerance)
     else:
-        from flowstone.replica.rounds import Rounds  # imported here: a single rank does not need it
+        from flowstone.replica.rounds import ReplicaCoordinator  # imported here: a single rank does not need it
 
-        is_saved = Rounds(following, link, checkpointer, tolerance=setup.tolerance).follow()
+        is_saved = ReplicaCoordinator(following, link, checkpointer, tolerance=setup.tolerance).follow()
     if is_saved:
-        link.tell(does="persists", is_orphaned=True)
-        following.restore_rest()
+        link.update_status(does="persists", is_orphaned=True)
+        following.restore_remaining()
         checkpointer.save_journaled(following.step, state)
     checkpointer.close()
-    if leave.joined is not None:
-        leave.joined.leave()
-        os.ftruncate(sys.stderr.fileno(), 0)  # lines on ranks that were waited for, in what has gone well
+    if leave.job is not None:
+        leave.job.leave()
+        # the replica has started, so remove lines that the log has from waiting for other ranks
+        os.ftruncate(sys.stderr.fileno(), 0)
 
 
-def _join(setup: Setup, link: TrainerLink, leave: Leave) -> JoinedJob:
-    """Become a rank of the replicas' job. If another one ends, this one does."""
-    from flowstone.ranks.joined import JoinedJob
+def _join(setup: Setup, link: TrainerLink, leave: ReplicaExit) -> None:
+    """Become a rank of the replicas' job. If another replica ends, so does this process."""
+    from flowstone.replica.joined_job import JoinedJob
 
-    def lose(why: str) -> None:
+    def report_lost(why: str) -> None:
         if link.training == "ended" or (link.training == "died" and not link.is_following):
-            leave()  # there is nothing to be saved
-        if link.training == "died":  # else it is told, and tells of it
-            print(f"nothing was saved: the replicas of all ranks are needed, and {why}", file=sys.stderr)
-        link.tell(does="failed", reason=why)
+            leave()  # no state was loaded yet, so there is nothing to save
+        if link.training == "died":  # if it lives, the training gets the error, and reports it
+            print(f"nothing was saved: a save needs the replicas of all ranks, but {why}", file=sys.stderr)
+        link.update_status(does="failed", reason=why)
         leave(1, why)
 
-    joined = JoinedJob(setup.rank, setup.ranks, lose)
-    leave.joined = joined
-    joined.join(setup.port, setup.listener, REPLICA_MEET_S)
-    return joined
+    job = JoinedJob(setup.rank, setup.ranks, report_lost)
+    leave.announce_to(job)
+    job.join(setup.port, setup.listener, REPLICA_MEET_S)
 
 
-def _follow_alone(following: Following, link: TrainerLink, *, tolerance: bool) -> bool:
-    """Until training has died. Returns whether the state is to be saved."""
+def _follow_alone(following: JournalFollower, link: TrainerLink, *, tolerance: bool) -> bool:
+    """Follow the training until it is killed. Returns whether the state must be saved."""
     while True:
         is_orphaned, newest = link.is_orphaned, link.status.newest
         try:
             made = following.advance(link.journal)
-        except (StorageError, NoCheckpointError):  # removed meanwhile, for a newer checkpoint
+        except (StorageError, NoCheckpointError):  # removed meanwhile: there is a newer checkpoint
             made = 0
         if made or link.status.step != following.step:
-            link.tell(does="follows", step=following.step, exactness=following.exactness,
+            link.update_status(does="follows", step=following.step, exactness=following.exactness,
                       differs_from=following.differs_from)
         elif is_orphaned:
             return following.is_beyond_checkpoint and (following.exactness == "exact" or tolerance)
         else:
-            link.await_news(max(newest, following.step), REPLICA_LOOK_S)
+            link.await_step(max(newest, following.step), REPLICA_POLL_S)
 
 
 def _build(name: str) -> MutableMapping[str, object]:
     module, _, function = name.partition(":")
     state = getattr(import_module(module), function)()
     if not isinstance(state, MutableMapping):
-        raise TypeError(f"{name} returns {type(state).__name__}, no dictionary as training gives to `save`")
+        raise TypeError(f"{name} returns {type(state).__name__}, expected a dictionary like that of `save`")
     return cast("MutableMapping[str, object]", state)
 
 

@@ -1,4 +1,6 @@
-"""The replica's thread `flowstone-replica`: training's messages and its death; and who asks how the replica is."""
+"""The replica's thread `flowstone-replica`: receives the training's messages, notices the training's death, and
+answers status requests.
+"""
 
 from __future__ import annotations
 
@@ -13,27 +15,27 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from flowstone.config import AGENT_MESSAGE_BYTES_MAX, REPLICA_END_S
-from flowstone.store.local_sockets import peer
-from flowstone.store.replica_wire import Noted, ReplicaStatus, decode_order, encode
+from flowstone.replica.replica_wire import DurableStepMessage, ReplicaStatus, decode_order, encode
+from flowstone.store.memory.local_sockets import peer_credentials
 
 Training: TypeAlias = Literal["lives", "ended", "died"]
 
 
 class TrainerLink:
-    """What the replica's main thread knows of its training.
+    """The link to the training, for the replica's main thread.
 
-    status        is told to whom asks, and by `tell`
-    journal       to which training appends; "": none yet
-    training      how it is, of several ranks this one's: "ended" in order, or "died" without a word
-    is_following  of several ranks: they have a state, and what comes of it is for all of them to say. Before that, a
-                  replica ends with its rank of the training
+    status        the replica's status, for status requests and `update_status`
+    journal       the journal to which the training appends; "": none yet
+    training      this rank of the training "lives", has "ended" by itself, or has "died"
+    is_following  with several ranks: whether all replicas have loaded a state, so that they decide together when they
+                  end. Until then, a replica ends when its rank of the training ends
     """
 
     def __init__(
         self, link: socket.socket, listener: socket.socket, status: ReplicaStatus, leave: Callable[[], None], *,
         ranks: int = 1,
     ) -> None:
-        """`leave`: called on the thread once training has ended in order; ends the process."""
+        """`leave` ends the process. It is called on this thread once the training has ended by itself."""
         self._link, self._listener, self._leave, self._is_alone = link, listener, leave, ranks == 1
         self._news = threading.Condition()
         self.status, self.journal, self.is_following = status, "", False
@@ -44,8 +46,8 @@ class TrainerLink:
     def start(self) -> None:
         self._thread.start()
 
-    def tell(self, **changes: object) -> None:
-        """Note how the replica is, and tell training, if that is new to it; it may be too busy to hear it."""
+    def update_status(self, **changes: object) -> None:
+        """Change the status. A changed status is sent to the training, which does not get it if its socket is full."""
         with self._news:
             if all(getattr(self.status, name) == value for name, value in changes.items()):
                 return
@@ -53,12 +55,16 @@ class TrainerLink:
         with contextlib.suppress(OSError):
             self._link.send(encode(self.status), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 
+    def note_following(self) -> None:
+        """Note that from now on, all replicas decide together when they end."""
+        self.is_following = True
+
     @property
     def is_orphaned(self) -> bool:
         return self.training == "died"
 
-    def await_news(self, newest: int, timeout_s: float) -> None:
-        """Wait until training tells of a step beyond `newest`, or has died; or for so long. Not if it has ended."""
+    def await_step(self, newest: int, timeout_s: float) -> None:
+        """Wait until the training reports a step after `newest`, or has ended or died, but at most `timeout_s`."""
         with self._news:
             self._news.wait_for(lambda: self.training != "lives" or self.status.newest > newest, timeout_s)
 
@@ -71,17 +77,17 @@ class TrainerLink:
             if self._trainer in ready:
                 waited -= {self._trainer, self._link.fileno()}
                 self._note_death()
-            elif self._link.fileno() in ready and not self._take_order():
+            elif self._link.fileno() in ready and not self._receive_order():
                 waited -= {self._link.fileno()}
                 if self.training == "ended":
                     waited -= {self._trainer}
                 elif not select.select([self._trainer], [], [], REPLICA_END_S)[0]:
-                    self._leave()  # training lives, and wants no replica
+                    self._leave()  # the training continues without a replica
             if self._listener.fileno() in ready:
                 self._answer()
 
-    def _take_order(self) -> bool:
-        """A message of training; False if there will be none."""
+    def _receive_order(self) -> bool:
+        """Read a message of the training. Returns False if it was the last one."""
         try:
             data = self._link.recv(AGENT_MESSAGE_BYTES_MAX)
             order = decode_order(data) if data else None
@@ -89,7 +95,7 @@ class TrainerLink:
             return False
         if order is None:
             return False
-        if isinstance(order, Noted):
+        if isinstance(order, DurableStepMessage):
             with self._news:
                 self.journal = order.journal
                 self.status = msgspec.structs.replace(self.status, newest=order.step)
@@ -100,7 +106,7 @@ class TrainerLink:
         with self._news:
             self.training, self.journal = "ended", ""
             self._news.notify_all()
-        self.tell(has_ended=True)
+        self.update_status(has_ended=True)
         return False
 
     def _note_death(self) -> None:
@@ -117,5 +123,5 @@ class TrainerLink:
             with connection:
                 if self.training == "lives" and select.select([self._trainer], [], [], 0)[0]:
                     self._note_death()
-                if peer(connection)[1] == os.geteuid():
+                if peer_credentials(connection)[1] == os.geteuid():
                     connection.send(encode(self.status), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)

@@ -1,9 +1,10 @@
-"""The replicas of several ranks: that of rank 0 says what comes next, from what all of them say, and all do it.
+"""The replicas of several ranks act together. In each round, all send a report to rank 0's replica, which decides what
+all do next.
 
-    each: how its rank of the training is, its step --agree--> rank 0: a move, or to save, or to end --> each
+    each: whether its rank of the training lives, its step --agree--> rank 0: a move, or save, or end --> each
 
-So all are at the same step whenever they agree, none saves what another one does not have, and all load the same
-checkpoint at the same time. Training is in none of these agreements.
+A move loads a checkpoint, or replays steps. All replicas load the same checkpoint, are at the same step at each
+agreement, and save only a step that all of them have. The training takes no part in these agreements.
 """
 
 from __future__ import annotations
@@ -14,17 +15,17 @@ from typing import Literal
 
 import msgspec
 
-from flowstone.config import REPLICA_LOOK_S, REPLICA_REST_S, REPLICA_ROUND_S, REPLICA_TRIES_MAX
+from flowstone.config import REPLICA_ATTEMPTS_MAX, REPLICA_LAST_RANK_S, REPLICA_POLL_S, REPLICA_ROUND_S
 from flowstone.errors import NoCheckpointError, RankError, StorageError
-from flowstone.pipeline.following import Following, Make, Move
 from flowstone.ranks import Decision
+from flowstone.replica.following import JournalFollower, Make, Move
 from flowstone.replica.link import TrainerLink, Training
-from flowstone.replica.saving import ReplicaCheckpointer
-from flowstone.store.replica_wire import Exactness
+from flowstone.replica.replica_wire import Exactness
+from flowstone.replica.saving import FollowerCheckpointer
 
 
-class _Said(msgspec.Struct, frozen=True):
-    """Of a rank. See TrainerLink and Following."""
+class _ReplicaReport(msgspec.Struct, frozen=True):
+    """The report of one replica; TrainerLink and JournalFollower explain the fields."""
 
     training: Training
     step: int
@@ -32,12 +33,12 @@ class _Said(msgspec.Struct, frozen=True):
     differs_from: int | None
 
 
-class _Order(msgspec.Struct, frozen=True):
-    """What all do now.
+class _ReplicaOrder(msgspec.Struct, frozen=True):
+    """Rank 0's decision on what all replicas do next.
 
-    does       "wait": nothing has come
-    exactness  and `differs_from`: of the state of all ranks
-    why        nothing is saved, though training has died
+    does       "wait": there is no new step
+    exactness, differs_from  as in JournalFollower, for the state of all ranks
+    why        why nothing is saved although the training has died; else ""
     """
 
     does: Literal["move", "wait", "save", "end"]
@@ -47,31 +48,32 @@ class _Order(msgspec.Struct, frozen=True):
     why: str = ""
 
 
-class Rounds:
-    """One replica's side."""
+class ReplicaCoordinator:
+    """Takes part in the rounds for one replica."""
 
     def __init__(
-        self, following: Following, link: TrainerLink, checkpointer: ReplicaCheckpointer, *, tolerance: bool
+        self, following: JournalFollower, link: TrainerLink, checkpointer: FollowerCheckpointer, *, tolerance: bool
     ) -> None:
         self._following, self._link, self._checkpointer, self._tolerance = following, link, checkpointer, tolerance
         self._failures = 0
-        self._since: float | None = None  # on rank 0: when the first rank of the training was gone
+        # on rank 0: the time when a rank of the training was first found ended or dead
+        self._since: float | None = None
 
     def follow(self) -> bool:
-        """Until training has ended, or died. Returns whether the state is to be saved.
+        """Follow the training until it has ended or died. Returns whether the state must be saved.
 
-        raises  TimeoutError  some rank of the training is gone, and another one lives on
-                and as Following.make, RankError
+        raises  TimeoutError  a rank of the training has ended or died, but another rank is still alive
+                RankError, and the errors of JournalFollower.make
         """
         following, link = self._following, self._link
         while True:
             newest = link.status.newest
-            mine = _Said(link.training, following.step, following.exactness, following.differs_from)
-            told = self._checkpointer.agree("what replicas do next", msgspec.msgpack.encode(mine), self._decide)
-            order = msgspec.msgpack.decode(told, type=_Order)
+            report = _ReplicaReport(link.training, following.step, following.exactness, following.differs_from)
+            answer = self._checkpointer.agree("what replicas do next", msgspec.msgpack.encode(report), self._decide)
+            order = msgspec.msgpack.decode(answer, type=_ReplicaOrder)
             if following.step >= 0:
-                link.is_following = True
-                link.tell(does="follows", step=following.step, exactness=order.exactness,
+                link.note_following()
+                link.update_status(does="follows", step=following.step, exactness=order.exactness,
                           differs_from=order.differs_from)
             if order.why:
                 raise TimeoutError(order.why)
@@ -80,23 +82,24 @@ class Rounds:
             if order.move is not None:
                 self._make(order.move)
             elif following.rank == 0 and link.training == "lives":
-                link.await_news(newest, REPLICA_ROUND_S)
+                link.await_step(newest, REPLICA_ROUND_S)
             elif following.rank == 0:
-                time.sleep(REPLICA_LOOK_S)
+                time.sleep(REPLICA_POLL_S)
 
-    def _decide(self, said: Sequence[bytes]) -> Decision:
-        """On rank 0."""
-        return Decision(msgspec.msgpack.encode(self._order([msgspec.msgpack.decode(one, type=_Said) for one in said])))
+    def _decide(self, messages: Sequence[bytes]) -> Decision:
+        """On rank 0: the order for all replicas."""
+        reports = [msgspec.msgpack.decode(data, type=_ReplicaReport) for data in messages]
+        return Decision(msgspec.msgpack.encode(self._order(reports)))
 
-    def _order(self, said: Sequence[_Said]) -> _Order:
+    def _order(self, reports: Sequence[_ReplicaReport]) -> _ReplicaOrder:
         following, link = self._following, self._link
-        if len({one.step for one in said}) > 1:  # some rank could not make the last move
+        if len({report.step for report in reports}) > 1:  # the last move has failed on some rank
             following.forget()
-        differing = [one.differs_from for one in said if one.differs_from is not None]
-        is_exact = all(one.exactness == "exact" for one in said)
-        order = _Order("wait", "exact" if is_exact else "tolerance", min(differing, default=None))
-        gone = [one.training for one in said if one.training != "lives"]
-        is_over = len(gone) == len(said)
+        differing = [report.differs_from for report in reports if report.differs_from is not None]
+        is_exact = all(report.exactness == "exact" for report in reports)
+        order = _ReplicaOrder("wait", "exact" if is_exact else "tolerance", min(differing, default=None))
+        gone = [report.training for report in reports if report.training != "lives"]
+        is_over = len(gone) == len(reports)
         if is_over and "died" not in gone:
             return msgspec.structs.replace(order, does="end")
         move = self._next_move(newest=None if is_over else link.status.newest)
@@ -107,10 +110,11 @@ class Rounds:
             return msgspec.structs.replace(order, does="save" if saves else "end")
         if gone and self._since is None:
             self._since = time.monotonic()
-        if self._since is not None and time.monotonic() - self._since > REPLICA_REST_S:
-            lives = [rank for rank, one in enumerate(said) if one.training == "lives"]
+        if self._since is not None and time.monotonic() - self._since > REPLICA_LAST_RANK_S:
+            lives = [rank for rank, report in enumerate(reports) if report.training == "lives"]
             return msgspec.structs.replace(
-                order, why=f"a rank of the training has ended {REPLICA_REST_S:.0f} s ago, and rank {lives[0]} lives on"
+                order,
+                why=f"a rank of the training ended {REPLICA_LAST_RANK_S:.0f} s ago, but rank {lives[0]} is still alive"
             )
         return order
 
@@ -118,22 +122,25 @@ class Rounds:
         try:
             return self._following.next_move(self._link.journal, newest=newest)
         except (StorageError, NoCheckpointError):
-            return None  # safe: removed meanwhile, for a newer checkpoint, which is looked for next
+            return None  # the file was removed, as there is a newer checkpoint, which the next round finds
 
     def _make(self, move: Move) -> None:
-        """What is gone meanwhile, as training has a newer checkpoint, is of no use: then all load that one."""
+        """Make the move. If its files were removed because there is a newer checkpoint, all replicas load that one
+        next.
+        """
         following = self._following
         try:
             if following.make(move):
                 self._failures = 0 if isinstance(move, Make) else self._failures
                 return
-            why = f"the replica of rank {following.rank} does not see what that of rank 0 sees"
+            why = f"the replica of rank {following.rank} does not see the files that rank 0's replica sees"
         except (StorageError, NoCheckpointError, RankError) as error:
             why = str(error)
         following.forget()
         self._failures += 1
-        if self._failures > REPLICA_TRIES_MAX:
+        if self._failures > REPLICA_ATTEMPTS_MAX:
             raise RankError(
-                f"{self._failures} moves have failed: {move}", rank=following.rank, phase="replica", reason=why,
-                next="use one directory, with changes visible at once",
+                f"the replicas could not load or replay a step {self._failures} times in a row: {move}",
+                rank=following.rank, phase="replica", reason=why,
+                next="use one directory that every node sees, with changes visible at once",
             )

@@ -1,4 +1,4 @@
-"""A bar of progress on a terminal; silence when standard error is not one."""
+"""A progress bar on a terminal; nothing if standard error is not a terminal."""
 
 from __future__ import annotations
 
@@ -12,46 +12,49 @@ from typing import IO, TYPE_CHECKING, Literal, cast
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-_QUIET_FOR_S = 1.0  # shorter work needs no bar
+_QUIET_FOR_S = 1.0  # work that takes less than this number of seconds needs no bar
 
 
-def say(line: str, end: str = "\n") -> bool:
-    """Print to standard error. Returns whether that worked; a closed stream is ignored, so that the work goes on."""
+def print_stderr(line: str, end: str = "\n") -> bool:
+    """Print a line to standard error. Returns False if the stream is closed; that is no error, so the work continues.
+    """
     try:
         print(line, end=end, file=sys.stderr, flush=True)
-    except Exception:  # a terminal that was closed, or a replaced stream
+    except Exception:  # the terminal was closed, or the stream was replaced
         return False
     return True
 
 
 @contextmanager
-def terminal_progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Show how many bytes are done: the yielded function takes these, and the total."""
+def terminal_progress(title: str) -> Iterator[Callable[[int, int], None]]:
+    """Show how many bytes are done. The yielded function is called with the number of bytes done and the total."""
     with _shown("bytes") as show:
-        yield partial(show, what)
+        yield partial(show, title)
 
 
 def terminal_steps() -> AbstractContextManager[Callable[[str, int, int], None]]:
-    """Show how many steps are done: the yielded function takes the name of the last one, this number, and the total."""
+    """Show how many steps are done. The yielded function is called with the last step's name, the number of steps done,
+    and the total.
+    """
     return _shown("steps")
 
 
 @contextmanager
 def _shown(unit: Literal["bytes", "steps"]) -> Iterator[Callable[[str, int, int], None]]:
     if not _is_terminal():
-        yield lambda _what, _done, _total: None
+        yield lambda _title, _done, _total: None
         return
     started = time.monotonic()
     bar: Progress | None = None
 
-    def show(what: str, done: int, total: int) -> None:
+    def show(title: str, done: int, total: int) -> None:
         nonlocal bar
         if bar is None and time.monotonic() - started < _QUIET_FOR_S:
             return
         if bar is None:
             bar = stack.enter_context(_make_bar(unit))
-            bar.add_task(what)
-        bar.update(bar.task_ids[0], description=what, completed=done, total=total, refresh=True)
+            bar.add_task(title)
+        bar.update(bar.task_ids[0], description=title, completed=done, total=total, refresh=True)
 
     with ExitStack() as stack:
         yield show
@@ -60,12 +63,14 @@ def _shown(unit: Literal["bytes", "steps"]) -> Iterator[Callable[[str, int, int]
 def _is_terminal() -> bool:
     try:
         return sys.stderr.isatty()
-    except Exception:  # none, a closed one, or a replaced one
+    except Exception:  # there is no standard error, or it was closed or replaced
         return False
 
 
 class _Terminal:
-    """Standard error for rich, which would end the process where it is closed: nothing more is written to it then."""
+    """Standard error, as the file that rich writes to. Once standard error is closed, writes do nothing, as rich would
+    end the process.
+    """
 
     encoding = "utf-8"
 
@@ -76,15 +81,15 @@ class _Terminal:
         return True
 
     def write(self, text: str) -> int:
-        self._is_open = self._is_open and say(text, end="")
+        self._is_open = self._is_open and print_stderr(text, end="")
         return len(text)
 
     def flush(self) -> None:
-        """`write` has flushed."""
+        """Does nothing, since `write` has already flushed."""
 
 
 def _make_bar(unit: Literal["bytes", "steps"]) -> Progress:
-    """It starts no thread, and leaves `sys.stdout` alone."""
+    """A progress bar that starts no thread, and does not touch `sys.stdout`."""
     from rich import progress
     from rich.console import Console
 

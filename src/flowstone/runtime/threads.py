@@ -1,4 +1,4 @@
-"""The threads of a Checkpointer. Those that a save depends on are started together, before the save begins."""
+"""The threads of a Checkpointer. A thread that a save depends on is started before the save begins."""
 
 from __future__ import annotations
 
@@ -8,75 +8,78 @@ from concurrent.futures import ThreadPoolExecutor
 
 from flowstone.errors import StorageError
 from flowstone.log import log
-from flowstone.runtime.uninterrupted import Latch
+from flowstone.runtime.signal_shield import Latch
 
 
 class Threads:
-    """The four threads of one Checkpointer; docs/ARCHITECTURE.md, Threads, says what each may touch.
+    """The four threads of one Checkpointer; docs/ARCHITECTURE.md, Threads, says what each may access.
 
     writer    finishes saves, one after the other
-    watcher   waits for captures that outlast `save`
-    reserver  gives segments their size
-    remover   removes files that retention gives up: a file system may take a second for a few GB
-    before_removal  is called before each directory of these
+    watcher   waits for captures (copies of the state) that end only after `save` has returned
+    reserver  reserves space for segments
+    remover   removes files of expired steps: a file system may take a second for a few GB
     """
 
-    def __init__(self, initializer: Callable[[], None]) -> None:
-        """Starts no thread. `initializer` is called on each."""
+    def __init__(self, initializer: Callable[[], None], before_removal: Callable[[], None]) -> None:
+        """Starts no thread yet. `initializer` is called on each thread when the thread starts. `before_removal` is
+        called before each directory is emptied.
+        """
         self.writer = ThreadPoolExecutor(1, thread_name_prefix="flowstone-commit", initializer=initializer)
         self.watcher = ThreadPoolExecutor(1, thread_name_prefix="flowstone-capture", initializer=initializer)
         self.reserver = ThreadPoolExecutor(1, thread_name_prefix="flowstone-reserve", initializer=initializer)
         self.remover = ThreadPoolExecutor(1, thread_name_prefix="flowstone-remove", initializer=initializer)
-        self.before_removal: Callable[[], None] = _nothing
-        self._removed: Latch | None = None  # behind the last removal
+        self._before_removal = before_removal
+        self._removed: Latch | None = None  # opens after the last removal
         self.are_started = False
 
     def start(self) -> None:
-        """Start the threads that a save needs in order to finish. The reserver's starts with its first task."""
-        start(self.writer, self.watcher)
+        """Start the threads that a save needs to finish. Reserver and remover start with their first task."""
+        start_threads(self.writer, self.watcher)
         self.are_started = True
 
     def end(self, *, wait: bool = True) -> None:
-        """End the threads; `wait` for their remaining work."""
+        """End the threads. `wait`: whether to wait for their remaining work."""
         for executor in (self.watcher, self.writer, self.reserver, self.remover):
             executor.shutdown(wait=wait)
 
     def remove(self, owner: Callable[[], object], acts: Sequence[Callable[[], None]]) -> None:
-        """Have the remover call `acts`, of which each empties a directory. What `owner` gives is kept until then."""
+        """Queue `acts` for the thread `remover`; each of them empties a directory. The result of `owner` is kept alive
+        until they have run.
+        """
         removed = Latch()
 
-        def run(_: object) -> None:
-            if removed.is_open:  # it ran where no thread could be started, and now there is one
+        def run(kept: list[object]) -> None:
+            if removed.is_open:  # the call was run below, as no thread could be started at that time
                 return
             try:
                 for act in acts:
-                    self.before_removal()
+                    self._before_removal()
                     act()
             except Exception:
-                log.exception("retention failed")  # on this thread, an exception would be lost
+                # otherwise the exception would be lost, since nothing reads this thread's result
+                log.exception("retention failed")
             finally:
+                # done before the latch opens, since the next Checkpointer of this store waits for the latch
+                kept.clear()
                 removed.open()
 
         self._removed = removed
         try:
-            self.remover.submit(run, owner())
+            self.remover.submit(run, [owner()])
         except RuntimeError:  # Python is ending, or the system refuses a thread
-            run(None)
+            run([])
 
     def await_removals(self) -> None:
-        """Wait until the remover has done what it was given so far."""
+        """Wait until the thread `remover` has finished all removals that were queued so far."""
         if self._removed is not None:
             self._removed.wait()
 
 
-def _nothing() -> None: ...
-
-
-def start(*executors: ThreadPoolExecutor) -> None:
+def start_threads(*executors: ThreadPoolExecutor) -> None:
     """Start the one thread of each executor before a save depends on it.
 
-    Call it uninterrupted: Ctrl-C in the middle of a start leaves a thread that its executor does not know. The
-    executor never ends that thread, and Python waits for it at exit.
+    No signal handler may interrupt this call. Ctrl-C during a start would leave a thread that its executor does not
+    know. The executor would never end that thread, and Python would wait for it at exit.
 
     raises  StorageError if the system refuses a thread
     """
@@ -90,10 +93,11 @@ def start(*executors: ThreadPoolExecutor) -> None:
         ) from error
 
 
-def hand_over(executor: ThreadPoolExecutor, act: Callable[[], None]) -> None:
-    """Run `act` on the executor's thread, which the first act starts; run it here if that fails.
+def run_on_thread(executor: ThreadPoolExecutor, act: Callable[[], None]) -> None:
+    """Run `act` on the executor's thread, which the first call starts; run it on this thread if that fails.
 
-    It fails when Python is ending, or the system refuses a thread. An act that ran here may then also run there.
+    A thread cannot be started if Python is ending, or the system refuses it. In that case `act` may run twice: on this
+    thread, and later on the executor's.
     """
     try:
         executor.submit(act)
@@ -101,6 +105,6 @@ def hand_over(executor: ThreadPoolExecutor, act: Callable[[], None]) -> None:
         act()
 
 
-def while_held(_: object, act: Callable[..., None], *arguments: object) -> None:
-    """Call `act`; the first argument stays alive while this is queued or runs."""
+def call_keeping_alive(_: object, act: Callable[..., None], *arguments: object) -> None:
+    """Call `act`; the first argument stays alive while the call is queued or runs."""
     act(*arguments)

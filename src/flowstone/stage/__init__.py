@@ -1,1 +1,3 @@
-"""Between live memory and the store: the arena, capture at a save, scatter at a load."""
+"""Moves bytes between the state's memory and the store: staging memory (the arena), capture at a save, and copies into
+the state at a load.
+"""

@@ -1,8 +1,9 @@
-"""Bounce buffers: memory that bytes are read to first, if they cannot be read straight into their target.
+"""Bounce buffers: memory for bytes that cannot be read directly into their target.
 
-That is the case when values are converted (cast), when a device has no side stream or single elements lie apart in its
-memory, and when a load verifies everything before it changes anything. All else is read first; what bounces follows in
-rounds, each of which takes at most `BOUNCE_BYTES`, so that a load needs no memory for a second copy of the state.
+A piece is read into a bounce buffer, and then copied into its target (it bounces), in these cases: its values are
+converted (rule Cast); its device has no side stream; its elements are not adjacent in the device's memory; or the load
+verifies everything before it changes anything. All other pieces are read first. Pieces that bounce follow in rounds of
+at most `BOUNCE_BYTES`, so that a load needs no memory for a second copy of the state.
 """
 
 from __future__ import annotations
@@ -10,233 +11,236 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
-import torch
 from msgspec.structs import replace
 
-from flowstone import _native
+from flowstone._native import Device
 from flowstone.config import BOUNCE_BYTES
 from flowstone.errors import BudgetError
+from flowstone.extensions import extension
 from flowstone.format.index import Index
-from flowstone.plan.read import ReadPlan, part_of, plan_reads
-from flowstone.stage.capture import on_device
+from flowstone.plan.read import ReadPlan, plan_reads, select_runs
 from flowstone.stage.device import SideStream, side_stream
-from flowstone.stage.scatter import Fill, Scattered, joined
-from flowstone.state import tensors
+from flowstone.stage.scatter import ReadResult, ReadTargets, merge_results
+from flowstone.state.framework import FRAMEWORK
 from flowstone.store.mount import available_bytes
 from flowstone.table.dtype import DType
 from flowstone.table.pieces import Block, Memory, Pieces, Places
 
 
 class BounceBuffer(msgspec.Struct, frozen=True, eq=False):
-    """`buffer` receives a piece's bytes as stored; `copy_back` copies them to their target, converted if necessary.
+    """Memory for a piece's stored bytes. `copy_back` copies them from `buffer` into the piece's target, and converts
+    them if necessary.
     """
 
-    buffer: torch.Tensor
+    buffer: Any  # a tensor; a numpy array if torch is not installed
     target: Memory
-    wanted: DType
+    dtype: DType
 
     def copy_back(self) -> None:
-        values = self.buffer
-        if tensors.dtype_of(values) != self.wanted:
-            values = values.to(tensors.torch_dtype(self.wanted))
-        if self.target.device != "cpu":
-            alone = tuple(slice(1) if stride == 0 else slice(None) for stride in self.target.strides_bytes)
-            carrier = on_device(self.target)[alone]  # torch refuses to copy into what is expanded
-            carrier.copy_(values[alone].view(carrier.dtype))
+        values = FRAMEWORK.converted(self.buffer, self.dtype)
+        if self.target.device == "cpu":
+            host_array(self.target)[...] = host_array(FRAMEWORK.memory_of(values))
             return
-        source = tensors.memory_of(values.contiguous())
-        host_array(self.target)[...] = host_array(source)
+        extension("torch.device_memory").copy_from(self.target, values)
 
 
-class Round(msgspec.Struct, frozen=True, eq=False):
-    """A part of a load's plan, and the positions of those pieces in it that are read to bounce buffers."""
+class ReadRound(msgspec.Struct, frozen=True, eq=False):
+    """A part of a load's read plan, and the positions of those of its pieces that are read into bounce buffers."""
 
     plan: ReadPlan
     bounced: tuple[int, ...] = ()
 
 
-class Destinations(msgspec.Struct, frozen=True, eq=False):
-    """Where the bytes of the requested pieces go to, and in which order.
+class ReadDestinations(msgspec.Struct, frozen=True, eq=False):
+    """The memory into which requested pieces are read, and the order of the reads.
 
-    wanted, places, stored  parallel: the pieces, their memory, and the dtypes in the checkpoint. Of pieces that bounce
-                            and are longer than a round: blocks
-    plan     for these pieces
-    rounds   parts of the plan: at least one. The first has all that is read straight into its place
-    streams  of the devices that bytes are read straight into, by name
+    pieces, places, stored  the pieces; for each piece its memory, and its dtype in the checkpoint. Pieces that bounce
+                            and are longer than a round are divided into blocks
+    plan     the plan for these pieces
+    rounds   parts of the plan, at least one; the first has all pieces that do not bounce
+    streams  side streams of the devices into which bytes are read directly, by name
     """
 
-    wanted: Pieces
+    pieces: Pieces
     places: Places
     stored: tuple[DType, ...]
     plan: ReadPlan
-    rounds: tuple[Round, ...]
+    rounds: tuple[ReadRound, ...]
     streams: Mapping[str, SideStream]
 
     @property
     def bounced(self) -> tuple[int, ...]:
         """The positions of all pieces that bounce."""
-        return tuple(at for one in self.rounds for at in one.bounced)
+        return tuple(position for reading in self.rounds for position in reading.bounced)
 
     @property
-    def device(self) -> _native.Device | None:
-        """The first of those that bytes are read straight into."""
+    def device(self) -> Device | None:
+        """The first device into which bytes are read directly."""
         return next((stream.native for stream in self.streams.values()), None)
 
-    def run(self, index: Index, read: Callable[[int, Fill], Scattered]) -> Scattered:
-        """Read all rounds, and copy each one's buffers back once it is verified. Ends at the first that fails.
+    def run(self, index: Index, read: Callable[[int, ReadTargets], ReadResult]) -> ReadResult:
+        """Read all rounds. Once a round is verified, its bounce buffers are copied to their targets. Ends at the first
+        failure.
 
-        read     of round number n: reads what a Fill says
+        read     a function that reads the round with a given number into ReadTargets
         returns  `written`: positions of pieces whose memory has changed
         """
         devices = {name: stream.native for name, stream in self.streams.items()}
-        found: list[Scattered] = []
-        for number, one in enumerate(self.rounds):
-            places, buffers = self._buffers(one.bounced)
-            part = read(number, Fill(index, one.plan, self.wanted, places, devices))
+        results: list[ReadResult] = []
+        for number, reading in enumerate(self.rounds):
+            places, buffers = self._buffers(reading.bounced)
+            part = read(number, ReadTargets(index, reading.plan, self.pieces, places, devices))
             if part.failed:
-                part = replace(part, written=tuple([at for at in part.written if at not in buffers]))
-            found.append(part)
+                part = replace(part, written=tuple([position for position in part.written if position not in buffers]))
+            results.append(part)
             if part.failed:
                 break
             for buffer in buffers.values():
                 buffer.copy_back()
-        return found[0] if len(found) == 1 else joined(found)
+        return results[0] if len(results) == 1 else merge_results(results)
 
     def _buffers(self, bounced: Sequence[int]) -> tuple[Places, Mapping[int, BounceBuffer]]:
-        """The places with buffers for these pieces, and the buffers."""
+        """Allocate buffers for these pieces. Returns the places, with buffers in place of the pieces' memory, and the
+        buffers by the pieces' positions.
+        """
         if not bounced:
             return self.places, {}
         buffers = {}
-        for at in bounced:
-            piece, dtype = self.wanted[at], self.stored[at]
-            target = self.places.memory(at, piece)
-            buffer = tensors.empty(dtype, piece.box.shape)
-            buffers[at] = BounceBuffer(buffer, target, piece.dtype)
-        copies = {at: (one.buffer.data_ptr(), one.buffer) for at, one in buffers.items()}
+        for position in bounced:
+            piece, dtype = self.pieces[position], self.stored[position]
+            target = self.places.memory(position, piece)
+            buffer = FRAMEWORK.empty(dtype, piece.box.shape)
+            buffers[position] = BounceBuffer(buffer, target, piece.dtype)
+        copies = {
+            position: (FRAMEWORK.memory_of(bounce.buffer).address, bounce.buffer)
+            for position, bounce in buffers.items()
+        }
         return self.places.with_copies(copies), buffers
 
 
 def choose_destinations(
-    index: Index, wanted: Pieces, places: Places, rows: Sequence[int], *, verify_first: bool
-) -> Destinations:
-    """Plan what is read, and choose where each requested piece is read to.
+    index: Index, pieces: Pieces, places: Places, rows: Sequence[int], *, verify_first: bool
+) -> ReadDestinations:
+    """Plan the read, and choose for each requested piece whether it bounces.
 
     rows          the index row of each piece's tensor
-    verify_first  all pieces use bounce buffers, at once
+    verify_first  whether all pieces bounce, in one round
     raises        BudgetError if the buffers need more than the available memory; CoverageError
     """
     dtypes = index.tensors.dtypes
     if verify_first:
-        needed, available = sum(piece.bytes for piece in wanted), available_bytes()
+        needed, available = sum(piece.bytes for piece in pieces), available_bytes()
         if needed > available:
             raise BudgetError(
-                f"load(verify_first=True) needs {needed} bytes beside the state", found=f"{available} bytes available",
+                f"load(verify_first=True) needs {needed} bytes of memory besides the state",
+                found=f"{available} bytes available",
                 next="load with verify_first=False: every chunk is still verified as it is read",
             )
-        stored, plan = tuple(map(dtypes.__getitem__, rows)), plan_reads(index, wanted, rows)
-        return Destinations(wanted, places, stored, plan, (Round(plan, tuple(range(len(wanted)))),), {})
+        stored, plan = tuple(map(dtypes.__getitem__, rows)), plan_reads(index, pieces, rows)
+        return ReadDestinations(pieces, places, stored, plan, (ReadRound(plan, tuple(range(len(pieces)))),), {})
     streams = {name: side_stream(name) for name in places.devices}
-    bounced = _bounced(wanted, places, tuple(map(dtypes.__getitem__, rows)), streams)
+    bounced = _bounced(pieces, places, tuple(map(dtypes.__getitem__, rows)), streams)
     while bounced and (blocks := _blocks(bounced)):
-        positions = _repeated(len(wanted), blocks)
-        wanted, places = wanted.take(positions, blocks), places.take(positions, blocks)
-        rows = [rows[at] for at in positions]
-        bounced = _bounced(wanted, places, tuple(map(dtypes.__getitem__, rows)), streams)
-    stored, plan = tuple(map(dtypes.__getitem__, rows)), plan_reads(index, wanted, rows)
-    return Destinations(
-        wanted, places, stored, plan, tuple(_rounds(index, plan, bounced)),
+        positions = _repeated(len(pieces), blocks)
+        pieces, places = pieces.take(positions, blocks), places.take(positions, blocks)
+        rows = [rows[position] for position in positions]
+        bounced = _bounced(pieces, places, tuple(map(dtypes.__getitem__, rows)), streams)
+    stored, plan = tuple(map(dtypes.__getitem__, rows)), plan_reads(index, pieces, rows)
+    return ReadDestinations(
+        pieces, places, stored, plan, tuple(_rounds(index, plan, bounced)),
         {name: stream for name, stream in streams.items() if stream is not None},
     )
 
 
-class _Bounced(msgspec.Struct, frozen=True):
-    """A piece that bounces, its elements' length, and the bytes that it needs meanwhile."""
+class _BouncedPiece(msgspec.Struct, frozen=True):
+    """A piece that is read into a bounce buffer, with the length of an element, and of its buffer, in bytes."""
 
-    at: int
+    position: int
     shape: tuple[int, ...]
     item_bytes: int
     bytes: int
 
 
 def _bounced(
-    wanted: Pieces, places: Places, stored: Sequence[DType], streams: Mapping[str, SideStream | None]
-) -> list[_Bounced]:
-    apart = {at for at, memory in places.apart.items() if memory.device != "cpu" and not _is_reached(memory)}
+    pieces: Pieces, places: Places, stored: Sequence[DType], streams: Mapping[str, SideStream | None]
+) -> list[_BouncedPiece]:
+    apart = {row for row, memory in places.strided.items() if memory.device != "cpu" and not _is_reached(memory)}
     for number, name in enumerate(places.devices):
         if streams[name] is None:
             apart.update(np.flatnonzero(places.device == number).tolist())
-    if not apart and tuple(stored) == wanted.dtypes:
+    if not apart and tuple(stored) == pieces.dtypes:
         return []
-    found = []
-    for at, (dtype, kind) in enumerate(zip(stored, wanted.dtypes, strict=True)):
-        if dtype is kind and at not in apart:
+    bounced = []
+    for position, (dtype, kind) in enumerate(zip(stored, pieces.dtypes, strict=True)):
+        if dtype is kind and position not in apart:
             continue
-        piece = wanted[at]
+        piece = pieces[position]
         elements = piece.box.elements
         needed = elements * dtype.item_bytes + (elements * kind.item_bytes if dtype != kind else 0)
-        found.append(_Bounced(at, piece.box.shape, kind.item_bytes, needed))
-    return found
+        bounced.append(_BouncedPiece(position, piece.box.shape, kind.item_bytes, needed))
+    return bounced
 
 
 def _is_reached(memory: Memory) -> bool:
-    """Whether a device's own copies reach this memory at their rate: not where single elements lie apart."""
-    inner = next((at for at in reversed(range(len(memory.shape))) if memory.shape[at] > 1), None)
+    """Whether a side stream copies into this memory at full rate. False if the memory's elements are not adjacent."""
+    inner = next((dim for dim in reversed(range(len(memory.shape))) if memory.shape[dim] > 1), None)
     return inner is None or memory.strides_bytes[inner] == memory.item_bytes or memory.contiguous
 
 
-def _blocks(bounced: Sequence[_Bounced]) -> list[Block]:
-    """Those that are longer than a round, divided along one dimension."""
+def _blocks(bounced: Sequence[_BouncedPiece]) -> list[Block]:
+    """Divide the pieces that are longer than a round into blocks along one dimension. Returns the blocks."""
     blocks: list[Block] = []
-    further = 0  # pieces than before
-    for one in bounced:
-        dim = next((dim for dim, length in enumerate(one.shape) if length > 1), None)
-        if one.bytes <= BOUNCE_BYTES or dim is None:
+    further = 0  # how many more pieces than before
+    for piece in bounced:
+        dim = next((dim for dim, length in enumerate(piece.shape) if length > 1), None)
+        if piece.bytes <= BOUNCE_BYTES or dim is None:
             continue
-        length, skipped = one.shape[dim], math.prod(one.shape[dim + 1 :]) * one.item_bytes
-        step = max(1, length * BOUNCE_BYTES // one.bytes)
+        length, skipped = piece.shape[dim], math.prod(piece.shape[dim + 1 :]) * piece.item_bytes
+        step = max(1, length * BOUNCE_BYTES // piece.bytes)
         for start in range(0, length, step):
             further += start > 0
-            blocks.append(Block(one.at + further, dim, start, min(step, length - start), start * skipped))
+            blocks.append(Block(piece.position + further, dim, start, min(step, length - start), start * skipped))
     return blocks
 
 
 def _repeated(count: int, blocks: Sequence[Block]) -> list[int]:
-    """The old position of each new one."""
-    further = {block.at for block in blocks if block.start > 0}
+    """For each block, or undivided piece, after the division, the position of its piece before the division."""
+    further = {block.position for block in blocks if block.start > 0}
     positions: list[int] = []
     while len(positions) < count + len(further):
         positions.append((positions[-1] + (len(positions) not in further)) if positions else 0)
     return positions
 
 
-def _rounds(index: Index, plan: ReadPlan, bounced: Sequence[_Bounced]) -> Iterator[Round]:
-    """As many rounds as it takes, so that none needs more than `BOUNCE_BYTES`."""
+def _rounds(index: Index, plan: ReadPlan, bounced: Sequence[_BouncedPiece]) -> Iterator[ReadRound]:
+    """Divide the plan into rounds of at most `BOUNCE_BYTES` of buffers."""
     groups: list[list[int]] = [[]]
-    room = BOUNCE_BYTES
-    for one in bounced:
-        if one.bytes > room and groups[-1]:
+    left_bytes = BOUNCE_BYTES
+    for piece in bounced:
+        if piece.bytes > left_bytes and groups[-1]:
             groups.append([])
-            room = BOUNCE_BYTES
-        groups[-1].append(one.at)
-        room -= one.bytes
+            left_bytes = BOUNCE_BYTES
+        groups[-1].append(piece.position)
+        left_bytes -= piece.bytes
     if len(groups) == 1:
-        yield Round(plan, tuple(groups[0]))
+        yield ReadRound(plan, tuple(groups[0]))
         return
-    number = np.zeros(len(plan.target) and int(plan.target.max()) + 1, np.int64)  # of each piece's round
-    for at, group in enumerate(groups):
-        number[[one for one in group if one < len(number)]] = at
-    for at, group in enumerate(groups):
-        rows = np.flatnonzero(number[plan.target] == at)
-        yield Round(part_of(plan, index, rows, plan.first[rows], plan.last[rows]), tuple(group))
+    number = np.zeros(len(plan.target) and int(plan.target.max()) + 1, np.int64)  # for each piece, its round
+    for turn, group in enumerate(groups):
+        number[[position for position in group if position < len(number)]] = turn
+    for turn, group in enumerate(groups):
+        rows = np.flatnonzero(number[plan.target] == turn)
+        yield ReadRound(select_runs(plan, index, rows, plan.first[rows], plan.last[rows]), tuple(group))
 
 
 def fill_with_zeros(memory: Memory) -> None:
     """Set all bytes of host or device memory to zero. The caller keeps the owner alive."""
     if memory.device != "cpu":
-        on_device(memory).zero_()
+        extension("torch.device_memory").on_device(memory).zero_()
     else:
         host_array(memory)[...] = 0
 
@@ -246,8 +250,7 @@ def fill_with(memory: Memory, content: bytes) -> None:
     if not content:
         return
     if memory.device != "cpu":
-        carrier = on_device(memory)
-        carrier.copy_(torch.frombuffer(bytearray(content), dtype=carrier.dtype).view(carrier.shape))
+        extension("torch.device_memory").fill_with(memory, content)
     else:
         array = host_array(memory)
         array[...] = np.frombuffer(content, array.dtype).reshape(array.shape)

@@ -1,11 +1,11 @@
-"""The encoder of a capture: what is done to a chunk between its capture and the file.
+"""The encoder of a capture: leaves out or compresses chunks between their capture and the file.
 
-The engine captures a window into a block, lets the encoder encode its chunks there, digests the stored bytes, and
-submits them (`native/write_job.h`). Identity is never called: chunks stay where the plan has put
-them. With any other encoder, windows hold whole chunks, and the place of a window in the segment is assigned once the
-encoded lengths are known. The receipt then says how each chunk is stored (`store.base.Encoded`): its
-place, length and codec; or not at all, if the base's chunk has equal bytes. An encoder is for the last segment of a
-plan alone, which holds chunks and no tensors (docs/FORMAT.md, Delta).
+The engine copies a window (a part of the segment) into a block of memory, lets the encoder encode its chunks there,
+digests the stored bytes, and writes them (`native/io/write_job.h`). Without an encoder, chunks are stored where the
+plan has put them. With an encoder, windows contain complete chunks, and the offset of a window in the segment file is
+chosen once the encoded lengths are known. The result says how each chunk is stored (`store.base.EncodedChunks`): its
+offset, length and codec; or that it is not stored, as an earlier checkpoint has an equal chunk. A plan puts all chunks
+that may be encoded into its last segment, whose header lists no tensors (docs/FORMAT.md, Delta).
 """
 
 from __future__ import annotations
@@ -14,15 +14,17 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from flowstone import _native
+from flowstone._native import BaseCache, Encoder, delta_encoder, identity_encoder, planes_encoder, quantizing_encoder
 from flowstone.format.codec import QUANTIZED_ELEMENTS
 from flowstone.plan.write import WritePlan
 
 
 class BaseChunks(msgspec.Struct, frozen=True, eq=False):
-    """The chunks of the base, by the number of a plan's chunk: the digest, and whether there is one.
+    """The chunks of the earlier checkpoint to which a save may refer (its base): for each chunk of the plan, whether
+    the base has the chunk at the same position, and the digest of that chunk.
 
-    codec  of the base's chunk, if the digest is of its stored bytes; 0: it is of the captured ones. None: all are
+    codec  codec of the base's chunk, if the digest is that of its stored bytes; 0: the digest is that of its data;
+           None: all are 0
     """
 
     digest: NDArray[np.uint64]
@@ -32,32 +34,34 @@ class BaseChunks(msgspec.Struct, frozen=True, eq=False):
 
 
 class NearChunks(msgspec.Struct, frozen=True, eq=False):
-    """What chunks were, by the number of a plan's chunk; and which of these bytes lie in a file of the draft.
+    """Earlier contents of the plan's chunks, to encode differences to them.
 
-    kept     these bytes, in memory
-    digest   of the data that lies there
-    is_base  whether any does
+    kept     these contents, in memory
+    is_base  for each chunk, whether a file to which the save may refer contains an earlier content of it
+    digest   for each chunk, the digest of the data in that file
     """
 
-    kept: _native.KeptChunks
+    kept: BaseCache
     digest: NDArray[np.uint64]
     is_base: NDArray[np.bool_]
 
 
-def encoder_of(base: BaseChunks | None, plan: WritePlan) -> _native.Encoder:
-    """The encoder that leaves out what the base has, and codes the chunks of a plan that may be where that pays."""
-    if plan.coded.any():
-        found = base or BaseChunks(np.zeros(0, np.uint64), np.zeros(0, np.bool_))
-        width = plan.of_chunks(plan.width)
-        near = None if found.near is None else (found.near.kept, found.near.digest, found.near.is_base)
+def encoder_of(base: BaseChunks | None, plan: WritePlan) -> Encoder:
+    """The encoder of a save. It leaves out chunks that equal those of the base, and compresses other chunks, if the
+    plan allows that.
+    """
+    if plan.is_encoded.any():
+        chunks = base or BaseChunks(np.zeros(0, np.uint64), np.zeros(0, np.bool_))
+        width = plan.per_chunk(plan.width)
+        near = None if chunks.near is None else (chunks.near.kept, chunks.near.digest, chunks.near.is_base)
         if not plan.block.any():
-            return _native.planes_encoder(width, found.digest, found.known, found.codec, near)
+            return planes_encoder(width, chunks.digest, chunks.known, chunks.codec, near)
         element = np.array([QUANTIZED_ELEMENTS.get(dtype.name, 0) for dtype in plan.pieces.tensors.dtypes], np.uint8)
-        return _native.quantizing_encoder(
-            plan.of_chunks(element[plan.pieces.tensor]), plan.of_chunks(plan.block), width,
-            found.digest, found.known, found.codec, near,
+        return quantizing_encoder(
+            plan.per_chunk(element[plan.pieces.tensor]), plan.per_chunk(plan.block), width,
+            chunks.digest, chunks.known, chunks.codec, near,
         )
     if base is not None or plan.derivation.any():
         base = base or BaseChunks(np.zeros(0, np.uint64), np.zeros(0, np.bool_))
-        return _native.delta_encoder(base.digest, base.known, base.codec)
-    return _native.identity_encoder()
+        return delta_encoder(base.digest, base.known, base.codec)
+    return identity_encoder()

@@ -1,7 +1,7 @@
-"""The fence: a change by an optimizer waits for what a save has not captured yet.
+"""The fence: before an optimizer changes the state, it waits until pending saves have captured the state.
 
-Fenced are its step, and other methods of its class with known names: `train` and `eval` (schedule-free optimizers
-swap weights there), SAM's first and second step, swaps and averages.
+The optimizer's step waits, and so do other methods that change parameters, which are known by name: `train` and `eval`
+(schedule-free optimizers swap weights in them), the first and second step of SAM, swaps and averages.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, cast
 
-import torch
-
 from flowstone.errors import StateError
+from flowstone.extensions import extension
 from flowstone.log import log
-from flowstone.state import takes_hook
+from flowstone.state.imported import class_if_imported
 
 _CHANGES = re.compile(r"(^|_)(train|eval|step|swap|restore|average|sync|merge|perturb|ascent|descent|update)(_|$)")
 
@@ -27,77 +26,79 @@ SAVE_OUTSIDE = "call save and load before the capture, or after it: a replay of 
 FENCE_BEFORE = "a save is not captured yet: call fence() before the capture begins, and before each replay of the graph"
 
 
-def recording_error(what: str, remedy: str) -> StateError:
+def recording_error(action: str, remedy: str) -> StateError:
     return StateError(
-        f"cannot {what} inside of a CUDA graph capture", found="the current stream records a graph", next=remedy
+        f"cannot {action} inside of a CUDA graph capture", found="the current stream records a graph", next=remedy
     )
 
 
-class Fence:
-    """Hooks that run before an optimizer's methods. One set per optimizer, in however many saves it was.
+class OptimizerFence:
+    """Hooks that run before an optimizer's methods. Each optimizer gets one set of hooks, for all saves.
 
-    The hooks keep neither `wait`'s owner nor the optimizers alive, and are not part of what an optimizer pickles,
-    copies or saves.
+    The hooks keep neither the optimizers nor the owner of the function `wait` alive. They are left out when an
+    optimizer is pickled, copied or saved.
     """
 
     def __init__(self, wait: Callable[[], None]) -> None:
-        """`wait` is a bound method; it returns once the state may change, at once if no save is under way."""
+        """`wait`: a bound method that returns once the state may change; without a wait, if no save is unfinished."""
         self._wait = weakref.WeakMethod(wait)
         self._guarded: dict[int, tuple[weakref.ref[object], list[Callable[[], None]]]] = {}
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
 
     def guard(self, optimizers: Iterable[object]) -> None:
-        """From now on the next steps of these optimizers wait."""
-        self._guarded = {key: known for key, known in self._guarded.items() if known[0]() is not None}
+        """Make the steps of these optimizers wait from now on."""
+        self._guarded = {key: guard for key, guard in self._guarded.items() if guard[0]() is not None}
         for optimizer in optimizers:
-            known = self._guarded.get(id(optimizer))
-            if known is None or known[0]() is not optimizer:  # another object may have got the same id
+            guard = self._guarded.get(id(optimizer))
+            if guard is None or guard[0]() is not optimizer:  # another object may have got the same id
                 self._guarded[id(optimizer)] = weakref.ref(optimizer), list(self._put_around(optimizer))
 
-    def tell(self, unguarded: Sequence[str]) -> None:
-        """Log once which optimizers could not be guarded: what they change was captured before `save` returned."""
+    def warn_unguarded(self, unguarded: Sequence[str]) -> None:
+        """Log once which optimizers cannot be made to wait, so that their tensors are captured before `save` returns.
+        """
         for name in unguarded:
-            if name not in self._told:
-                self._told.add(name)
+            if name not in self._warned:
+                self._warned.add(name)
                 log.warning(
-                    "cannot put a hook on the step of '%s': all that it changes is captured before save returns. "
-                    "Put the optimizer inside of it into the state", name,
+                    "cannot put a hook on the step of '%s': save returns only once the tensors that this optimizer "
+                    "changes are captured. Put the wrapped optimizer into the state instead", name,
                 )
 
-    def tell_recorded(self) -> None:
-        """Log once that a CUDA graph records a step: this hook does not run when the graph is replayed."""
-        if "" not in self._told:  # no optimizer has that name
-            self._told.add("")
+    def warn_recorded(self) -> None:
+        """Log once that a CUDA graph records an optimizer's step: hooks do not run when the graph is replayed."""
+        if "" not in self._warned:  # "" stands for this warning, as no optimizer has that name
+            self._warned.add("")
             log.warning(
-                "a CUDA graph records an optimizer's step: its replays run no hook, and do not wait for saves. "
-                "Call fence() before each replay",
+                "a CUDA graph records an optimizer's step: replays of the graph run no hooks and do not wait for "
+                "saves. Call fence() before each replay",
             )
 
-    def lift(self) -> None:
+    def remove_hooks(self) -> None:
         """Remove the hooks."""
         for _, undo in self._guarded.values():
-            for one in undo:
-                one()
+            for remove in undo:
+                remove()
         self._guarded.clear()
 
-    def _put_around(self, optimizer: object) -> Iterator[Callable[[], None]]:
-        """Wrap its methods; yields functions that undo that."""
+    def _put_around(self, optimizer: Any) -> Iterator[Callable[[], None]]:
+        """Wrap the optimizer's methods so that they wait. Yields functions that restore the methods."""
+        has_step_hooks = extension("torch.has_step_hooks")
         names = {name for name in dir(type(optimizer)) if _CHANGES.search(name) and name[:1] != "_"}
-        names -= set(dir(torch.optim.Optimizer))
-        step = vars(optimizer).get("step")  # a scheduler's wrapper calls torch's step; any other need not
-        if takes_hook(optimizer):
+        names -= set(dir(class_if_imported("torch.optim", "Optimizer")))
+        step = vars(optimizer).get("step")  # a scheduler's wrapper calls torch's step; other wrappers may not
+        if has_step_hooks(optimizer):
             yield optimizer.register_step_pre_hook(_before_step(self._wait)).remove
-        if not takes_hook(optimizer) or not (step is None or hasattr(step, "_wrapped_by_lr_sched")):
+        if not has_step_hooks(optimizer) or not (step is None or hasattr(step, "_wrapped_by_lr_sched")):
             names.add("step")
         for name in sorted(names):
             if name in vars(optimizer) or inspect.isfunction(inspect.getattr_static(type(optimizer), name, None)):
-                held_back = HeldBack(optimizer, name, self._wait)
-                held_back.put()
-                yield held_back.take_away
+                held_back = FencedMethod(optimizer, name, self._wait)
+                held_back.install()
+                yield held_back.remove
 
 
-class HeldBack:
-    """A method of one object that waits before each call. An attribute of that object, hiding the class's method.
+class FencedMethod:
+    """A method of one object that waits before each call: an attribute of the object that hides the class's method.
 
     If the object is copied or pickled with its attributes, the copy has the original method.
     """
@@ -106,11 +107,13 @@ class HeldBack:
         self._owner, self._name, self._wait = weakref.ref(owner), name, wait
         self._before = vars(owner).get(name)  # an attribute that other code has set
 
-    def put(self) -> None:
+    def install(self) -> None:
         vars(self._owner())[self._name] = self
 
-    def take_away(self) -> None:
-        """Restore the previous attribute, unless other code has replaced ours since; its replacement may call ours."""
+    def remove(self) -> None:
+        """Restore the previous attribute, unless other code has replaced this attribute: the replacement may call this
+        method.
+        """
         fields = vars(self._owner()) if self._owner() is not None else {}
         if fields.get(self._name) is self:
             del fields[self._name]
@@ -127,10 +130,11 @@ class HeldBack:
         return self._method(*args, **named)
 
     @property
-    def __func__(self) -> HeldBack:  # schedulers bind the __func__ of a bound method, and put the result in our place
+    # Schedulers take the __func__ of a bound method, bind it again, and replace this attribute by the result.
+    def __func__(self) -> FencedMethod:
         return self
 
-    def __get__(self, owner: object, kind: type | None = None) -> HeldBack:
+    def __get__(self, owner: object, kind: type | None = None) -> FencedMethod:
         return self
 
     @property
@@ -154,14 +158,14 @@ def _itself(method: Any) -> Any:
 
 
 def _before_step(wait: weakref.WeakMethod[Callable[[], None]]) -> Callable[..., Any]:
-    # A compiled step breaks its graph here: only the interpreter can wait.
+    # torch.compile breaks the graph of a compiled step here, as only the interpreter can wait.
     @own_hook
     def before_step(optimizer: object, args: tuple[Any, ...], named: dict[str, Any]) -> object:
         closure = args[1] if len(args) > 1 else named.get("closure")
         if closure is None or not type(optimizer).__module__.startswith("torch.optim."):
             _wait(wait)
             return None
-        # Torch's own optimizers change nothing before the closure has run, which is forward and backward.
+        # torch's own optimizers change nothing before their closure, forward and backward, has run.
         late = partial(_call_then_wait, closure, wait)
         return ((args[0], late, *args[2:]), named) if len(args) > 1 else (args, {**named, "closure": late})
 
@@ -169,8 +173,8 @@ def _before_step(wait: weakref.WeakMethod[Callable[[], None]]) -> Callable[..., 
 
 
 def own_hook(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """A hook of ours on an optimizer, told from others'. Compiled code calls it as it is."""
-    made = cast("Callable[..., Any]", torch.compiler.disable(hook))  # type: ignore[no-untyped-call]
+    """Mark a hook on an optimizer as Flowstone's. Code that torch.compile has compiled calls the hook uncompiled."""
+    made = cast("Callable[..., Any]", class_if_imported("torch", "compiler").disable(hook))
     setattr(made, _OURS, True)
     return made
 
@@ -180,9 +184,9 @@ def is_own_hook(hook: object) -> bool:
 
 
 def _call_then_wait(closure: Callable[[], object], wait: weakref.WeakMethod[Callable[[], None]]) -> object:
-    found = closure()
+    loss = closure()
     _wait(wait)
-    return found
+    return loss
 
 
 def _wait(wait: weakref.WeakMethod[Callable[[], None]]) -> None:

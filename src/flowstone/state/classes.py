@@ -1,8 +1,8 @@
-"""Objects of classes: configurations and containers with named fields, taken apart and put together again.
+"""Objects with named fields (configurations, containers), stored as their fields, and created from them.
 
-A checkpoint has the name of the class and the values of the fields. The class itself comes from this process: from the
-table of what Flowstone knows, from `register_class`, or from a value of the state that is loaded. No name in a file
-leads to an import, and no method of the class runs: fields are set as they were.
+A checkpoint has the name of the class and the values of the fields. The class itself comes from this process: Flowstone
+knows the class, `register_class` was called for it, or the state that is loaded has a value of this class. No name in a
+file leads to an import, and no method of the class runs: fields are set directly.
 """
 
 from __future__ import annotations
@@ -21,23 +21,24 @@ from typing import Any, TypeVar, cast
 import numpy as np
 
 from flowstone.errors import ProviderError
-from flowstone.format.objects import Named, Provided
+from flowstone.format.objects import NamedConstant, ProviderRecord
 from flowstone.log import log
-from flowstone.state.imported import LIVE_VALUES, imported
+from flowstone.state.imported import LIVE_VALUES, class_if_imported
 from flowstone.state.names import Place
+from flowstone.state.records import PerRank
 
 C = TypeVar("C", bound=type)
 Fields = dict[str, object]
-ENUM = "enum"  # the kind of a Named that is a member of an enumeration
+ENUM = "enum"  # the kind of a NamedConstant that is a member of an enumeration
 
 _APART = (BaseException, bool, bytes, bytearray, dict, float, frozenset, int, list, set, str, np.ndarray, np.generic)
-"""Classes derived from these have content beside their fields."""
+"""Classes derived from these have content in addition to their fields."""
 
 
-class Form:
+class ClassForm:
     """How objects of a class are taken apart into fields: by default, into their attributes.
 
-    inline  the field whose items are named as if they were the object's own items
+    inline  a field whose items get names as if they were items of the object itself; None: there is none
     """
 
     inline: str | None = None
@@ -52,27 +53,27 @@ class Form:
         vars(made).update(fields)
         return cast("object", made)
 
-    def changes(self, value: Any) -> bool:
-        """Whether an existing object can be given other fields."""
+    def is_mutable(self, value: Any) -> bool:
+        """Whether the fields of an existing object can be set."""
         return True
 
     def fill(self, target: Any, fields: Fields) -> None:
-        """Give an existing object other fields."""
+        """Set the fields of an existing object."""
         for name in vars(target).keys() - fields.keys():
             object.__delattr__(target, name)
         for name, value in fields.items():
             object.__setattr__(target, name, value)
 
-    def fits(self, own: Any, fields: Mapping[str, object]) -> bool:
-        """Whether the class has these fields."""
+    def accepts(self, own: Any, fields: Mapping[str, object]) -> bool:
+        """Whether objects of the class `own` can be made from these fields."""
         return True
 
 
-class _Dataclass(Form):
+class _DataclassForm(ClassForm):
     """Dataclasses and classes of attrs: the fields that the class declares."""
 
     def fields(self, value: Any) -> Fields:
-        return {name: getattr(value, name) for name in declared(type(value)) if hasattr(value, name)}
+        return {name: getattr(value, name) for name in field_names(type(value)) if hasattr(value, name)}
 
     def make(self, own: Any, fields: Fields) -> object:
         made = object.__new__(own)
@@ -80,7 +81,7 @@ class _Dataclass(Form):
             object.__setattr__(made, name, value)
         return made
 
-    def changes(self, value: Any) -> bool:
+    def is_mutable(self, value: Any) -> bool:
         parameters = getattr(value, "__dataclass_params__", None)
         return not (parameters.frozen if parameters is not None else _is_frozen(type(value)))
 
@@ -88,26 +89,26 @@ class _Dataclass(Form):
         for name, value in fields.items():
             object.__setattr__(target, name, value)
 
-    def fits(self, own: Any, fields: Mapping[str, object]) -> bool:
-        return fields.keys() <= set(declared(own))
+    def accepts(self, own: Any, fields: Mapping[str, object]) -> bool:
+        return fields.keys() <= set(field_names(own))
 
 
-class _NamedTuple(Form):
+class _NamedTupleForm(ClassForm):
     def fields(self, value: Any) -> Fields:
         return dict(zip(value._fields, value, strict=True))
 
     def make(self, own: Any, fields: Fields) -> object:
         return tuple.__new__(own, [fields[name] for name in own._fields])
 
-    def changes(self, value: Any) -> bool:
+    def is_mutable(self, value: Any) -> bool:
         return False
 
-    def fits(self, own: Any, fields: Mapping[str, object]) -> bool:
+    def accepts(self, own: Any, fields: Mapping[str, object]) -> bool:
         return fields.keys() == set(own._fields)
 
 
-class _Ordered(Form):
-    """An OrderedDict with attributes: torch keeps versions in those of a state_dict(), tensordict the nesting."""
+class _OrderedDictForm(ClassForm):
+    """An OrderedDict with attributes, such as a state_dict() of torch (versions) or tensordict (nesting)."""
 
     inline = "items"
 
@@ -126,12 +127,12 @@ class _Ordered(Form):
         vars(target).clear()
         vars(target).update(attributes)
 
-    def fits(self, own: Any, fields: Mapping[str, object]) -> bool:
+    def accepts(self, own: Any, fields: Mapping[str, object]) -> bool:
         return isinstance(fields.get("items"), dict) and type(fields.get("attributes")) is dict
 
 
-class _DefaultDict(Form):
-    """A defaultdict, whose factory is a class of Python's, or registered by name."""
+class _DefaultDictForm(ClassForm):
+    """A defaultdict whose factory is a class of Python, or a class or function that is registered by name."""
 
     inline = "items"
 
@@ -142,20 +143,20 @@ class _DefaultDict(Form):
         return {"items": dict(value), "factory": factory}
 
     def make(self, own: Any, fields: Fields) -> object:
-        factory = fields["factory"] and CLASSES.of(cast("str", fields["factory"]))
+        factory = fields["factory"] and CLASSES.find(cast("str", fields["factory"]))
         return collections.defaultdict(cast("Any", factory), cast("Mapping[object, object]", fields["items"]))
 
     def fill(self, target: Any, fields: Fields) -> None:
         target.clear()
         target.update(fields["items"])
 
-    def fits(self, own: Any, fields: Mapping[str, object]) -> bool:
+    def accepts(self, own: Any, fields: Mapping[str, object]) -> bool:
         factory = fields.get("factory")
-        known = factory is None or (type(factory) is str and CLASSES.of(factory) is not None)
-        return known and isinstance(fields.get("items"), dict)
+        is_known = factory is None or (type(factory) is str and CLASSES.find(factory) is not None)
+        return is_known and isinstance(fields.get("items"), dict)
 
 
-class _BytesStream(Form):
+class _BytesStreamForm(ClassForm):
     def fields(self, value: Any) -> Fields:
         return {"data": value.getvalue(), "position": value.tell()}
 
@@ -170,13 +171,13 @@ class _BytesStream(Form):
         target.write(fields["data"])
         target.seek(fields["position"])
 
-    def fits(self, own: Any, fields: Mapping[str, object]) -> bool:
-        # The data may be elsewhere, as a tensor.
+    def accepts(self, own: Any, fields: Mapping[str, object]) -> bool:
+        # The bytes of the object may be stored separately, as a tensor.
         position = fields.get("position")
         return "data" in fields and type(position) is int and position >= 0
 
 
-class _ObjectArray(Form):
+class _ObjectArrayForm(ClassForm):
     """A numpy array of text or of objects, item by item."""
 
     inline = "items"
@@ -187,14 +188,14 @@ class _ObjectArray(Form):
     def make(self, own: Any, fields: Fields) -> object:
         items = cast("list[object]", fields["items"])
         made = np.empty(len(items), _array_dtype(fields["dtype"]))
-        for at, item in enumerate(items):  # one by one: numpy would unpack an item that is a sequence
-            made[at] = item
+        for index, item in enumerate(items):  # one by one: numpy would unpack an item that is a sequence
+            made[index] = item
         return made.reshape(cast("tuple[int, ...]", fields["shape"]))
 
-    def changes(self, value: Any) -> bool:
+    def is_mutable(self, value: Any) -> bool:
         return False
 
-    def fits(self, own: Any, fields: Mapping[str, object]) -> bool:
+    def accepts(self, own: Any, fields: Mapping[str, object]) -> bool:
         shape, items = fields.get("shape"), fields.get("items")
         if type(shape) is not tuple or type(items) is not list or not all(type(side) is int for side in shape):
             return False
@@ -206,36 +207,36 @@ class _ObjectArray(Form):
 
 
 def _array_dtype(text: object) -> np.dtype[Any]:
-    """The dtype of an array that is stored item by item. Raises TypeError for another."""
+    """The dtype of an array that is stored item by item. Raises TypeError for other dtypes."""
     if type(text) is not str or not re.fullmatch(r"\|O|[<>]U[0-9]{1,9}|\|S[0-9]{1,9}", text):
         raise TypeError(f"{text!r:.40} is not a dtype of text or objects")
     return np.dtype(text)
 
 
-class _OmegaConf(Form):
+class _OmegaConfForm(ClassForm):
     """OmegaConf's containers of plain values; interpolations are stored unresolved."""
 
     inline = "content"
 
     def fields(self, value: Any) -> Fields:
-        omegaconf: Any = imported("omegaconf", "OmegaConf")
+        omegaconf: Any = class_if_imported("omegaconf", "OmegaConf")
         if omegaconf.get_type(value) not in (dict, list):
-            raise TypeError("it is a structured config: save OmegaConf.to_container() of it")
+            raise TypeError("structured configs of OmegaConf cannot be saved: save OmegaConf.to_container(config)")
         flags = value.__dict__["_metadata"].flags or {}
         return {"content": omegaconf.to_container(value, resolve=False), "flags": dict(flags)}
 
     def make(self, own: Any, fields: Fields) -> object:
-        omegaconf: Any = imported("omegaconf", "OmegaConf")
+        omegaconf: Any = class_if_imported("omegaconf", "OmegaConf")
         return omegaconf.create(fields["content"], flags=fields["flags"] or None)
 
-    def changes(self, value: Any) -> bool:
+    def is_mutable(self, value: Any) -> bool:
         return False
 
-    def fits(self, own: Any, fields: Mapping[str, object]) -> bool:
+    def accepts(self, own: Any, fields: Mapping[str, object]) -> bool:
         return type(fields.get("content")) in (dict, list) and type(fields.get("flags")) is dict
 
 
-class _RegisteredForm(Form):
+class _RegisteredForm(ClassForm):
     """Objects of a class that was registered with two functions."""
 
     def __init__(self, fields: Callable[[Any], Fields], create: Callable[[Fields], object]) -> None:
@@ -247,14 +248,14 @@ class _RegisteredForm(Form):
     def make(self, own: Any, fields: Fields) -> object:
         return self._create(fields)
 
-    def changes(self, value: Any) -> bool:
+    def is_mutable(self, value: Any) -> bool:
         return False
 
 
-_ATTRIBUTES, _DECLARED, _TUPLE = Form(), _Dataclass(), _NamedTuple()
-_BUILT_IN: Mapping[type, Form] = {
-    argparse.Namespace: _ATTRIBUTES, types.SimpleNamespace: _ATTRIBUTES, collections.OrderedDict: _Ordered(),
-    collections.defaultdict: _DefaultDict(), io.BytesIO: _BytesStream(), np.ndarray: _ObjectArray(),
+_ATTRIBUTES, _DECLARED, _TUPLE = ClassForm(), _DataclassForm(), _NamedTupleForm()
+_BUILT_IN: Mapping[type, ClassForm] = {
+    argparse.Namespace: _ATTRIBUTES, types.SimpleNamespace: _ATTRIBUTES, collections.OrderedDict: _OrderedDictForm(),
+    collections.defaultdict: _DefaultDictForm(), io.BytesIO: _BytesStreamForm(), np.ndarray: _ObjectArrayForm(),
 }
 _FACTORIES = (
     bool, bytearray, bytes, complex, dict, float, frozenset, int, list, set, str, tuple, type(None),
@@ -269,7 +270,7 @@ def name_of(own: Any) -> str:
     return given or f"{getattr(own, '__module__', '?')}.{getattr(own, '__qualname__', type(own).__qualname__)}"
 
 
-def declared(own: type) -> tuple[str, ...]:
+def field_names(own: type) -> tuple[str, ...]:
     """The names of the fields of a dataclass, or of a class of attrs."""
     if dataclasses.is_dataclass(own):
         return tuple(field.name for field in dataclasses.fields(own))
@@ -280,8 +281,8 @@ def _is_frozen(own: type) -> bool:
     return "frozen" in getattr(own.__setattr__, "__name__", "")
 
 
-def form_of(own: type) -> Form | None:
-    """How objects of exactly this class are taken apart; None if they are not."""
+def form_of(own: type) -> ClassForm | None:
+    """How objects of exactly this class are taken apart; None if the class is not supported."""
     form = CLASSES.forms.get(own) or _BUILT_IN.get(own)
     if form is not None:
         return form
@@ -292,17 +293,17 @@ def form_of(own: type) -> Form | None:
     if dataclasses.is_dataclass(own) or hasattr(own, "__attrs_attrs__"):
         return _DECLARED
     attribute = _OMEGACONF.get(f"{own.__module__}.{own.__qualname__}")
-    return _OmegaConf() if attribute is not None and own is imported("omegaconf", attribute) else None
+    return _OmegaConfForm() if attribute is not None and own is class_if_imported("omegaconf", attribute) else None
 
 
-class Classes:
-    """Classes by their names in checkpoints. There is one instance: classes belong to the process.
+class ClassRegistry:
+    """Classes by their names in checkpoints. There is one registry for the process, as classes belong to the process.
 
-    forms, names  of those that `register_class` was called for
+    forms, names  for each class for which `register_class` was called: how it is taken apart, and its name
     """
 
     def __init__(self) -> None:
-        self.forms: dict[type, Form] = {}
+        self.forms: dict[type, ClassForm] = {}
         self.names: dict[type, str] = {io.BytesIO: "io.BytesIO"}  # its own __module__ is _io
         self._by_name: dict[str, object] = {
             self.names.get(own) or _plain(own): own for own in (*_BUILT_IN, *_FACTORIES)
@@ -310,11 +311,12 @@ class Classes:
         self._live: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
         self._warned: set[str] = set()
 
-    def add(self, own: type, name: str, form: Form | None) -> None:
-        known = self._by_name.get(name)
-        if known not in (None, own):
+    def add(self, own: type, name: str, form: ClassForm | None) -> None:
+        registered = self._by_name.get(name)
+        if registered not in (None, own):
             raise ProviderError(
-                f"cannot register a second class as '{name}'", found=name_of(known), next="give it another name"
+                f"cannot register a second class as '{name}'", found=name_of(registered),
+                next="register this class under another name",
             )
         self._by_name[name] = own
         self.names[own] = name
@@ -322,31 +324,33 @@ class Classes:
             self.forms[own] = form
 
     def registered(self, name: str) -> object:
-        """The class of that name, if every process that makes the same calls of `register_class` has one."""
-        return imported("omegaconf", _OMEGACONF[name]) if name in _OMEGACONF else self._by_name.get(name)
+        """The class with that name in checkpoints, if Flowstone knows it or `register_class` was called for it;
+        otherwise None.
+        """
+        return class_if_imported("omegaconf", _OMEGACONF[name]) if name in _OMEGACONF else self._by_name.get(name)
 
-    def of(self, name: str) -> object:
-        """The class of that name; None if neither the process nor the state that is being loaded has one."""
-        found = self.registered(name) or self._live.get(name)
+    def find(self, name: str) -> object:
+        """The class with that name in checkpoints; None if neither this process nor the state that is loaded has it."""
+        own = self.registered(name) or self._live.get(name)
         state = LIVE_VALUES.get()
-        if found is None and state:
+        if own is None and state:
             values = list(state)
             state.clear()
             for value in values:
                 self._note(value, set())
-            found = self._live.get(name)
-        return found
+            own = self._live.get(name)
+        return own
 
     def warn_unknown(self, own: Any, place: Place) -> None:
-        """Log one warning for a class, or a factory, of a saved value that another process may not know at its load."""
+        """Log once that a load in another process may not know the class (or the factory function) of a saved value."""
         name = name_of(own)
-        if name in self._warned or self.of(name) is own:
+        if name in self._warned or self.find(name) is own:
             return
         self._warned.add(name)
         is_class = isinstance(own, type)
         log.warning(
-            "the %s of '%s', %s, is not registered: a load is refused if the live state has no value with it. %s",
-            "class" if is_class else "default_factory", place.name, name,
+            "the %s of '%s', %s, is not registered: a load can restore such an object only into a state that already "
+            "has one. %s", "class" if is_class else "default_factory", place.name, name,
             f"Call fs.register_class({own.__qualname__})" if is_class else "Use a class, and register it",
         )
 
@@ -366,13 +370,13 @@ class Classes:
         try:
             inside = _inside(value)
         except Exception:
-            return  # safe: the classes in it stay unknown, and a load that needs one is refused
+            return  # classes inside of this value stay unknown, and a load that needs one is refused
         for item in inside:
             self._note(item, seen)
 
 
 def _inside(value: Any) -> list[object]:
-    """The values inside of a value of the state; of an object, those in its state_dict()."""
+    """The items of a container; for an object, the values in its state_dict()."""
     form = form_of(type(value))
     if isinstance(value, dict):
         return [*value, *value.values()]
@@ -380,12 +384,12 @@ def _inside(value: Any) -> list[object]:
         return list(form.fields(value).values())
     if isinstance(value, (list, tuple, set, frozenset, collections.deque)):
         return list(value)
-    if type(value).__name__ == "PerRank":
+    if isinstance(value, PerRank):
         return [value.value]
-    module, optimizer = imported("torch.nn", "Module"), imported("torch.optim", "Optimizer")
+    module, optimizer = class_if_imported("torch.nn", "Module"), class_if_imported("torch.optim", "Optimizer")
     if module is not None and isinstance(value, module):
-        with_extra = [one for one in value.modules() if type(one).get_extra_state is not module.get_extra_state]
-        return [one.get_extra_state() for one in with_extra]
+        with_extra = [inner for inner in value.modules() if type(inner).get_extra_state is not module.get_extra_state]
+        return [inner.get_extra_state() for inner in with_extra]
     if optimizer is not None and isinstance(value, optimizer):
         return list(value.param_groups)
     has_state = callable(getattr(value, "state_dict", None)) and not isinstance(value, type)
@@ -396,23 +400,27 @@ def _plain(own: type) -> str:
     return f"{own.__module__}.{own.__qualname__}"
 
 
-CLASSES = Classes()
+CLASSES = ClassRegistry()
 
 
-def form_of_node(node: Provided) -> Form | None:
-    """How to make the stored object; None if its class is unknown, or has other fields."""
-    own = CLASSES.of(node.kind)
+def form_of_node(node: ProviderRecord) -> ClassForm | None:
+    """How to make an object from `node`, its stored form. None if this process does not know the class, or if the class
+    has other fields than the stored form.
+    """
+    own = CLASSES.find(node.kind)
     form = form_of(own) if isinstance(own, type) else None
-    return form if form is not None and form.fits(own, node.objects) else None
+    return form if form is not None and form.accepts(own, node.objects) else None
 
 
 def unknown_classes(node: object) -> Iterator[str]:
-    """The classes that are named in a stored object, and of which no value can be made without a live one."""
-    if isinstance(node, Named):
+    """The classes of values in a stored object that this process does not know, by name. No load can create these
+    values.
+    """
+    if isinstance(node, NamedConstant):
         own = node.text.rpartition(".")[0]
         if node.kind == ENUM and CLASSES.registered(own) is None:
             yield own
-    elif isinstance(node, Provided):
+    elif isinstance(node, ProviderRecord):
         if node.parts or CLASSES.registered(node.kind) is None or form_of_node(node) is None:
             yield node.kind
         yield from unknown_classes(node.objects)
@@ -425,10 +433,12 @@ def unknown_classes(node: object) -> Iterator[str]:
             yield from unknown_classes(item)
 
 
-def make(node: Provided, build: Callable[[object], object]) -> object:
-    """A new object for a stored one that `form_of_node` knows. `build` makes the values of its fields."""
-    own, form = CLASSES.of(node.kind), form_of_node(node)
-    assert form is not None, "its class was known when it was wanted"
+def make_object(node: ProviderRecord, build: Callable[[object], object]) -> object:
+    """Create an object from `node`, its stored form. `build` makes the value of a field from the stored value. The
+    class must be known: `form_of_node` does not return None for `node`.
+    """
+    own, form = CLASSES.find(node.kind), form_of_node(node)
+    assert form is not None, "the class was known at the request"
     return form.make(own, {name: build(item) for name, item in node.objects.items()})
 
 
@@ -436,15 +446,15 @@ def register_class(
     own: C | None = None, *, name: str | None = None, fields: Callable[[Any], dict[str, object]] | None = None,
     create: Callable[[dict[str, object]], object] | None = None,
 ) -> Any:
-    """Allow loads to create objects of a class: a dataclass, a NamedTuple, a class of attrs, an enumeration; or of any
-    other class, with two functions. Also a decorator.
+    """Allow loads to create objects of a class: a dataclass, a NamedTuple, a class of attrs, an enumeration; or any
+    other class, with two functions. Also usable as a decorator.
 
-    name    in checkpoints; None: its qualified name. Give one if the class may be renamed or moved
-    fields  takes an object apart into values by name, each of a kind that a state may have
-    create  makes an object from these values
+    name    name in checkpoints; None: the qualified name. Give a name if the class may be renamed or moved
+    fields  a function that returns an object's values by name; each must be a value that a state may contain
+    create  a function that makes an object from these values
 
-    Not needed if the state that is loaded has an object of that class: then the class is known. A registration holds
-    for the process: call this where the class is defined.
+    A class need not be registered if the state that is loaded has an object of that class. A registration holds for
+    the whole process, so register the class where it is defined.
 
     raises  ProviderError  for any other class without the two functions; for a name that another class has
     """
@@ -456,7 +466,7 @@ def register_class(
                 next="write register_class(YourClass), or give it both functions",
             )
         if fields is not None and create is not None:
-            form: Form | None = _RegisteredForm(fields, create)
+            form: ClassForm | None = _RegisteredForm(fields, create)
         elif issubclass(own, enum.Enum) or form_of(own) is not None:
             form = None
         else:

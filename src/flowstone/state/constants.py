@@ -1,4 +1,6 @@
-"""Constants of torch and numpy that a checkpoint stores by name, as values and in keys."""
+"""Constants of numpy and torch, such as dtypes and devices, which a checkpoint stores by name: as values, and in keys
+of dicts.
+"""
 
 from __future__ import annotations
 
@@ -7,67 +9,55 @@ import re
 from typing import cast
 
 import numpy as np
-import torch
 
-from flowstone.errors import DamagedError, UnsupportedFormatError
+from flowstone.errors import UnsupportedFormatError
 from flowstone.format import objects
-from flowstone.format.objects import Named
+from flowstone.format.objects import NamedConstant
+from flowstone.state.framework import FRAMEWORK
 from flowstone.state.names import Place
 
 _PYTHONS = frozenset({"datetime", "decimal", "fractions", "pathlib", "uuid", "zoneinfo"})
-_TORCH = (torch.dtype, torch.layout, torch.memory_format)
 
 
-def named(value: object, place: Place | None = None) -> Named | None:
-    """Return what is stored for a constant (a dtype, a device, an enumeration member); None for any other value.
+def constant_name(value: object, place: Place | None = None) -> NamedConstant | None:
+    """The stored name of a constant (a dtype, a device, an enumeration member); None for any other value.
 
-    place  of the value in the state that is saved; named in the warning about a class that a load may not know
+    place  the value's place in the state, for the warning about a class that a load may not know
     """
-    if isinstance(value, _TORCH):
-        return Named(f"torch.{type(value).__name__}", str(value).removeprefix("torch."))
-    if isinstance(value, torch.device):
-        return Named("torch.device", str(value))
-    if type(value) is torch.Size:
-        return Named("torch.Size", ",".join(map(str, value)))
+    constant = FRAMEWORK.constant_name(value)
+    if constant is not None:
+        return constant
     if isinstance(value, np.dtype) and value.kind in "biufc" and value.isnative:
-        return Named("numpy.dtype", value.name)
+        return NamedConstant("numpy.dtype", value.name)
     if isinstance(value, enum.Enum) or type(value).__module__.partition(".")[0] in _PYTHONS:
         from flowstone.state import named_values  # imported here: most states have none
 
-        return named_values.named(value, place)
+        return named_values.value_name(value, place)
     return None
 
 
-def value_of(constant: Named, path: str) -> object:
-    """The constant of that name, in this torch and numpy.
+def constant_of(constant: NamedConstant, path: str) -> object:
+    """The constant of torch or numpy with that name.
 
-    raises  UnsupportedFormatError if they have none, DamagedError for a text that cannot be such a name
+    raises  UnsupportedFormatError if the installed torch and numpy lack it, DamagedError for an invalid name
     """
     kind, text = constant.kind, constant.text
     reason: Exception | None = None
-    if kind in ("torch.dtype", "torch.layout", "torch.memory_format"):
-        value = getattr(torch, text, None)
-        if isinstance(value, getattr(torch, kind.removeprefix("torch."))):
-            return value
-    elif kind == "torch.device" and re.fullmatch(r"[a-z]+(:[0-9]{1,9})?", text):
+    if kind == "numpy.dtype":
         try:
-            return torch.device(text)
-        except RuntimeError as error:
-            reason = error  # a device type that this torch does not know
-    elif kind == "torch.Size":
-        if not re.fullmatch(r"([0-9]{1,18}(,[0-9]{1,18})*)?", text):
-            raise DamagedError(f"the object '{path}' is not a torch.Size", found=text, next="run `flowstone verify`")
-        return torch.Size(int(n) for n in text.split(",") if n)
-    elif kind == "numpy.dtype" and re.fullmatch(r"[a-z]+[0-9]*", text):
-        try:
-            return np.dtype(text)
+            if re.fullmatch(r"[a-z]+[0-9]*", text):
+                return np.dtype(text)
         except TypeError as error:
-            reason = error  # from a later numpy, or another machine
-    elif kind not in ("torch.device", "numpy.dtype"):
-        from flowstone.state import named_values
+            reason = error  # the constant was stored by a later numpy, or on another kind of machine
+    else:
+        try:
+            return FRAMEWORK.constant(constant, path)
+        except LookupError as error:
+            reason = cast("Exception | None", error.__cause__)
+        from flowstone.state import named_values  # imported here: most states have none
 
         if named_values.is_known(kind):
-            return named_values.value_of(constant, path)
+            return named_values.named_value(constant, path)
     raise UnsupportedFormatError(
         f"the object '{path}' is a constant that this torch and numpy do not have",
         found=f"{kind} {text}",
@@ -81,7 +71,7 @@ def stored_key(key: object, place: Place) -> object:
         return key
     if type(key) is tuple:
         return tuple(stored_key(part, place) for part in key)
-    constant = named(key, place)
+    constant = constant_name(key, place)
     if constant is not None:
         return constant
     if type(key) is frozenset:
@@ -90,10 +80,10 @@ def stored_key(key: object, place: Place) -> object:
     return key
 
 
-def constant_free(value: object, path: str) -> object:
-    """A key, a leaf or a set, with constants of this torch and numpy in place of their names."""
-    if isinstance(value, Named):
-        return value_of(value, path)
+def resolve_constants(value: object, path: str) -> object:
+    """`value` (a dict key, a plain value or a set) with constants of torch and numpy in place of their stored names."""
+    if isinstance(value, NamedConstant):
+        return constant_of(value, path)
     if type(value) in (set, frozenset, tuple):
-        return type(value)(constant_free(part, path) for part in cast("set[object]", value))  # type: ignore[call-arg]
+        return type(value)(resolve_constants(part, path) for part in cast("set[object]", value))  # type: ignore[call-arg]
     return value

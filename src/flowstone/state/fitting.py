@@ -8,18 +8,20 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 
 
-class Fitting:
-    """Puts plain values into the containers that they replace, so that other references to those see the change.
+class ContainerFitter:
+    """Puts plain values into existing containers, so that other references to the containers see the change.
 
-    A container that occurs at two places of the state takes one value; if the other place was saved with a different
-    value, it gets a new container.
+    A container may be at two places of the state. It can take only one value; if another value was saved for the second
+    place, that place gets a new container.
     """
 
     def __init__(self) -> None:
         self._taken: dict[int, tuple[object, object]] = {}
 
     def fit(self, target: object, value: object) -> object:
-        """Put `value` into `target` and the containers inside it, as far as the types agree; returns the result."""
+        """Put `value` into the container `target`, and into the containers inside of it, as far as their types agree
+        with those of the value. Returns the container, or the value where the types differ.
+        """
         if type(target) is not type(value) or type(target) in _IMMUTABLE:
             return value
         if type(target) not in _FILL:
@@ -32,11 +34,11 @@ class Fitting:
         return target
 
     def _record(self, target: object, value: object) -> object:
-        """An object with fields; a value of another kind replaces the target."""
+        """Set the fields of the object `target` to those of `value`. If their types differ, returns `value` instead."""
         from flowstone.state.classes import form_of  # imported here: most states have no such objects
 
         form = form_of(type(target))
-        if form is None or id(target) in self._taken or not form.changes(target):
+        if form is None or id(target) in self._taken or not form.is_mutable(target):
             return value
         self._taken[id(target)] = (target, value)
         own = form.fields(target)
@@ -67,10 +69,10 @@ class Fitting:
 
 _IMMUTABLE = (type(None), bool, int, float, complex, str, bytes, tuple)
 _FILL: Mapping[type, Callable[..., None]] = {
-    dict: Fitting._dict,
-    OrderedDict: Fitting._dict,
-    list: Fitting._list,
-    set: Fitting._set,
-    Counter: Fitting._counter,
-    bytearray: Fitting._bytearray,
+    dict: ContainerFitter._dict,
+    OrderedDict: ContainerFitter._dict,
+    list: ContainerFitter._list,
+    set: ContainerFitter._set,
+    Counter: ContainerFitter._counter,
+    bytearray: ContainerFitter._bytearray,
 }

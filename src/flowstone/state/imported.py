@@ -1,6 +1,6 @@
-"""Classes that a file cannot bring: of modules that may not be installed, and of the state that is loaded.
+"""Finds classes that a file cannot provide: in imported modules, and in the state that is loaded.
 
-Before a module is imported, no value can be an instance of its classes.
+As long as a module is not imported, no value can be an instance of its classes.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ LIVE_VALUES: ContextVar[list[object] | None] = ContextVar("live_values", default
 """Values of the loaded state, whose classes a load may create by name (`classes.py`)."""
 
 
-def imported(module: str, name: str) -> Any:
-    """The class `name` of a module if that was imported, else None. Imports nothing, and costs almost nothing."""
+def class_if_imported(module: str, name: str) -> Any:
+    """The class `name` of a module; None if the module is not imported. Imports nothing, and costs almost nothing."""
     return getattr(sys.modules.get(module), name, None)
 
 
-def with_classes_of(state: Mapping[str, object], act: Callable[[], None]) -> None:
-    """Call `act`; while it runs, an unknown name is looked up among the classes of all values in `state`."""
+def call_with_classes_of(state: Mapping[str, object], act: Callable[[], None]) -> None:
+    """Call `act`. While it runs, names of classes that Flowstone does not know are searched among the classes of all
+    values in `state`.
+    """
     token = LIVE_VALUES.set([dict(state)])
     try:
         act()

@@ -1,30 +1,32 @@
-"""A kind: how the library treats a type of values: how they are saved and loaded, both directions side by side.
+"""A kind: how values of a type are saved and loaded, both directions side by side.
 
-The walk (`walk.py`) finds the kind of each value of the caller's state and calls one of its methods. A kind writes
-what it finds into the object of the pass (`Scan`, `Saving`, `Loading`), and descends by calling that object's `walk`.
+The walk (`walk.py`) finds the kind of each value of the caller's state and calls one of the kind's methods. The kind
+writes what it finds into the object of the current pass (`StateScan`, `DescribePass`, `RestorePass`). For values inside
+of the value, the kind calls that object's `walk`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from flowstone.state.loading import Loading, Replacement
+from flowstone.state.loading import Replacement, RestorePass
 from flowstone.state.names import Place
-from flowstone.state.saving import Saving
-from flowstone.state.scan import Scan
-from flowstone.state.sink import Role
+from flowstone.state.saving import DescribePass
+from flowstone.state.scan import StateScan
+from flowstone.state.sink import TensorRole
 
 
-class Kind(ABC):
-    """One kind of values. Stateless: there is one instance of each kind, in the table of `registry.py`.
+class ValueKind(ABC):
+    """One kind of values, such as modules. There is one object of each kind, in the table of `registry.py`; it has no
+    state.
 
-    types      values of exactly these types are of this kind; looked up before any `recognises` is called
-    bases      values of derived types are too, unless an earlier kind of the table recognises them
-    nests      values contain values: the walk refuses one that contains itself, or is nested too deep
-    one_value  an object that occurs at two places of a state can be restored to one value only
-    replaceable  values are replaced by stored ones, unless they contain something that is written in place
-    provided   a Provider describes the values: what it saves is a `Provided`
-    is_object  values are restored into the object that is there, which no value can replace
+    types      values of exactly these types are of this kind; they are found before any `recognises` is called
+    bases      values of types derived from these are of this kind, too, unless an earlier kind recognises them
+    nests      whether values may contain values; the walk refuses a value that contains itself, or is nested too deep
+    one_value  whether an object at two places of a state can be restored to only one value
+    replaceable  whether a load replaces values by stored ones, unless something in them is written in place
+    provided   whether a Provider describes the values; they are stored as a `ProviderRecord`
+    is_object  whether a value is restored into the existing object, which no new object can replace
     """
 
     types: frozenset[type] = frozenset()
@@ -36,30 +38,32 @@ class Kind(ABC):
     is_object = False
 
     def recognises(self, value: object) -> bool:
-        """Whether `value`, whose type is not in `types`, is of this kind. Must be cheap: every pass calls it."""
+        """Whether `value`, whose type is not in `types`, is of this kind. Must be fast, as every pass calls it."""
         return isinstance(value, self.bases)
 
     def own_types(self) -> frozenset[type]:
-        """The types for which no provider can be registered."""
+        """The types of this kind, for which users cannot register a provider."""
         return self.types.union(self.bases)
 
-    def find(self, value: object, place: Place, scan: Scan) -> bool:
-        """Enter into `scan` what other kinds need to know of `value`. Calls no method of it.
+    def find(self, value: object, place: Place, scan: StateScan) -> bool:
+        """Record in `scan` what other kinds need to know about `value`. Calls no method of `value`.
 
-        returns  whether it is live: written in place, or contains a value that is
+        returns  whether a load writes `value`, or a value inside of it, in place
         """
         return True
 
     @abstractmethod
-    def describe(self, value: object, place: Place, saving: Saving, role: Role) -> object:
-        """Enter the tensors of `value` into the sink. Returns the object that represents it in the checkpoint.
+    def describe(self, value: object, place: Place, saving: DescribePass, role: TensorRole) -> object:
+        """Add the tensors of `value` to the sink. Returns the object that is stored for `value` in the checkpoint.
 
-        role  of a tensor, in the object that contains it
+        role  if `value` is a tensor: what it is in the object that contains it, such as a parameter
         """
 
     @abstractmethod
-    def restore(self, value: object, node: object, place: Place, loading: Loading) -> Replacement | None:
-        """Plan to restore `value` from the stored `node`, or MISSING: in place, or by a value that replaces it."""
+    def restore(self, value: object, node: object, place: Place, loading: RestorePass) -> Replacement | None:
+        """Plan to restore `value` from its stored form `node` (MISSING: it is not stored). Returns None if it is
+        restored in place, or a Replacement that makes a new value.
+        """
 
     def takes_state(self, value: object) -> bool:
         """Whether `value` is restored only through its load_state_dict()."""

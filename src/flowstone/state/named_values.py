@@ -1,4 +1,4 @@
-"""Values of Python's library that a checkpoint stores by name: numbers, paths, times, members of enumerations."""
+"""Values of Python's library that a checkpoint stores as text: numbers, paths, times, members of enumerations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from flowstone.errors import DamagedError, UnsupportedFormatError
-from flowstone.format.objects import Named
+from flowstone.format.objects import NamedConstant
 from flowstone.state.classes import CLASSES, ENUM, name_of
 from flowstone.state.names import Place
 
@@ -37,32 +37,34 @@ _KINDS = {f"{own.__module__.partition('.')[0]}.{own.__qualname__}": own for own 
 _NAMES = {own: kind for kind, own in _KINDS.items()}
 
 
-def named(value: object, place: Place | None = None) -> Named | None:
-    """The name of a value; None for one that has none. `place`: where it is saved, for a warning."""
+def value_name(value: object, place: Place | None = None) -> NamedConstant | None:
+    """The text by which a value is stored; None if it is not a value of these kinds. `place`: where it is in the state,
+    for a warning.
+    """
     own = type(value)
     if isinstance(value, enum.Enum):
         member = value.name if value.name in own.__members__ else f"({value.value})"  # type: ignore[attr-defined]
         is_plain = type(value.name) is str and (member == value.name or type(value.value) is int)
         if is_plain and place is not None:
             CLASSES.warn_unknown(own, place)
-        return Named(ENUM, f"{name_of(own)}.{member}") if is_plain else None
+        return NamedConstant(ENUM, f"{name_of(own)}.{member}") if is_plain else None
     if own not in _TEXT or (own is zoneinfo.ZoneInfo and not getattr(value, "key", None)):
         return None
     zone = getattr(value, "tzinfo", None)
-    if zone is not None and named(zone) is None:
+    if zone is not None and value_name(zone) is None:
         return None
-    return Named(_NAMES[own], _TEXT[own](value))
+    return NamedConstant(_NAMES[own], _TEXT[own](value))
 
 
 def is_known(kind: str) -> bool:
-    """Whether this module makes values of that kind."""
+    """Whether this module can make values of that kind from their stored text."""
     return kind == ENUM or kind in _KINDS
 
 
-def value_of(constant: Named, path: str) -> object:
-    """The value of that name.
+def named_value(constant: NamedConstant, path: str) -> object:
+    """The value that is stored as this kind and text.
 
-    raises  UnsupportedFormatError if its class is not known here, DamagedError for a text that cannot be such a name
+    raises  UnsupportedFormatError if its class is unknown in this process, DamagedError for an invalid text
     """
     try:
         return _value_of(constant.kind, constant.text)
@@ -84,7 +86,7 @@ def _value_of(kind: str, text: str) -> object:
         return _member(text)
     own = _KINDS[kind]
     if own in (pathlib.PosixPath, pathlib.WindowsPath) and own is not type(pathlib.Path()):
-        own = pathlib.PurePosixPath if own is pathlib.PosixPath else pathlib.PureWindowsPath  # of the other system
+        own = pathlib.PurePosixPath if own is pathlib.PosixPath else pathlib.PureWindowsPath  # another system's path
     if own is datetime.timedelta:
         days, seconds, microseconds = map(int, text.split(" "))
         return datetime.timedelta(days, seconds, microseconds)
@@ -95,28 +97,30 @@ def _value_of(kind: str, text: str) -> object:
     if own is datetime.date:
         return datetime.date.fromisoformat(text)
     if own is fractions.Fraction and not re.fullmatch(r"-?\d{1,4000}(/\d{1,4000})?", text):
-        raise ValueError("not a fraction")
+        raise ValueError("the text is not a fraction")
     return own(text)
 
 
 def _datetime_text(value: datetime.datetime | datetime.time) -> str:
-    """ISO 8601 without a zone, the zone in brackets, the fold: `2026-03-01T00:00:00 [zoneinfo.ZoneInfo UTC] 1`."""
-    zone = None if value.tzinfo is None else named(value.tzinfo)
+    """A time as text: ISO 8601 without a zone, the zone in brackets, and Python's `fold` (0 or 1). For example
+    `2026-03-01T00:00:00 [zoneinfo.ZoneInfo UTC] 1`.
+    """
+    zone = None if value.tzinfo is None else value_name(value.tzinfo)
     where = "" if zone is None else f" [{zone.kind} {zone.text}]"
     return f"{value.replace(tzinfo=None, fold=0).isoformat()}{where}{' 1' * value.fold}"
 
 
 def _parse_datetime(own: Any, text: str) -> object:
-    found = re.fullmatch(r"(\S+)(?: \[(\S+) ([^\]]+)\])?( 1)?", text)
-    if found is None or (found[2] and found[2] not in ("zoneinfo.ZoneInfo", "datetime.timezone")):
-        raise ValueError("not a date or time")
-    zone: Any = _value_of(found[2], found[3]) if found[2] else None
-    return own.fromisoformat(found[1]).replace(tzinfo=zone, fold=1 if found[4] else 0)
+    match = re.fullmatch(r"(\S+)(?: \[(\S+) ([^\]]+)\])?( 1)?", text)
+    if match is None or (match[2] and match[2] not in ("zoneinfo.ZoneInfo", "datetime.timezone")):
+        raise ValueError("the text is not a date or time")
+    zone: Any = _value_of(match[2], match[3]) if match[2] else None
+    return own.fromisoformat(match[1]).replace(tzinfo=zone, fold=1 if match[4] else 0)
 
 
 def _member(text: str) -> object:
     name, _, member = text.rpartition(".")
-    own = CLASSES.of(name)
+    own = CLASSES.find(name)
     if own is None:
         raise LookupError(name)
     if not isinstance(own, type) or not issubclass(own, enum.Enum):

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from flowstone.errors import UnsupportedStateError
-from flowstone.format.bounds import brief
+from flowstone.format.bounds import short_repr
 from flowstone.format.leaves import valid_text
-from flowstone.format.objects import key_text, unsupported
+from flowstone.format.objects import key_text, unsupported_error
 
 WRAPPERS = frozenset({
     "_orig_mod", "module", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_forward_module", "_original_module",
@@ -18,53 +18,54 @@ WRAPPERS = frozenset({
 _WRAPPERS = re.compile(rf"(?:^|(?<=\.))(?:{'|'.join(sorted(WRAPPERS))})\.")
 
 PLAIN_KEYS = frozenset({str, int})
-"""Types of keys that are stored as they are, and whose text is their component of a name."""
+"""Types of keys that are stored unchanged, and whose text is a component of a name."""
 
 
 class Place(NamedTuple):
-    """A value's place in the state: its name, and the keys that lead to it."""
+    """Where a value is in the state: its dotted name, and the keys that lead to it."""
 
     name: str
     key: object
     parent: Place | None
     depth: int
-    rank: int | None  # set for per-rank values: the rank whose value it is
+    rank: int | None  # for a value that each rank has for itself: whose value it is; None for all other values
 
     def child(self, key: object) -> Place:
-        """The place of `self[key]`."""
+        """The place of the value with the key `key` inside of this place."""
         return Place(f"{self.name}.{key_text(key)}", key, self, self.depth + 1, self.rank)
 
     def called(self, name: str, key: object) -> Place:
-        """A place inside this one with a name of its own, reached by `key`."""
+        """The place of the value with the key `key` inside of this place, with the full name `name`."""
         return Place(name, key, self, self.depth + 1, self.rank)
 
     @property
     def path(self) -> str:
-        """The keys as Python code; distinguishes places of the same name."""
+        """The keys as Python code, such as "state['a']['b']". Different places with the same name have different paths.
+        """
         keys: list[object] = []
         place: Place | None = self
         while place is not None:
             keys.append(place.key)
             place = place.parent
-        return "state" + "".join(f"[{brief(key)}]" for key in reversed(keys))
+        return "state" + "".join(f"[{short_repr(key)}]" for key in reversed(keys))
 
 
 def names_below(name: str, keys: Sequence[object]) -> list[str]:
-    """The names of the values at `keys`, in the container called `name`."""
+    """The names of the values with the keys `keys`, in the container called `name`."""
     if PLAIN_KEYS.issuperset(map(type, keys)):
         return [f"{name}.{key}" for key in keys]
     return [f"{name}.{key_text(key)}" for key in keys]
 
 
 def section_place(section: str, rank: int | None = None) -> Place:
-    """The place of a section; `rank` if it is per rank."""
+    """The place of a section. `rank`: for a section with one value per rank, the rank whose value it is."""
     return Place(section if rank is None else f"{section}@{rank}", section, None, 0, rank)
 
 
 def check_shared(place: Place, value: object) -> None:
     """Raise UnsupportedStateError for a shard inside of a per-rank value."""
     if place.rank is not None:
-        raise unsupported(place.name, value, "is a shard, but fs.PerRank takes whole values", "remove PerRank")
+        raise unsupported_error(place.name, value, "is a shard, but fs.PerRank takes complete values", "remove PerRank")
 
 
 def strip_wrappers(key: str) -> str:
@@ -95,3 +96,8 @@ def _checked_sections(sections: Iterable[object]) -> Iterable[str]:
                 next="rename that entry of the state",
             )
         yield section
+
+
+def type_name(own: type) -> str:
+    """The name of a type, as it appears in errors and checkpoints."""
+    return f"{own.__module__}.{own.__qualname__}"

@@ -1,4 +1,4 @@
-"""Records that the state layer returns, and the two wrappers that a user puts around values."""
+"""The objects that this folder returns to others, and PerRank and Shard, which users put around values."""
 
 from __future__ import annotations
 
@@ -6,31 +6,41 @@ import enum
 import operator
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 import msgspec
 import numpy as np
-import torch
 
 from flowstone.errors import UnsupportedStateError
-from flowstone.state.counters import Counters
+from flowstone.state.counters import VersionCounters
+from flowstone.state.framework import FRAMEWORK
 from flowstone.table.dtype import DType
-from flowstone.table.pieces import Alias, Layout, Memory, Pieces, Places
+from flowstone.table.pieces import Alias, Layout, Pieces, Places
+
+if TYPE_CHECKING:
+    import torch
+
+    class ElementRange(Protocol):
+        """A range of consecutive elements of a larger tensor, which consists of several boxes (regions)."""
+
+        def cut_boxes(self, local: Any, /) -> list[Shard]:
+            """The range as boxes; each is a view of `local`, a tensor with the elements of the range."""
+
 
 DifferenceKind: TypeAlias = Literal["missing", "unexpected", "shape", "dtype", "kind"]
-
-
 Redistribute: TypeAlias = Callable[[list[object], int, int], object]
-"""Called with the values of all ranks that saved, this rank, the number of ranks; returns this rank's value."""
+"""A function of the values of all ranks that saved, this rank and the number of ranks; returns this rank's value."""
 
 
 class PerRank:
-    """A value that each rank has for itself, such as its generators; `value` is replaced at load.
+    """A value that each rank has for itself, such as its random number generators. A load replaces `value`.
 
-    redistribute  called if the number of ranks differs from the save's, as `redistribute(states, rank, ranks)`:
-                  `states` are the ranks' values in rank order, as plain values (for an object with state_dict, that);
-                  the returned one is loaded here. It runs on every rank, and must divide the states in the same way
-                  on all. Without it, rank r takes the value of rank r mod N of the N that saved
+    redistribute  a function that is called as `redistribute(states, rank, ranks)` if the checkpoint was saved by
+                  another
+                  number of ranks. `states` are the saved values in rank order, as plain values (for an object, its
+                  state_dict). The function returns what is loaded on rank `rank`. It runs on every rank, and must
+                  divide the states in the same way on all. Without it, rank r loads the value of rank r mod N, if N
+                  ranks have saved
     """
 
     __slots__ = ("redistribute", "value")
@@ -47,20 +57,15 @@ class PerRank:
     def __repr__(self) -> str:
         return f"PerRank({self.value!r})"
 
-
-class IndirectTarget(msgspec.Struct, frozen=True, eq=False):
-    """Memory of the state whose values are read to other memory first.
-
-    is_conj, is_neg  how the memory has them: conjugate, negated
-    """
-
-    memory: Memory
-    is_conj: bool = False
-    is_neg: bool = False
+    def replace_value(self, value: object) -> None:
+        """Called by a load."""
+        self.value = value
 
 
 class Shard:
-    """`tensor` is the box at `offset` of a global tensor of `shape`; other ranks hold the other parts."""
+    """Says that `tensor` is only a region of a global tensor of `shape`: the one that begins at `offset`. Other ranks
+    hold the other regions.
+    """
 
     __slots__ = ("offset", "shape", "tensor")
 
@@ -68,8 +73,8 @@ class Shard:
         self.tensor = tensor
         try:
             self.shape, self.offset = tuple(map(operator.index, shape)), tuple(map(operator.index, offset))
-            if not isinstance(tensor, torch.Tensor | np.ndarray):
-                raise TypeError("no tensor")
+            if not (isinstance(tensor, np.ndarray) or FRAMEWORK.is_tensor(tensor)):
+                raise TypeError("the first argument is not a tensor")
         except TypeError:
             raise UnsupportedStateError(
                 "a shard takes a tensor, the global shape, and the offset of the tensor in it",
@@ -89,18 +94,23 @@ class Shard:
     def __repr__(self) -> str:
         return f"Shard(<{tuple(self.tensor.shape)}>, shape={self.shape}, offset={self.offset})"
 
+    def replace_array(self, array: np.ndarray) -> None:
+        """Set `tensor` to a new array. Called by a load if the existing array is read-only."""
+        self.tensor = array
 
-class Described(msgspec.Struct, frozen=True, eq=False):
-    """A state, taken apart. The memory is the user's: valid until the state changes.
+
+class StateDescription(msgspec.Struct, frozen=True, eq=False):
+    """The tensors and all other values of a state, for a save. The memory belongs to the user, and must not change
+    before it is captured.
 
     layout      the pieces, the aliases, and which pieces are lazy
-    places      parallel to its pieces: the memory of each
-    optimizers  every optimizer of the state, inner ones too: each may change lazy pieces in its step
-    unguarded   names of optimizers that cannot be made to wait: nothing that they change is lazy
-    counters    version counters of the tensors, which show changes that escape the fence
+    places      the memory of each of these pieces
+    optimizers  every optimizer of the state, inner ones included, as each may change lazy pieces in its step
+    unguarded   names of optimizers that cannot be made to wait; what they change is not captured lazily
+    counters    version counters of the tensors, which show changes that did not wait for the capture
 
-    Values that are not tensors are in `objects` and `per_rank`. Providers create theirs at the first access:
-    access them once the bytes of the pieces move, and before the state changes.
+    Values that are not tensors are in `objects` and `per_rank`. Providers create their values when these attributes are
+    first read: read them once the capture has begun, and before the state changes.
     """
 
     layout: Layout
@@ -109,26 +119,26 @@ class Described(msgspec.Struct, frozen=True, eq=False):
     _per_rank: Mapping[str, object]
     optimizers: tuple[object, ...]
     unguarded: tuple[str, ...]
-    counters: Counters
+    counters: VersionCounters
     _late: deque[Callable[[], None]] = msgspec.field(default_factory=deque)
 
     @property
     def objects(self) -> Mapping[str, object]:
-        """Section to plain values, with TensorRef and Named leaves; copies, not the user's objects. Raises
-        ProviderError.
+        """Section -> its values in the form in which they are stored: copies, with TensorRef for tensors and
+        NamedConstant for constants. Raises ProviderError.
         """
         self._fill_in()
         return self._objects
 
     @property
     def per_rank(self) -> Mapping[str, object]:
-        """The same for per-rank sections."""
+        """Like `objects`, for sections with one value per rank."""
         self._fill_in()
         return self._per_rank
 
     def _fill_in(self) -> None:
         while self._late:
-            self._late[0]()  # stays in the list if it fails, so that incomplete objects are never returned
+            self._late[0]()  # removed from the list only if it succeeds, so that incomplete objects are never returned
             self._late.popleft()
 
     @property
@@ -144,7 +154,7 @@ class Described(msgspec.Struct, frozen=True, eq=False):
         return self.layout.lazy
 
 
-class StoredTensor(msgspec.Struct, frozen=True):
+class TensorSpec(msgspec.Struct, frozen=True):
     """The index entry of a tensor."""
 
     dtype: DType
@@ -163,23 +173,25 @@ def _never(_: str) -> bool:
     return False
 
 
-class Stored(msgspec.Struct, frozen=True):
+class StoredState(msgspec.Struct, frozen=True):
     """The content of a checkpoint, as far as restoring needs it before any byte is read.
 
-    tensors   by name after renames; aliases are included as names of their own
-    objects   section -> decoded value, with TensorRef and Named leaves (names before renames)
-    per_rank  the same, this rank's entries
-    rename    stored tensor name -> name after the rename rules
-    tied      alias -> the name with which it shares memory, both after renames; so that new containers share what
-              was shared
-    equal     whether two names are known to have the same stored bytes; True also where one is not stored
-    by_rank   as `per_rank`, for every rank that saved
-    moved     stored tensor name -> the names of what rules make of it; none: the one that `rename` gives
-    may_be_left    whether a rule lets the state not have an entry of that name
-    may_be_absent  whether a rule lets the checkpoint not have it
+    tensors   the tensors by their names after Rename rules, aliases included
+    objects   section -> its stored value, with TensorRef for tensors (by their names before renames) and NamedConstant
+              for constants
+    per_rank  like `objects`, for this rank's values of sections with one value per rank
+    rename    returns for a stored tensor's name its name after the Rename rules
+    tied      alias -> the name of the tensor with which it shares memory, both after renames; tensors that a load
+              creates share memory in the same way
+    equal     tells whether two names are known to have the same stored bytes; also True if one is not stored
+    by_rank   like `per_rank`, for every rank that saved
+    moved     returns for a stored tensor's name the names of the tensors that layout rules make from it; empty: no
+              layout rule applies, see `rename`
+    may_be_left    tells whether a rule allows that the state lacks an entry of that name
+    may_be_absent  tells whether a rule allows that the checkpoint lacks an entry of that name
     """
 
-    tensors: Mapping[str, StoredTensor]
+    tensors: Mapping[str, TensorSpec]
     objects: Mapping[str, object]
     per_rank: Mapping[str, object] = msgspec.field(default_factory=dict)
     rename: Callable[[str], str] = _same
@@ -191,17 +203,19 @@ class Stored(msgspec.Struct, frozen=True):
     may_be_absent: Callable[[str], bool] = _never
 
 
-class Difference(msgspec.Struct, frozen=True):
+class StateDifference(msgspec.Struct, frozen=True):
     """One difference between state and checkpoint."""
 
     kind: DifferenceKind
     name: str
-    expected: str  # in the state
-    found: str  # in the checkpoint
+    expected: str  # what the state has
+    stored: str  # what the checkpoint has
 
 
-class Phase(enum.IntEnum):
-    """The order of actions that finish a restoration. Code that may draw random numbers runs before generators."""
+class RestorePhase(enum.IntEnum):
+    """The order in which values are restored after all bytes are read. Generators come last, so that no later code
+    draws random numbers.
+    """
 
     VALUES = 0
     MODULES = 1
@@ -210,10 +224,10 @@ class Phase(enum.IntEnum):
     GENERATORS = 4
 
 
-class Missing(enum.Enum):
-    """No stored object exists at a place; None is a value."""
+class MissingType(enum.Enum):
+    """The type of MISSING, which says that the checkpoint has no object at a place. (None may be a stored value.)"""
 
     MISSING = 0
 
 
-MISSING = Missing.MISSING
+MISSING = MissingType.MISSING

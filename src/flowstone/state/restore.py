@@ -3,53 +3,53 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, MutableMapping, Sequence
-
-import torch
+from collections.abc import Mapping, MutableMapping
 
 from flowstone.errors import StateError
 from flowstone.format.inner_objects import INNER, inner_state
-from flowstone.format.objects import Provided, unsupported
+from flowstone.format.objects import ProviderRecord, unsupported_error
 from flowstone.state import nodes
 from flowstone.state.describe import describe_walk
-from flowstone.state.imported import with_classes_of
-from flowstone.state.kind import Kind
+from flowstone.state.framework import FRAMEWORK
+from flowstone.state.imported import call_with_classes_of
+from flowstone.state.kind import ValueKind
 from flowstone.state.kinds.stateful import load_state
-from flowstone.state.loading import Loading, Replacement
-from flowstone.state.names import Place, check_sections, section_place
+from flowstone.state.loading import Replacement, RestorePass, RestoreWalk
+from flowstone.state.memory import IndirectTarget
+from flowstone.state.names import Place, check_sections, section_place, type_name
 from flowstone.state.new_values import NewValues
-from flowstone.state.providers import PROVIDERS
-from flowstone.state.records import MISSING, Difference, IndirectTarget, PerRank, Phase, Stored
+from flowstone.state.provider_registry import PROVIDERS
+from flowstone.state.records import MISSING, PerRank, RestorePhase, StateDifference, StoredState
 from flowstone.state.registry import kind_of
-from flowstone.state.saving import Saving
-from flowstone.state.scan import facts_of_failure
-from flowstone.state.sink import Sink
-from flowstone.state.split import type_name
+from flowstone.state.saving import DescribePass
+from flowstone.state.scan import StateScan, failure_facts
+from flowstone.state.sink import TensorSink
 from flowstone.state.walk import Walk, scan
 from flowstone.table.pieces import Alias, Pieces, Places
 
 
 class Restoration:
-    """The target memory of a checkpoint's bytes, the differences from the state, and the actions after the bytes.
+    """A planned load: the memory into which bytes are read, the differences between state and checkpoint, and what must
+    be done after the read.
 
-    pieces, places  requested tensors and their target memory, each memory once; it is the user's, or new and owned
-                    by this object until `finish`
-    indirect        by position among the pieces: memory of the state that is set after its place, in `finish`
-    aliases         further requested names of memory that is among the pieces
-    differences     between the state's and the checkpoint's objects; tensors are not compared here
-    sections        of the state
-    new_bytes       length of the new memory among the places
-    notes           what was deliberately left out or kept, for the report
-    remedies        how to resolve differences with a known cause
+    pieces, places  the requested tensors, and the memory into which they are read; each memory is listed once. The
+                    memory is the user's, or new memory that this object owns until `finish`
+    indirect        position of a piece -> memory of the state that `finish` sets from the memory that was read into
+    aliases         further names in the state of the same memory
+    differences     differences between the state's and the checkpoint's objects; tensors are compared later
+    sections        names of the state's sections
+    new_bytes       length of the new memory among `places`
+    notes           texts for the report about entries that were deliberately left out or kept
+    remedies        texts that say how to resolve differences with a known cause
     """
 
-    def __init__(self, loading: Loading, sections: tuple[str, ...], state: Mapping[str, object]) -> None:
-        layout, places, indirect = loading.close(lambda aliases: _untie(state, loading, aliases))
+    def __init__(self, loading: RestorePass, sections: tuple[str, ...], state: Mapping[str, object]) -> None:
+        layout, places, indirect = loading.close(lambda aliases: FRAMEWORK.untie(state, loading, aliases))
         self.pieces: Pieces = layout.pieces
         self.places: Places = places
         self.indirect: Mapping[int, IndirectTarget] = indirect
         self.aliases: tuple[Alias, ...] = layout.aliases
-        self.differences: tuple[Difference, ...] = tuple(loading.differences)
+        self.differences: tuple[StateDifference, ...] = tuple(loading.differences)
         self.notes: tuple[str, ...] = tuple(loading.notes)
         self.remedies: tuple[str, ...] = tuple(loading.remedies)
         self.sections = sections
@@ -59,29 +59,32 @@ class Restoration:
         self._counted = self._finished = False
 
     def count_as_written(self) -> None:
-        """Increment version counters: bytes are written without autograd, and a graph that saved values must notice.
+        """Increment the version counters of all tensors that the load writes. Autograd does not see these writes, and a
+        graph that has saved a tensor must detect them.
 
-        Call it once bytes may change; for tens of thousands of tensors it takes long enough to be called meanwhile.
+        Must be called once bytes may change. Call it while bytes are read, as it takes noticeable time for tens of
+        thousands of tensors.
         """
         if not self._counted:
             self._counted = True
-            _count_as_written(self._written)
+            FRAMEWORK.count_as_written(self._written)
 
     def finish(self) -> None:
-        """Restore everything that is not tensor bytes. Call once, with every requested byte in place and verified.
+        """Restore everything that is not tensor bytes. Must be called once, when every requested byte is read and
+        verified.
 
-        Values and containers come first, then modules, optimizers, other objects in the state's order, generators
-        last. Raises StateError if an object's own load_state_dict() raises.
+        Order: values and containers, modules, optimizers, other objects in the state's order, generators. Raises
+        StateError if an object's own load_state_dict() raises.
         """
         assert not self._finished, "a restoration finishes once"
         self._finished = True
         self.count_as_written()
-        for phase in Phase:
+        for phase in RestorePhase:
             for action in self._actions[phase]:
                 action()
 
 
-def prepare(state: Mapping[str, object], stored: Stored, *, rank: int = 0, ranks: int = 1) -> Restoration:
+def prepare(state: Mapping[str, object], stored: StoredState, *, rank: int = 0, ranks: int = 1) -> Restoration:
     """Plan to restore `state` from the checkpoint content `stored`, on `rank` of `ranks`.
 
     raises  UnsupportedStateError for memory that cannot be written, CollisionError if two paths make the same name,
@@ -90,13 +93,15 @@ def prepare(state: Mapping[str, object], stored: Stored, *, rank: int = 0, ranks
     Changes nothing: the state is as before until bytes are written into the returned memory.
     """
     sections = check_sections(state)
-    loading = Loading(scan(state, rank), stored)
-    _set_walks(loading)
-    with_classes_of(state, lambda: _plan(state, loading, rank, ranks))
+    loading = RestorePass(
+        scan(state, rank), stored, make_walk=_restore_walk, plain=_plain,
+        is_object=lambda value: kind_of(value).is_object,
+    )
+    call_with_classes_of(state, lambda: _plan(state, loading, rank, ranks))
     return Restoration(loading, sections, state)
 
 
-def _plan(state: Mapping[str, object], loading: Loading, rank: int, ranks: int) -> None:
+def _plan(state: Mapping[str, object], loading: RestorePass, rank: int, ranks: int) -> None:
     for section, value in state.items():
         if isinstance(value, PerRank):
             _per_rank(loading, section, value, rank, ranks)
@@ -104,46 +109,44 @@ def _plan(state: Mapping[str, object], loading: Loading, rank: int, ranks: int) 
             _section(loading, section, value, state)
 
 
-def _untie(state: Mapping[str, object], loading: Loading, aliases: Sequence[Alias]) -> Sequence[int]:
-    from flowstone.state.untie import untie  # imported here: few states have such entries
+def _plain(state_scan: StateScan, value: object, place: Place) -> object:
+    """An object of the state in the form in which a checkpoint would store it, for comparison."""
+    return DescribePass(state_scan, TensorSink(objects_only=True), describe_walk).walk(value, place)
 
-    return untie(state, loading, aliases)
 
+def _restore_walk(loading: RestorePass) -> RestoreWalk:
+    """The walk over a state that plans a load: for each value, its kind's `restore` is called."""
 
-def _set_walks(loading: Loading) -> None:
-    """Give the restoration its two passes: one that plans it, and one that describes plain objects for comparison."""
-
-    def act(kind: Kind, value: object, place: Place, node: object) -> Replacement | None:
+    def act(kind: ValueKind, value: object, place: Place, node: object) -> Replacement | None:
         if kind.is_object:
             node = inner_state(node, place.name)
-        # Without parts and provider its fields say all, see `classes.py`.
-        if isinstance(node, Provided) and not kind.provided and (node.parts or PROVIDERS.of_kind(node.kind)):
-            loading.differ("kind", place.name, nodes.kind_of(value), _unprovided(value, node))
+        # A ProviderRecord without parts may be an object with fields (`classes.py`), which needs no provider.
+        if isinstance(node, ProviderRecord) and not kind.provided and (
+            node.parts or PROVIDERS.find_for_kind(node.kind)
+        ):
+            loading.add_difference("kind", place.name, nodes.describe_node(value), _unprovided(value, node))
             return None
         if kind.one_value:
-            loading.check_once(value, node, place)
+            loading.check_same_value(value, node, place)
         return kind.restore(value, node, place, loading)
 
-    def plain(value: object, place: Place) -> object:
-        return describe_walk(Saving(loading.scan, Sink(objects_only=True)))(value, place)
-
-    loading.walk, loading.plain, loading.is_object = Walk(act), plain, lambda value: kind_of(value).is_object
+    return Walk(act)
 
 
-def _unprovided(value: object, node: Provided) -> str:
-    """The difference for an object that a provider saved, if no provider is registered for it now."""
-    served = PROVIDERS.of_kind(node.kind)
+def _unprovided(value: object, node: ProviderRecord) -> str:
+    """The text of the difference for an object that was saved with a provider, if none is registered for it now."""
+    entry = PROVIDERS.find_for_kind(node.kind)
     if node.kind == INNER:
-        return nodes.kind_of(node)
-    if served is None:
-        return f"{nodes.kind_of(node)}, whose provider is not registered: call register_provider() before load()"
-    return f"{nodes.kind_of(node)}, whose provider serves {type_name(served.own)}, not {type_name(type(value))}"
+        return nodes.describe_node(node)
+    if entry is None:
+        return f"{nodes.describe_node(node)}, whose provider is not registered: call register_provider() before load()"
+    return f"{nodes.describe_node(node)}, whose provider serves {type_name(entry.own)}, not {type_name(type(value))}"
 
 
-def _per_rank(loading: Loading, section: str, holder: PerRank, rank: int, ranks: int) -> None:
-    """Plan a per-rank section."""
+def _per_rank(loading: RestorePass, section: str, holder: PerRank, rank: int, ranks: int) -> None:
+    """Plan to restore a section with one value per rank."""
     if section in loading.stored.objects and section not in loading.stored.per_rank:
-        loading.differ("kind", section, "each rank's own value (fs.PerRank)", "one value for all ranks")
+        loading.add_difference("kind", section, "each rank's own value (fs.PerRank)", "one value for all ranks")
         return
     if holder.redistribute is not None and len(loading.stored.by_rank.get(section, ())) not in (0, ranks):
         _redistribute(loading, section, holder, rank, ranks)
@@ -151,54 +154,48 @@ def _per_rank(loading: Loading, section: str, holder: PerRank, rank: int, ranks:
     node = loading.stored.per_rank.get(section, MISSING)
     replacement = loading.walk(holder.value, section_place(section, rank), node)
     if replacement is not None:
-        loading.later(Phase.VALUES, lambda: setattr(holder, "value", replacement()))
+        loading.defer(RestorePhase.VALUES, lambda: holder.replace_value(replacement()))
 
 
-def _redistribute(loading: Loading, section: str, holder: PerRank, rank: int, ranks: int) -> None:
-    """Plan to let `redistribute` make this rank's value from those of all ranks that saved."""
+def _redistribute(loading: RestorePass, section: str, holder: PerRank, rank: int, ranks: int) -> None:
+    """Plan to call `redistribute`, which makes this rank's value from the values of all ranks that saved."""
     value, place, kind = holder.value, section_place(section, rank), kind_of(holder.value)
-    if not (kind.takes_state(value) or (kind.replaceable and id(value) not in loading.scan.live)):
-        raise unsupported(
+    if not (kind.takes_state(value) or (kind.replaceable and id(value) not in loading.state_scan.live)):
+        raise unsupported_error(
             section, value, "cannot be redistributed",
             "give redistribute= to a PerRank of plain values, or of one object with state_dict()",
         )
     new_values, hook, states = NewValues(loading), holder.redistribute, loading.stored.by_rank[section]
     assert hook is not None
     for number, node in enumerate(states):
-        new_values.want(node, section_place(section, number))
+        new_values.request(node, section_place(section, number))
 
     def redistributed() -> object:
-        found = [new_values.build(node, section_place(section, number).name) for number, node in enumerate(states)]
+        values = [new_values.build(node, section_place(section, number).name) for number, node in enumerate(states)]
         try:
-            return hook(found, rank, ranks)
+            return hook(values, rank, ranks)
         except Exception as error:
             raise StateError(
-                f"cannot restore '{section}'", **facts_of_failure("its redistribute", error, next=(
-                    "fix it; tensors loaded in place, and what comes before it in the state, are already restored"
+                f"cannot restore '{section}'", **failure_facts("redistribute", error, next=(
+                    "fix that redistribute(), and load again: all tensors that are loaded in place, and the objects "
+                    "before this one, already have the loaded values"
                 )),
             ) from error
 
     if kind.takes_state(value):
-        loading.later(Phase.STATEFUL, lambda: load_state(value, redistributed(), place))
+        loading.defer(RestorePhase.STATEFUL, lambda: load_state(value, redistributed(), place))
     else:
-        loading.later(Phase.VALUES, lambda: setattr(holder, "value", loading.fitting.fit(value, redistributed())))
+        loading.defer(RestorePhase.VALUES, lambda: holder.replace_value(loading.fitting.fit(value, redistributed())))
 
 
-def _section(loading: Loading, section: str, value: object, state: Mapping[str, object]) -> None:
-    """Plan a section that is equal on all ranks."""
+def _section(loading: RestorePass, section: str, value: object, state: Mapping[str, object]) -> None:
+    """Plan to restore a section that is equal on all ranks."""
     if section in loading.stored.per_rank and section not in loading.stored.objects:
-        loading.differ("kind", section, "one value for all ranks", "each rank's own value (fs.PerRank)")
+        loading.add_difference("kind", section, "one value for all ranks", "each rank's own value (fs.PerRank)")
         return
     replacement = loading.walk(value, section_place(section), loading.stored.objects.get(section, MISSING))
     if replacement is None:
         return
     if not isinstance(state, MutableMapping):
-        raise unsupported(section, value, "cannot be replaced, as the state is read-only", "pass a dict")
-    loading.later(Phase.VALUES, lambda: operator.setitem(state, section, replacement()))
-
-
-def _count_as_written(written: Sequence[torch.Tensor]) -> None:
-    try:
-        torch.autograd.graph.increment_version(written)
-    except RuntimeError:  # inference tensors have no version; counting the others twice is harmless
-        torch.autograd.graph.increment_version([one for one in written if not one.is_inference()])
+        raise unsupported_error(section, value, "cannot be replaced, as the state is read-only", "pass a dict")
+    loading.defer(RestorePhase.VALUES, lambda: operator.setitem(state, section, replacement()))

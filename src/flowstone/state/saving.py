@@ -1,4 +1,6 @@
-"""One description under way, as kinds see it: where tensors go, and what kinds need to know of the whole state."""
+"""The pass over a state that lists its tensors and values for a save. Kinds add tensors to its sink, and read facts
+about the full state from it.
+"""
 
 from __future__ import annotations
 
@@ -7,47 +9,52 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import chain
+from operator import itemgetter
 from typing import Literal, Protocol, TypeAlias
 
-from flowstone.state import tensors
-from flowstone.state.counters import Counters
-from flowstone.state.frozen import Frozen
-from flowstone.state.inner import stepped_by
+from flowstone.state.counters import VersionCounters
+from flowstone.state.framework import FRAMEWORK
+from flowstone.state.frozen import FrozenParameters
 from flowstone.state.names import Place
-from flowstone.state.parameters import Parameters
-from flowstone.state.scan import Scan
-from flowstone.state.sink import Role, Sink
+from flowstone.state.scan import StateScan
+from flowstone.state.sink import TensorRole, TensorSink
 from flowstone.table.pieces import Layout, Places
 
 Inner: TypeAlias = "Literal['walked', 'marked', 'refused']"
-"""What becomes of an inner object: a load walks to it; a load finds it by its mark; a load could not find it."""
+"""How a load finds an object inside of another's state: by the walk, by a marker, or not at all."""
 
 
 class DescribeWalk(Protocol):
-    """Describes a value of any kind: enters its tensors into the sink, and returns the object that represents it."""
-
-    def __call__(self, value: object, place: Place, role: Role = Role.OTHER, /) -> object: ...
-
-
-class Saving:
-    """One description under way.
-
-    scan  what the state contains
-    sink  takes tensors
-    walk  describes the values inside of a value
-    late  functions that fill in providers' small objects, once bytes move; the sink then accepts objects only
+    """A function that describes a value of any kind for a save: it adds the value's tensors to the sink, and returns
+    the form in which the value is stored.
     """
 
-    walk: DescribeWalk
+    def __call__(self, value: object, place: Place, role: TensorRole = TensorRole.OTHER, /) -> object: ...
 
-    def __init__(self, scan: Scan, sink: Sink) -> None:
-        self.scan, self.sink = scan, sink
+
+class DescribePass:
+    """One pass that describes a state.
+
+    scan  the contents of the state, as the first pass found them
+    sink  collects the tensors
+    walk  describes one value; kinds call it for the values inside of a value
+    inner how objects inside of another object's state are treated
+    late  functions that fill in providers' small objects during the capture, when the sink accepts no more tensors
+    """
+
+    def __init__(
+        self, scan: StateScan, sink: TensorSink, make_walk: Callable[[DescribePass], DescribeWalk],
+        inner: Inner = "walked",
+    ) -> None:
+        self.scan, self.sink, self.inner = scan, sink, inner
         self.late: deque[Callable[[], None]] = deque()
-        self.inner: Inner = "walked"
+        self.walk = make_walk(self)
 
     @contextmanager
-    def inside(self, inner: Inner) -> Iterator[None]:
-        """Describe values that a load makes anew: what becomes of objects among them."""
+    def inner_objects_as(self, inner: Inner) -> Iterator[None]:
+        """In the `with` block, values are described that a load will create. `inner` says how objects among them are
+        treated.
+        """
         outer, self.inner = self.inner, inner
         try:
             yield
@@ -55,21 +62,18 @@ class Saving:
             self.inner = outer
 
     @cached_property
-    def parameters(self) -> Parameters:
-        return self.scan.parameters()
-
-    @cached_property
     def stepped(self) -> frozenset[int]:
-        """Ids of parameters that change only in steps of the state's optimizers, which wait at the fence."""
-        return frozenset(map(id, chain.from_iterable(map(stepped_by, self.scan.optimizers))))
+        """The ids of parameters that change only in optimizer steps, which wait until the parameters are captured."""
+        groups = chain.from_iterable(getattr(optimizer, "param_groups", ()) for optimizer in self.scan.optimizers)
+        return frozenset(map(id, chain.from_iterable(map(itemgetter("params"), groups))))
 
     def close(
-        self, known: Layout | None, frozen: Frozen | None = None, copied_bytes_max: int | None = None
-    ) -> tuple[Layout, Places, Counters]:
-        """The layout, places and counters, once all has been entered."""
-        columns = self.sink.look(hold=True)
-        apart = {at: tensors.memory_of(tensors.resolved(self.sink.tensors[at])) for at in columns.odd}
-        self.sink.objects_only = True
+        self, known: Layout | None, frozen: FrozenParameters | None = None, copied_bytes_max: int | None = None
+    ) -> tuple[Layout, Places, VersionCounters]:
+        """End the pass. Returns the layout, the memory of its pieces, and the version counters of the tensors."""
+        columns = self.sink.columns(hold=True)
+        apart = {row: FRAMEWORK.memory_of(FRAMEWORK.resolved(self.sink.tensors[row])) for row in columns.odd}
+        self.sink.refuse_tensors()
         layout, places, piece = self.sink.close(columns, apart, known, frozen, copied_bytes_max)
-        counters = Counters(self.sink.tensors, columns.owners, columns.address, columns.versions, piece)
+        counters = VersionCounters(self.sink.tensors, columns.owners, columns.address, columns.versions, piece)
         return layout, places, counters

@@ -1,8 +1,8 @@
 """The walk: the one recursion over the objects of a state.
 
-Three passes go over a state: one scans its content, one describes it, one plans to restore it. Each is a `Walk`, which
-finds the kind of a value and calls that kind's method; a kind descends by calling the walk that it was given. A value
-that contains itself, or is nested too deep, is refused here, whatever its kind, by the first pass that reaches it.
+There are three passes over a state: one finds what it contains, one lists its tensors and values for a save, and one
+plans a load. Each pass is a `Walk`, which finds the kind of a value and calls a method of that kind; the kind calls the
+walk for the values inside. The first pass that reaches a value that contains itself, or is nested too deep, refuses it.
 """
 
 from __future__ import annotations
@@ -10,22 +10,22 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Concatenate, Generic, ParamSpec, TypeVar
 
-from flowstone.format.objects import DEPTH_MAX, unsupported
-from flowstone.state.kind import Kind
+from flowstone.format.objects import DEPTH_MAX, unsupported_error
+from flowstone.state.kind import ValueKind
 from flowstone.state.names import Place, section_place
 from flowstone.state.records import PerRank
 from flowstone.state.registry import kind_of
-from flowstone.state.scan import Scan
+from flowstone.state.scan import StateScan
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 class Walk(Generic[P, T]):
-    """One pass. Called with a value, its place, and further arguments of the pass."""
+    """One pass over a state. Call it with a value, its place in the state, and further arguments of the pass."""
 
-    def __init__(self, act: Callable[Concatenate[Kind, object, Place, P], T]) -> None:
-        """`act`: what the pass does with a value, once its kind is known."""
+    def __init__(self, act: Callable[Concatenate[ValueKind, object, Place, P], T]) -> None:
+        """`act`: handles a value, once its kind is known."""
         self._act = act
         self._open: set[int] = set()
 
@@ -38,27 +38,31 @@ class Walk(Generic[P, T]):
         if not kind.nests:
             return self._act(kind, value, place, *given, **named)
         if id(value) in self._open:
-            raise unsupported(place.name, value, "contains itself", "break the cycle, or leave it out of the state")
+            raise unsupported_error(
+                place.name, value, "contains itself", "remove the reference to itself, or leave it out of the state"
+            )
         if len(self._open) >= DEPTH_MAX:
-            raise unsupported(place.name, value, f"is nested more than {DEPTH_MAX} levels deep", "flatten it")
+            raise unsupported_error(
+                place.name, value, f"is nested more than {DEPTH_MAX} levels deep", "use fewer levels of dicts and lists"
+            )
         self._open.add(id(value))
         made = self._act(kind, value, place, *given, **named)
         self._open.discard(id(value))
         return made
 
 
-def scan(state: Mapping[str, object], rank: int) -> Scan:
+def scan(state: Mapping[str, object], rank: int) -> StateScan:
     """The first pass: what the state contains, found without calling any of its methods.
 
     raises  UnsupportedStateError for containers that contain themselves or are too deep, and for PerRank below the top
     """
-    found = Scan()
+    result = StateScan()
 
-    def find(kind: Kind, value: object, place: Place) -> bool:
-        return kind.find(value, place, found)
+    def find(kind: ValueKind, value: object, place: Place) -> bool:
+        return kind.find(value, place, result)
 
-    walk = found.walk = Walk(find)
+    walk = result.walk = Walk(find)
     for section, value in state.items():
         own = rank if isinstance(value, PerRank) else None
         walk(value.value if isinstance(value, PerRank) else value, section_place(section, own))
-    return found
+    return result

@@ -1,1 +1,3 @@
-"""Where checkpoints are stored: names, bytes, syncs and renames. Independent of torch and of plans."""
+"""Where checkpoints are stored. A store has names and bytes, syncs and renames. This package needs neither torch nor
+plans.
+"""

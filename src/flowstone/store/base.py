@@ -1,14 +1,14 @@
 """The interface of a store: four protocols, and capabilities that say what a store guarantees.
 
-`Names`, `BulkBytes`, `Commit` and `Lock`; a `Store` is all of them. Functions take the smallest one that they need: a
-listing takes `Names`. No code asks for the type of a store: differences between stores are in `Capabilities`. Every
-store passes one suite, tests/store/contract.py; docs/ARCHITECTURE.md says how to add one.
+The protocols are `Names`, `BulkBytes`, `Commit` and `Lock`; a `Store` has all four. Functions take the smallest
+protocol that they need: a listing takes `Names`. No code depends on the type of a store: differences between stores are
+in `Capabilities`. Every store passes the suite tests/store/contract.py; docs/ARCHITECTURE.md says how to add a store.
 
-Paths are names relative to the store's root, separated by "/". Failures raise StorageError with operation, errno and
-path; FullError if no space is left.
+Paths are relative to the store's root, and their names are separated by "/". Failures raise StorageError, which names
+operation, errno and path; FullError if no space is left.
 
-Calls that create, write, rename, sync, remove or lock follow no link in the store; calls that read follow a link to a
-directory, never one to a file.
+Calls that create, write, rename, sync, remove or lock follow no symbolic link in the store. Calls that read follow
+symbolic links to directories, never links to files.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Protocol, cast, runtime_checkable
 
 import msgspec
 
-from flowstone.config import INTERRUPTS_MAX, POLL_S, Direction, Share
+from flowstone.config import INTERRUPTS_MAX, POLL_S, Direction, PathShare
 from flowstone.errors import FlowstoneError
 from flowstone.format.manifest import IoRecord
 from flowstone.store.settings import Settings
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from flowstone import _native
-    from flowstone.store.spreads import Spreads
+    from flowstone._native import Arena, ReadExtents, SpanColumns, WriteExtents
+    from flowstone.store.multi_path import MultiPath
 
 
 class FilePlan(msgspec.Struct, frozen=True):
     """A segment to be created: its path in the store and its full size in bytes.
 
-    begins  how many bytes it begins with that no chunk has, and their digest; None: that is not known yet
-    header  if an encoder decides the size, which is `bytes` at most: what the file begins with, by its size. Its length
-            is a multiple of 4096; the rows of this file leave room for it
+    begins  length and digest of the bytes before the first chunk (the header); None: not known yet
+    header  for a file whose size an encoder decides (at most `bytes`): returns the file's first bytes, given its size.
+            Their length is a multiple of 4096; no row of this file's write overlaps them
     """
 
     path: str
@@ -47,15 +47,16 @@ class FilePlan(msgspec.Struct, frozen=True):
     begins: tuple[int, str] | None = None
 
 
-class Encoded(msgspec.Struct, frozen=True, eq=False):
-    """How an encoder other than identity has stored chunks, as columns with one entry per chunk.
+class EncodedChunks(msgspec.Struct, frozen=True, eq=False):
+    """How an encoder has stored chunks. Each array has one entry for each chunk.
 
-    offset, length  in bytes, in its segment
-    codec           see format/codec.py
-    same            no byte is stored: the base's chunk has the same bytes
-    captured        digest of what the encoder got, of chunks in segments of chunks
-    derived         no byte is stored: it follows from other chunks of the same save
-    file_bytes      of each segment
+    offset, length  where the chunk's bytes are in its segment, in bytes
+    codec           id of the chunk's codec (format/codec.py)
+    same            whether no byte is stored, because the same chunk of the earlier checkpoint (the base) has the same
+                    bytes
+    captured        digest of the chunk before encoding, for segments that store chunks in any order
+    derived         whether no byte is stored, because the chunk can be computed from other chunks of the save
+    file_bytes      size of each segment in bytes (one entry for each segment)
     """
 
     offset: NDArray[np.uint64]
@@ -68,34 +69,36 @@ class Encoded(msgspec.Struct, frozen=True, eq=False):
 
 
 class Receipt(msgspec.Struct, frozen=True):
-    """A writer's report: digests of all chunks, or the error that ended it. Without an error, everything is durable.
+    """The result of a write: the digests of all chunks, or the error that ended the write. Without an error, everything
+    is durable.
 
-    digests  of the chunks' stored bytes
-    encoded  how they are stored; None: unencoded, where the plan has put them
-    spans    recorded by the engine's threads
+    digests  digests of the chunks' stored bytes
+    encoded  how an encoder has stored the chunks; None: they are not encoded, and are where the plan puts them
+    spans    times that the engine's threads have recorded, for a trace
     synced   begin and end of the sync, in seconds of the monotonic clock; None: none was needed
     """
 
     error: FlowstoneError | None
     digests: NDArray[np.uint64]
     io: IoRecord
-    encoded: Encoded | None = None
-    spans: Sequence[_native.SpanColumns] = ()
+    encoded: EncodedChunks | None = None
+    spans: Sequence[SpanColumns] = ()
     synced: tuple[float, float] | None = None
 
     @property
     def has_copies(self) -> bool:
-        """Whether chunks were left out that are equal to others of the same save."""
+        """Whether chunks were not stored because they equal other chunks of the same save."""
         return self.encoded is not None and bool((self.encoded.derived & (self.encoded.codec == 0)).any())
 
 
 class ReadReceipt(msgspec.Struct, frozen=True):
-    """A reader's report.
+    """The result of a read.
 
-    error    why it ended early, if it did; DamagedError if a file ends before its extents do
-    bad      positions, in the rows' digests, of chunks that differ from what was written
-    touched  for each row: whether any byte of its target has changed
-    spans    recorded by the engine's threads
+    error    why the read ended early, if it did; DamagedError if a file is shorter than the ranges that are read from
+             it
+    bad      the chunks that do not match their digest, as positions in the list of expected digests
+    touched  for each row of the request: whether any byte of the memory to fill has changed
+    spans    times that the engine's threads have recorded, for a trace
     """
 
     error: FlowstoneError | None
@@ -105,15 +108,16 @@ class ReadReceipt(msgspec.Struct, frozen=True):
     copied_bytes: int
     direct_bytes: int
     requests: int
-    spans: Sequence[_native.SpanColumns] = ()
+    spans: Sequence[SpanColumns] = ()
 
 
 class Pace(msgspec.Struct, frozen=True):
-    """Limits of lazy capture until a thread waits for it, and of a save in any case.
+    """Limits of a save's speed. `blocks` and `bytes_per_s` apply to data that is captured after `save` has returned,
+    and only until a thread waits for the end of this capture.
 
-    blocks       of the arena, in use at once; None: all
-    bytes_per_s  None: as fast as the device
-    cap          limit in bytes per second for all bytes, also while a thread waits; None: no limit
+    blocks       how many blocks of the arena (staging memory) may be in use; None: all
+    bytes_per_s  limit of bytes per second; None: as fast as the device
+    cap          limit of bytes per second for all data, even while a thread waits; None: no limit
     """
 
     blocks: int | None = None
@@ -124,70 +128,78 @@ class Pace(msgspec.Struct, frozen=True):
 UNPACED = Pace()
 
 
-class Watched(msgspec.Struct, frozen=True):
-    """How lazy rows are watched until they are captured: all of their bytes, or some, which are compared.
+class WatchCoverage(msgspec.Struct, frozen=True):
+    """How the memory that is captured after `save` has returned is watched for changes until then: how many bytes
+    exactly, and how many by samples.
 
-    huge_bytes  of exact_bytes: in huge pages
-    insisted  the caller does not accept samples
-    row       the first sampled row, and the reason
+    huge_bytes  how many of exact_bytes are in huge pages
+    is_exact_required    whether the caller does not accept samples
+    row         the first row of the request that is watched by samples; None: there is none
+    reason      why that row is watched by samples
     """
 
     exact_bytes: int
     sampled_bytes: int
     huge_bytes: int
-    insisted: bool = False
+    is_exact_required: bool = False
     row: int | None = None
     reason: str | None = None
 
 
-class Writing(Protocol):
-    """Segments on their way to the store."""
+class WriteHandle(Protocol):
+    """A running write of segments (files of tensor data)."""
 
     @property
-    def watched(self) -> Watched: ...
+    def watched(self) -> WatchCoverage: ...
 
     def reserve(self) -> None:
-        """Give the segments their full size, unless that is done, and begin to write captured windows. Any thread.
+        """Reserve the segments' space, if that was not done before, and start to write captured data. Can be called on
+        any thread.
 
-        Blocks for as long as the file system does. If the system refuses, the write ends and the receipt has the error.
-        Without this call, `receipt` does it.
+        Blocks until the space is reserved. If the file system refuses, the write ends, and its receipt has the error.
+        If this is never called, `receipt` reserves the space.
         """
 
     def wait_early(self) -> None:
-        """Block until no early source will be read any more; for sources on a device, until the copy is queued."""
+        """Block until no memory of the rows marked as early will be read any more; for memory on a device, until its
+        copy is queued.
+        """
 
     def wait_queued(self) -> None:
-        """Block until no source on the host will be read any more, and all copies from devices are queued."""
+        """Block until no host memory of the state will be read any more, and all copies from devices are queued."""
 
     def expedite(self) -> None:
-        """Capture the rest as fast as memory and device allow; returns at once."""
+        """Capture all remaining bytes as fast as memory and device allow. Does not wait for them."""
 
     def wait_captured(self) -> None:
-        """Block until no source will be read any more."""
+        """Block until no memory of the state will be read any more."""
 
     def receipt(self) -> Receipt:
-        """Block until everything is durable, or has failed. Frees the write's resources; call once."""
+        """Block until everything is durable, or the write has failed. Frees the resources of the write, so call it only
+        once.
+        """
 
     def cancel(self) -> None:
-        """Start no new requests; the receipt then has a CancelledError."""
+        """Start no new requests. The receipt then has a CancelledError, unless the write had already ended."""
 
     @property
     def done_bytes(self) -> int: ...
 
 
-class Reading(Protocol):
-    """Extents on their way into memory."""
+class ReadHandle(Protocol):
+    """A running read of ranges of files into memory."""
 
-    def aim(self, rows: _native.ReadExtents) -> None:
-        """Give extents that are read ahead their targets: the same rows, with memory, which changes from now on. Once.
+    def aim(self, rows: ReadExtents) -> None:
+        """For a read with `ahead`: set the memory to fill. `rows` are the same as before, with addresses. Call it once.
         """
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether it has ended, after at most `timeout_s`. What is read ahead has its targets by now, or is cancelled.
+        """Wait at most `timeout_s` for the end. Returns whether the read has ended. For a read with `ahead`, call `aim`
+        or `cancel` before.
         """
 
     def receipt(self) -> ReadReceipt:
-        """Block until the end."""
+        """Block until the read has ended, and return its result."""
 
     def cancel(self) -> None: ...
 
@@ -195,11 +207,11 @@ class Reading(Protocol):
     def done_bytes(self) -> int: ...
 
 
-def finish_reading(reading: Reading, on_progress: Callable[[int], None] | None = None) -> ReadReceipt:
-    """Wait for the end. `on_progress` is called with the bytes done.
+def finish_reading(reading: ReadHandle, on_progress: Callable[[int], None] | None = None) -> ReadReceipt:
+    """Wait for the end of a read. `on_progress` is called from time to time with the number of bytes read so far.
 
-    Any other exception that ends the wait (Ctrl-C, a signal handler's) stops the reading, and is raised once no byte
-    moves any more.
+    If an exception ends the wait (such as Ctrl-C, raised by a signal handler), the read is stopped. The exception is
+    raised once no memory is written any more.
     """
     try:
         while not reading.wait(POLL_S):
@@ -211,8 +223,8 @@ def finish_reading(reading: Reading, on_progress: Callable[[int], None] | None =
         raise
 
 
-def stop_reading(reading: Reading) -> None:
-    """Return once no byte moves any more, even if signals interrupt the wait repeatedly."""
+def stop_reading(reading: ReadHandle) -> None:
+    """Stop a read. Returns once the read writes no memory any more, even if signals interrupt the wait repeatedly."""
     for _ in range(INTERRUPTS_MAX):
         try:
             reading.cancel()
@@ -223,24 +235,26 @@ def stop_reading(reading: Reading) -> None:
 
 
 class Capabilities(msgspec.Struct, frozen=True):
-    """What a store guarantees. It can commit checkpoints if `atomic_rename` or `conditional_put` holds.
+    """The abilities and guarantees of a store. A store can commit checkpoints if `atomic_rename` or `conditional_put`
+    is true.
 
-    atomic_rename      `rename` moves a directory with its content as a whole: a crash leaves it moved or not moved
+    atomic_rename      `rename` moves a directory with its content atomically: a crash leaves it moved or not moved
     conditional_put    readers see all of a `put` file or nothing; of two puts to one name, one is refused
     directory_sync     names are durable after `sync_directory`
     durable_on_return  names and small files are durable when the call that creates, moves or removes them returns
-    range_reads        the cost of a partial `read` depends on the part, not on the file
-    appends            an existing file can grow: the store has `append_to_new` (see store.appends)
-    direct             bulk bytes can bypass the page cache
-    links              `link` gives a file a further name; its bytes are there until the last name is removed
+    range_reads        the cost of reading a part of a file depends on the length of the part, not on that of the file
+    appends            an existing file can grow: the store has `append_to_new` (see store.appendable)
+    direct             reads and writes of segments can bypass the page cache
+    links              `link` gives a file a further name; its bytes exist until the last name is removed
     drafts_max         how many checkpoints may be written at once; None: any number
-    checks_room        `write` refuses what does not fit, even if it is not to reserve it
-    parts              segments can be read and written by the job of another store: it has `open_segments` and
-                       `open_extents` (store/parts.py, Parts)
-    spreads            segments of one save are to lie on several paths: it has `shares` (see store.spreads)
-    volatile           what it holds ends with this process or this machine: "durable" means that it is whole there
-    distant            each call waits for a server: calls that do not depend on each other are made at once
-    asks_ahead         files can be read before they are asked for: it has `ahead` (see store.asks_ahead)
+    checks_room        `write` raises an error for a save that does not fit into the free space, even with
+                       `reserved=False`
+    parts              a read or write of another store can include this store's segments: it has `open_segments` and
+                       `open_extents` (store/striped/stripe_member.py)
+    spreads            segments of one save go to several paths (disks): the store has `shares` (see store.multi_path)
+    volatile           the contents are lost with this process or this machine: "durable" means only complete in memory
+    distant            each call waits for a server, so callers make independent calls concurrently
+    asks_ahead         files can be prefetched: the store has `ahead` (see store.prefetching)
     """
 
     atomic_rename: bool
@@ -270,7 +284,7 @@ class Names(Protocol):
 
     @property
     def location(self) -> str:
-        """The store's location, for people and messages."""
+        """Where the store is (such as its path or URL), for messages."""
 
     @property
     def capabilities(self) -> Capabilities: ...
@@ -279,21 +293,21 @@ class Names(Protocol):
         """Whether the name exists. Raises StorageError if that cannot be determined."""
 
     def is_link(self, path: str) -> bool:
-        """Whether the name is a link, which this store did not create."""
+        """Whether the name is a symbolic link. Flowstone itself creates none."""
 
     def names(self, path: str = "") -> tuple[str, ...]:
-        """Entries of a directory, sorted; empty when it does not exist."""
+        """The names of a directory's entries, sorted; empty if the directory does not exist."""
 
     def size(self, path: str) -> int: ...
     def stamp(self, path: str) -> str | None:
-        """A text that changes whenever the file is replaced; None if there is no file."""
+        """A text that changes whenever the file is replaced; None if the file does not exist."""
 
     def read(
         self, path: str, *, offset: int = 0, length: int | None = None, bytes_max: int | None = None
     ) -> bytes:
-        """`length` bytes of a file from `offset` on, fewer if the file ends earlier; None: all bytes.
+        """`length` bytes of a file from `offset` on, fewer if the file ends earlier. `length` None: up to the end.
 
-        raises  DamagedError if the file has more than `bytes_max`: before any byte is read
+        raises  DamagedError  the file has more than `bytes_max` bytes; raised before any byte is read
         """
 
     def make_directory(self, path: str = "") -> None:
@@ -307,53 +321,61 @@ class Names(Protocol):
 
 
 class BulkBytes(Protocol):
-    """Segments: extents between memory and files, in batches, by the native engine or a replacement."""
+    """Reads and writes of segments: many ranges of memory and files in one batch. The native engine, or a replacement,
+    carries them out.
+    """
 
     def free_bytes(self) -> int: ...
 
     def settings(self, direction: Direction) -> Settings:
-        """How bytes move here. An arena for this store has blocks of that direction's request length."""
+        """The settings with which this store moves bytes in this direction. An arena for the store has blocks of their
+        `request_bytes`.
+        """
 
     def write(
-        self, files: Sequence[FilePlan], rows: _native.WriteExtents, arena: _native.Arena, pace: Pace = UNPACED, *,
+        self, files: Sequence[FilePlan], rows: WriteExtents, arena: Arena, pace: Pace = UNPACED, *,
         reserved: bool = True,
-    ) -> Writing:
-        """Create the segments with their full size and start writing them; returns without waiting. Those whose size an
-        encoder decides have their size when the receipt is there.
+    ) -> WriteHandle:
+        """Create the segments with their full size and start writing them; returns without waiting. A segment whose
+        size an encoder decides has that size once the receipt exists.
 
-        reserved  False: `Writing.reserve` gives them their size, and nothing is written before that
+        reserved  True: the segments have their full size on return. False: `WriteHandle.reserve` sets it, and nothing
+                  is written before that
 
-        Requests are at most as long as a block of the arena. An existing segment is refused. Rows with a feed
-        (`_native.Feed`: a flush) have their bytes only later, in order: it is the engine that waits for them.
+        Requests are at most as long as a block of the arena. If a segment exists, StorageError is raised. For rows with
+        a `_native.SourceSupply` (in a flush), the bytes arrive later, in order, and the engine waits for them.
         """
 
     def read_extents(
-        self, paths: Sequence[str], rows: _native.ReadExtents, arena: _native.Arena, *, wanted_bytes: int,
+        self, paths: Sequence[str], rows: ReadExtents, arena: Arena, *, wanted_bytes: int,
         stop_at_bad: bool = True, past_cache: bool = False, ahead: bool = False,
-    ) -> Reading:
-        """Start reading and checking extents of the files at `paths`; returns without waiting.
+    ) -> ReadHandle:
+        """Start reading and checking ranges of the files at `paths`; returns without waiting.
 
-        wanted_bytes  length of all chunks in `rows`: the settings depend on it
-        stop_at_bad   start no new requests once a digest differs; else read on and report all that differ
-        past_cache    bypass the page cache if possible, whatever was tuned, to check what the device holds
-        ahead         the rows have no targets yet: what the arena holds is read, and waits there for `Reading.aim`
+        wanted_bytes  length of all chunks in `rows`, in bytes: the settings depend on it
+        stop_at_bad   start no new requests after a digest mismatch; False: read everything and report all mismatches
+        past_cache    bypass the page cache if possible, regardless of the tuning, to check the bytes on the device
+        ahead         the memory to fill is not known yet: bytes are read into the arena until it is full, and stay
+                      there until `ReadHandle.aim` is called
         """
 
     def reads_past_cache(self, path: str, wanted_bytes: int) -> bool:
-        """Whether a read of that many bytes, this file's among them, bypasses the page cache: each rank reads the
-        device.
+        """Whether a load that reads `wanted_bytes` in all, including this file, bypasses the page cache. If so, each
+        rank that reads the file reads it from the device again.
         """
 
 
-def shares_of(store: Store) -> tuple[Share, ...]:
-    """The shares of its paths; none where there is one."""
-    return cast("Spreads", store).shares() if store.capabilities.spreads else ()
+def shares_of(store: Store) -> tuple[PathShare, ...]:
+    """Which share of a save's bytes each path (disk) of the store gets; empty for a store with one path."""
+    return cast("MultiPath", store).shares() if store.capabilities.spreads else ()
 
 
 def sync_further_paths(store: Store, directory: str) -> None:
-    """See store.spreads; nothing where there is one path: what commits syncs that."""
+    """Sync the names of segments on all paths of a striped store but the first (store.multi_path). Does nothing for
+    other stores.
+    """
     if store.capabilities.spreads:
-        cast("Spreads", store).sync_segments(directory)
+        cast("MultiPath", store).sync_segments(directory)
 
 
 class Commit(Protocol):
@@ -365,13 +387,13 @@ class Commit(Protocol):
     def rename(self, source: str, target: str) -> None:
         """Move a file to a free name; with `atomic_rename`, also a directory with its content.
 
-        Atomic if `atomic_rename` holds; else a crash may leave the file under both names.
+        The move is atomic if `atomic_rename` is true. Otherwise a crash may leave the file under both names.
         """
 
     def link(self, source: str, target: str) -> None:
-        """Give a file that is durable a further, free name. Only called if `Capabilities.links`.
+        """Give a durable file a further name, which must be free. Only called if `Capabilities.links`.
 
-        The name is durable once its directory is synced. A file system may refuse: EPERM, EMLINK, EXDEV, ENOTSUP.
+        The name is durable once its directory is synced. A file system may refuse with EPERM, EMLINK, EXDEV or ENOTSUP.
         """
 
     def sync_directory(self, path: str = "") -> None:
@@ -379,13 +401,15 @@ class Commit(Protocol):
 
 
 class Lock(Protocol):
-    """One writer per store: a lock, or a lease."""
+    """The right to write into a store, which only one job has: a lock on a file, or a lease."""
 
     def lock(self, holder: str) -> None:
-        """Become the one writer, until `unlock` or the end of the process; LockedError names the current one."""
+        """Become the only writer, until `unlock` or the end of the process. Raises LockedError, which names the current
+        holder, if there is another writer.
+        """
 
     def check_lock(self) -> None:
-        """Raise LockedError unless this is still the one writer. Called before what only the writer may do."""
+        """Raise LockedError if the lock was lost. Called before each operation that only the writer may perform."""
 
     def unlock(self) -> None: ...
 
@@ -398,19 +422,22 @@ class Store(Names, BulkBytes, Commit, Lock, Protocol):
 
 @runtime_checkable
 class FlushesRewinds(Protocol):
-    """A store in memory whose agent copies its checkpoints to a directory, `flush_to`."""
+    """A store in memory whose contents an agent copies to a directory, `flush_to`."""
 
     def flush_rewind(self) -> None:
-        """Set aside in the flush target what was set aside here. A failure is logged; the next flush tries again."""
+        """Set the rewound steps aside in the flush target, too. A failure is logged; the next flush tries again."""
 
 
 PROTOCOLS: tuple[type, ...] = (Names, BulkBytes, Commit, Lock, Store)
 
 
-def lacks(candidate: object) -> Mapping[str, tuple[str, ...]]:
-    """The methods of a store that an object lacks, by protocol; empty for a store."""
-    found = {one.__name__: tuple(name for name in members(one) if not hasattr(candidate, name)) for one in PROTOCOLS}
-    return {protocol: missing for protocol, missing in found.items() if missing}
+def missing_methods(candidate: object) -> Mapping[str, tuple[str, ...]]:
+    """The methods of a store that `candidate` lacks: name of the protocol -> methods. Empty if it is a store."""
+    missing = {
+        protocol.__name__: tuple(name for name in members(protocol) if not hasattr(candidate, name))
+        for protocol in PROTOCOLS
+    }
+    return {protocol: names for protocol, names in missing.items() if names}
 
 
 def members(protocol: type) -> tuple[str, ...]:
@@ -418,7 +445,15 @@ def members(protocol: type) -> tuple[str, ...]:
     return tuple(name for name in vars(protocol) if not name.startswith("_"))
 
 
-def place_of(location: str) -> str:
-    """What the location of a store names: stores at one place are one. Links to directories are followed."""
+def canonical_location(location: str) -> str:
+    """The canonical form of a store's location, which is equal for two names of the same store. Links to directories
+    are resolved.
+    """
     place = location.removeprefix("fsspec+").removeprefix("file://") if location.startswith("fsspec+") else location
     return os.path.realpath(place) if place.startswith("/") else place.rstrip("/")
+
+
+def sync_names(store: Store, directory: str = "") -> None:
+    """Make the names in a directory durable, if the store needs a sync for that."""
+    if store.capabilities.needs_sync:
+        store.sync_directory(directory)

@@ -1,8 +1,8 @@
 """File descriptors that have an owner from the moment they are open.
 
-Between the call that opens a descriptor and the assignment of its number, a signal handler may raise; then the
-descriptor would leak. Handlers do not run inside of a C call: here, one C call both opens a descriptor and stores it
-with its owner, or removes it from there and closes it.
+A signal handler may raise an exception between the call that opens a descriptor and the assignment of its number. The
+descriptor would then stay open. Handlers do not run inside a C call. So here one C call opens a descriptor and stores
+it with its owner, and one C call removes it from there and closes it.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from pathlib import Path
 
 
 class Descriptors:
-    """Descriptors of one owner, in the order in which they were opened. Dropping the object closes the rest.
+    """Descriptors of one owner, in the order in which they were opened. Dropping the object closes the open ones.
 
-    in_use  threads of the engine may still use them: then dropping the object leaves them open
+    in_use  whether the engine's threads may still use the descriptors; if so, dropping the object leaves these open
     """
 
-    _in_use = True  # until __init__ has set it
+    _in_use = True  # until __init__ has set it to False
 
     def __init__(self, *, in_use: bool = False) -> None:
         self._open: list[int] = []
@@ -29,9 +29,9 @@ class Descriptors:
     def __len__(self) -> int:
         return len(self._open)
 
-    def open(self, path: Path | str, flags: int, at: int | None = None) -> int:
-        """`os.open`; the entry is looked up in the directory `at`, if given."""
-        self._open.extend(map(partial(os.open, path, flags, dir_fd=at), (0o644,)))
+    def open(self, path: Path | str, flags: int, dir_fd: int | None = None) -> int:
+        """`os.open` of a path; it is relative to the directory `dir_fd`, if that is given. Returns the descriptor."""
+        self._open.extend(map(partial(os.open, path, flags, dir_fd=dir_fd), (0o644,)))
         return self._open[-1]
 
     def take(self, fd: int) -> None:
@@ -39,7 +39,8 @@ class Descriptors:
         self._open.append(fd)
 
     def close(self, leave: int = 0) -> None:
-        """Close all but the first `leave`. Each is removed from the list first, since a child may be forked meanwhile.
+        """Close all but the first `leave` descriptors. Each is removed from the list before it is closed, since a child
+        may be forked meanwhile.
         """
         deque(map(os.close, starmap(self._open.pop, repeat((), max(0, len(self._open) - leave)))), maxlen=0)
 

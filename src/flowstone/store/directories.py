@@ -1,6 +1,7 @@
-"""Directories of a store, by descriptor: writes, locks and removals never go through a link.
+"""Directories of a store are used through descriptors, so that writes, locks and removals never follow a symbolic link.
 
-A path is resolved at each call, and a link may have been put there in between; a descriptor always stays the same.
+A path is resolved at each call, and another program may have replaced a directory by a link meanwhile. A descriptor
+always refers to the same directory.
 """
 
 from __future__ import annotations
@@ -42,16 +43,16 @@ def parent(root: Path, path: str) -> Iterator[int]:
 def _inside(opened: Descriptors, name: str, fd: int) -> int:
     try:
         return opened.open(name, _DIRECTORY | os.O_NOFOLLOW, fd)
-    except NotADirectoryError:  # Linux raises this for a link, too
-        if is_link(name, at=fd):
-            raise OSError(errno.ELOOP, "a symbolic link") from None
+    except NotADirectoryError:  # on Linux, also the error for a link
+        if is_link(name, fd):
+            raise OSError(errno.ELOOP, "the path is a symbolic link") from None
         raise
 
 
-def is_link(path: Path | str, at: int | None = None) -> bool:
-    """Whether the entry is a symbolic link."""
+def is_link(path: Path | str, dir_fd: int | None = None) -> bool:
+    """Whether the entry is a symbolic link; False if it does not exist."""
     try:
-        os.readlink(path, dir_fd=at)
+        os.readlink(path, dir_fd=dir_fd)
     except FileNotFoundError:
         return False
     except OSError as error:
@@ -61,17 +62,17 @@ def is_link(path: Path | str, at: int | None = None) -> bool:
     return True
 
 
-def is_there(path: Path, *, follow: bool = False) -> bool:
-    """Whether there is an entry of that name. Raises OSError if that cannot be determined.
+def entry_exists(path: Path, *, follow: bool = False) -> bool:
+    """Whether the entry exists. Raises OSError if that cannot be determined.
 
-    follow  whether a link at the end must have a target; links on the way to the entry always must
+    follow  whether a link at the end must have a target; links to parent directories always must
     """
     try:
         os.stat(path, follow_symlinks=follow)
     except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError as error:
-        if error.errno != errno.ELOOP:  # circular links lead nowhere
+        if error.errno != errno.ELOOP:  # a link that leads to itself has no target
             raise
         return False
     return True

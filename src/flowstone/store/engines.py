@@ -1,7 +1,9 @@
-"""The choice of engine: which engine moves a store's bytes, and whether they bypass the page cache.
+"""Chooses the engine that moves a store's bytes (io_uring or POSIX threads), and whether reads and writes bypass the
+page cache.
 
-The settings say which; what they name is probed at first use. If the system refuses it later, a slower way is used from
-then on, with one warning; the bytes on disk are the same. What the caller's options demand is not replaced.
+The settings determine both. The choice is tried at its first use. If the system refuses it later, a slower engine or
+the page cache is used from then on, and one warning is logged; the bytes on disk are the same. If the caller's options
+demand the choice, the call fails instead.
 """
 
 from __future__ import annotations
@@ -24,20 +26,21 @@ from flowstone.store.descriptors import Descriptors
 from flowstone.store.os_errors import MORE_THREADS, explain
 from flowstone.store.settings import Settings, find_settings
 
-# A ring, or its threads, may be too much for this kernel or container where a smaller one is not.
+# Errors if the ring or the number of threads is too large for this kernel or container. A smaller one may work.
 _TOO_MUCH = (errno.ENOMEM, errno.EINVAL, errno.EAGAIN)
 _ALLOW = 'allow it (kernel.io_uring_disabled, the container\'s seccomp profile), or use backend="auto"'
-# Errors of a request if the ring is refused: by a seccomp filter, a security module, a restriction, a limit on threads
-# (the kernel's own for the ring). A file may give the same errors; then the other engine gets them again.
+# Errors of a request if the system refuses io_uring: by a seccomp filter, a security module, a restriction, or a limit
+# on threads (the kernel starts its own for the ring). A file may cause the same errors; in that case the other engine
+# reports them again.
 _RING_REFUSED = (errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EOPNOTSUPP, errno.ECANCELED)
 
 
 class RunningEngine(msgspec.Struct, frozen=True, eq=False):
     """An engine running for one direction.
 
-    queue_depth    smaller than requested if the system refused that
-    request_bytes  the longest request
-    settings       by which it was chosen
+    queue_depth    how many requests run at once; smaller than the setting if the system refused that many
+    request_bytes  length of the longest request, in bytes
+    settings       the settings that chose it
     """
 
     engine: _native.Engine
@@ -46,20 +49,21 @@ class RunningEngine(msgspec.Struct, frozen=True, eq=False):
     settings: Settings
 
     @property
-    def insists(self) -> bool:
+    def is_required(self) -> bool:
         """Whether the caller's options demand this backend."""
         return "backend" in self.settings.explicit
 
 
 class EngineChoice:
-    """Chooses and starts the engines of one store. Safe from any thread; probes nothing before the first call."""
+    """Chooses and starts the engines of one store. Can be used on any thread. Tries nothing before the first call."""
 
     def __init__(self, root: Path, options: EngineOptions) -> None:
         self.options = options
         self.root = root
         self._guard = Lock()
         self._settings: Mapping[Direction, Settings] | None = None
-        self._engines: dict[tuple[str, int, int, int], tuple[_native.Engine, int]] = {}  # key: what was requested
+        # requested settings -> engine, and its queue depth
+        self._engines: dict[tuple[str, int, int, int], tuple[_native.Engine, int]] = {}
         self._retired: list[_native.Engine] = []
         self._ring_refused = False
         self._write_alignment: int | None = None
@@ -73,13 +77,15 @@ class EngineChoice:
     # The engines
 
     def running(self, direction: Direction, request_bytes: int | None = None) -> RunningEngine:
-        """The engine for a direction, started if necessary; directions with equal tuning share one.
+        """The engine for a direction, which is started if necessary. If both directions have equal tuning, they share
+        one engine.
 
-        request_bytes  the longest request, if a tight budget has smaller blocks
-        raises         StorageError if none of the allowed engines can start
+        request_bytes  length of the longest request, if a small memory budget needs smaller blocks
+        raises         StorageError  none of the allowed engines can start
         """
         settings = self.settings(direction)
-        # Reads give their request length per job, so that both directions may share an engine.
+        # Reads pass their request length with each job, so the length for writes does not matter if both directions
+        # share an engine.
         longest = self.settings("write").tuning.request_bytes
         if request_bytes is not None:
             longest = min(longest, request_bytes)
@@ -89,26 +95,31 @@ class EngineChoice:
         return RunningEngine(engine, depth, own, settings)
 
     def _start(self, settings: Settings, request_bytes: int) -> tuple[_native.Engine, int]:
-        wanted, tuning = settings.tuning.backend, settings.tuning
-        if wanted == "io_uring" and "backend" in settings.explicit:
+        backend, tuning = settings.tuning.backend, settings.tuning
+        if backend == "io_uring" and "backend" in settings.explicit:
             return self._start_within("io_uring", tuning, request_bytes)
-        if wanted == "posix" or self._ring_refused:
+        if backend == "posix" or self._ring_refused:
             return self._start_within("posix", tuning, request_bytes)
         asked_for = ("io_uring", tuning.queue_depth, request_bytes, tuning.workers)
         if asked_for not in self._engines and not _native.has_io_uring():
-            if wanted == "io_uring":
-                log.warning("%s is tuned for io_uring, which is refused here; going on with POSIX threads", self.root)
+            if backend == "io_uring":
+                log.warning(
+                    "the tuning of %s says io_uring, but the system refuses io_uring; using POSIX threads instead",
+                    self.root,
+                )
             self._ring_refused = True
             return self._start_within("posix", tuning, request_bytes)
         try:
             return self._start_within("io_uring", tuning, request_bytes)
         except StorageError as error:
             self._ring_refused = True
-            log.warning("io_uring is refused (%s); going on with POSIX threads", error.facts["reason"])
+            log.warning("the system refuses io_uring (%s); using POSIX threads instead", error.facts["reason"])
             return self._start_within("posix", tuning, request_bytes)
 
     def _start_within(self, backend: str, tuning: Tuning, request_bytes: int) -> tuple[_native.Engine, int]:
-        """Start with the requested queue depth or, if that is too much, half of it, and so on down to one."""
+        """Start an engine with the requested queue depth; if the system refuses that, with half of it, and so on down
+        to one.
+        """
         asked_for = (backend, tuning.queue_depth, request_bytes, tuning.workers)
         if asked_for in self._engines:
             return self._engines[asked_for]
@@ -130,14 +141,14 @@ class EngineChoice:
                 ) from error
             if depth < tuning.queue_depth:
                 asked = tuning.queue_depth
-                log.warning("cannot start the %s engine with queue depth %d; going on with %d", backend, asked, depth)
+                log.warning("cannot start the %s engine with queue depth %d; using %d instead", backend, asked, depth)
             self._engines[asked_for] = engine, depth
             return engine, depth
 
     # Past the page cache or through it
 
     def alignment_to_write(self, direct: Direct) -> int:
-        """BLOCK_BYTES if O_DIRECT is wanted and works here with real aligned buffers, else 1.
+        """BLOCK_BYTES if O_DIRECT is wanted and works here with real aligned buffers, otherwise 1.
 
         raises  OSError, StorageError
         """
@@ -147,27 +158,29 @@ class EngineChoice:
             if self._write_alignment is None:
                 needed = _native.probe_direct(str(self.root))
                 if direct == "on" and not 0 < needed <= BLOCK_BYTES:
-                    raise self._direct_refused(found=needed or "refused")
+                    raise self._direct_refused(actual=needed or "refused")
                 self._write_alignment = BLOCK_BYTES if 0 < needed <= BLOCK_BYTES else 1
             return self._write_alignment
 
     def takes_direct(self, fd: int) -> bool:
-        """Whether this very file accepts an aligned block of zeros at its beginning with O_DIRECT.
+        """Whether this file accepts an aligned block of zeros at its beginning with O_DIRECT.
 
-        Some systems accept O_DIRECT at open and refuse it here; the file may also be on another file system than the
-        probed directory. If not, the next files are written through the page cache too.
+        Some systems accept O_DIRECT when a file is opened, and refuse the first write. The file may also be on another
+        file system than the directory that was tried before. If this file does not accept the write, later files are
+        also written through the page cache.
         """
         if _moves_block(os.pwritev, fd):
             return True
         if self.options.direct == "on":
-            raise self._direct_refused(found="refused at the first write")
+            raise self._direct_refused(actual="refused at the first write")
         self._stop_writing_direct()
         return False
 
     def open_to_read(self, path: Path, direct: Direct, owner: Descriptors) -> tuple[int, int]:
-        """A descriptor, the last one in `owner`, and its alignment; with O_DIRECT if a real aligned read succeeds.
+        """Open a file to read. Returns its descriptor, which `owner` closes, and its alignment: BLOCK_BYTES with
+        O_DIRECT, if an aligned read succeeds; otherwise 1.
 
-        raises  OSError  `owner` closes a descriptor that it may have by then
+        raises  OSError; `owner` closes any descriptor that was opened until then
         """
         if direct != "off" and self._read_alignment != 1:
             try:
@@ -184,22 +197,23 @@ class EngineChoice:
                 self._read_alignment = 1
         return open_file(path, owner), 1
 
-    def _direct_refused(self, *, found: object) -> StorageError:
+    def _direct_refused(self, *, actual: object) -> StorageError:
         return StorageError(
             f"{self.root} refuses direct I/O (O_DIRECT)", errno=errno.EINVAL, expected="alignment up to 4096",
-            found=found, next='use direct="auto", or another file system',
+            found=actual, next='use direct="auto", or another file system',
         )
 
     def _stop_writing_direct(self) -> None:
         with self._guard:
             already, self._write_alignment = self._write_alignment == 1, 1
         if not already:
-            log.warning("%s refuses O_DIRECT writes; going on through the page cache", self.root)
+            log.warning("%s refuses O_DIRECT writes; using the page cache from now on", self.root)
 
-    # When the system refuses something later
+    # When the system refuses the choice later
 
-    def give_up(self, running: RunningEngine, fault: _native.Fault, *, direct: bool) -> str | None:
-        """Take note of how a job failed. Returns what will be done instead from now on; None if nothing changes.
+    def adapt_to_failure(self, running: RunningEngine, fault: _native.Fault, *, direct: bool) -> str | None:
+        """Change the choice after a job has failed. Returns what the next attempt does instead, as text; None if
+        nothing changes.
 
         running  the engine that ran the job
         direct   whether its files were open with O_DIRECT
@@ -209,23 +223,23 @@ class EngineChoice:
                 self._stop_writing_direct()
             else:
                 self._read_alignment = 1
-                log.warning("%s refuses O_DIRECT reads; going on through the page cache", self.root)
+                log.warning("%s refuses O_DIRECT reads; using the page cache from now on", self.root)
             return "the next attempt goes through the page cache"
         refused = fault.errno in _RING_REFUSED and running.engine.backend == "io_uring"
-        if refused and not running.insists:
+        if refused and not running.is_required:
             self._retire(running, os.strerror(fault.errno))
             return "the next attempt uses POSIX threads instead of io_uring"
         return None
 
     def _retire(self, running: RunningEngine, reason: str) -> None:
-        """Stop using io_uring. Other jobs may still run on its engines."""
+        """Stop using io_uring for later jobs. Jobs that run on its engines continue."""
         with self._guard:
-            kept = {asked: made for asked, made in self._engines.items() if asked[0] != "io_uring"}
+            remaining = {asked: made for asked, made in self._engines.items() if asked[0] != "io_uring"}
             if running.engine not in [engine for engine, _ in self._engines.values()]:
-                return  # another job on the same engine did this first
-            self._retired += [engine for asked, (engine, _) in self._engines.items() if asked not in kept]
-            self._engines, self._ring_refused = kept, True
-        log.warning("io_uring is refused (%s); going on with POSIX threads", reason)
+                return  # another job on the same engine has done this before
+            self._retired += [engine for asked, (engine, _) in self._engines.items() if asked not in remaining]
+            self._engines, self._ring_refused = remaining, True
+        log.warning("the system refuses io_uring (%s); using POSIX threads from now on", reason)
 
     def close(self) -> None:
         """Wait for running jobs and stop the threads."""
@@ -236,29 +250,32 @@ class EngineChoice:
             engine.close()
 
     def forget(self) -> None:
-        """In a forked child: the threads are gone; if one of them held the lock, it stays locked, so replace it."""
+        """Called in a forked child, which has none of the engines' threads. A lock that one of them held would stay
+        locked, so it is replaced.
+        """
         self._guard, self._engines, self._retired = Lock(), {}, []
 
 
 def open_file(path: Path, owner: Descriptors, flags: int = 0) -> int:
-    """A read-only descriptor of a regular file. Follows no link; opens nothing that could block or never end.
+    """Open a regular file to read. Returns its descriptor. Does not follow a symbolic link, and opens no file that
+    could block or never end.
 
-    owner   owns and closes it, even if this call raises (descriptors.py)
+    owner   closes the descriptor, even if this call raises an error (descriptors.py)
     raises  OSError  ELOOP for a link, EISDIR for a directory, ENXIO for a pipe, a socket, a device
     """
-    # A link could lead out of the checkpoint, and opening a pipe without a writer blocks; we create neither.
+    # A link could lead out of the checkpoint, and opening a pipe without a writer blocks; Flowstone creates neither.
     fd = owner.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | flags)
     mode = os.fstat(fd).st_mode
     if not stat.S_ISREG(mode):
-        raise OSError(errno.EISDIR if stat.S_ISDIR(mode) else errno.ENXIO, "not a regular file")
-    os.set_blocking(fd, True)  # io_uring takes the flag as a wish to fail rather than to wait
+        raise OSError(errno.EISDIR if stat.S_ISDIR(mode) else errno.ENXIO, "the path is not a regular file")
+    os.set_blocking(fd, True)  # with O_NONBLOCK set, io_uring fails requests instead of waiting
     return fd
 
 
 def _moves_block(call: Callable[[int, list[mmap.mmap], int], int], fd: int) -> bool:
-    """Whether `call` moves one aligned block at the start of a file open with O_DIRECT.
+    """Whether `call` can read or write one aligned block at the start of a file that is open with O_DIRECT.
 
-    Only EINVAL concerns alignment. Any other error will come again when the bytes are read.
+    Only EINVAL means that the file does not accept such requests. Any other error is raised again when bytes are read.
     """
     with mmap.mmap(-1, BLOCK_BYTES) as block:
         try:

@@ -1,4 +1,5 @@
-"""What a forked child must close: descriptors keep locks, and the space of removed files."""
+"""Closes file descriptors in forked children. Copies that stay open would keep locks, and the space of removed files.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +9,21 @@ from typing import Protocol
 from weakref import WeakSet
 
 
-class Forgetful(Protocol):
+class ForkAware(Protocol):
     def forget(self) -> None:
-        """In a forked child: close the copies of descriptors. The threads are gone; locks that they held stay locked.
+        """Called in a forked child: close the copies of descriptors. The child has none of the parent's threads, and
+        locks that these held stay locked.
         """
 
 
-def forget_in_children(owner: Forgetful) -> None:
-    """Call `owner.forget()` in each child that is forked while `owner` lives."""
+def forget_in_children(owner: ForkAware) -> None:
+    """Call `owner.forget()` in each child that is forked as long as `owner` exists."""
     _owners().add(owner)
 
 
 @cache
-def _owners() -> WeakSet[Forgetful]:
-    owners: WeakSet[Forgetful] = WeakSet()
+def _owners() -> WeakSet[ForkAware]:
+    owners: WeakSet[ForkAware] = WeakSet()
 
     def forget() -> None:
         for owner in list(owners):

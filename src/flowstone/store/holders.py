@@ -1,4 +1,6 @@
-"""Who holds a lock: what is noted of a process, whether it still lives, and how long a next one waits for its lock."""
+"""The holders of locks: the note by which a process is identified, whether it is alive, and how long to wait for its
+lock.
+"""
 
 from __future__ import annotations
 
@@ -12,27 +14,30 @@ from typing import Literal
 from flowstone.config import LOCK_GRACE_S, POLL_S
 from flowstone.log import log
 
-Standing = Literal["alive", "dying", "dead", "unknown"]
+ProcessState = Literal["alive", "dying", "dead", "unknown"]
 _EXITING = 0x4  # PF_EXITING of linux/sched.h
-_STATE, _FLAGS, _THREADS, _STARTED = 0, 6, 17, 19  # fields of /proc/PID/stat behind the name: proc_pid_stat(5)
+# numbers of fields of /proc/PID/stat, counted after the name: see proc_pid_stat(5)
+_STATE, _FLAGS, _THREADS, _STARTED = 0, 6, 17, 19
 
 
 def _read_text(path: str) -> str:
     try:
         return Path(path).read_text(errors="replace").strip()
     except OSError:
-        return ""  # safe: its lock is then waited for
+        return ""  # without it, another process waits for the lock
 
 
 def _namespace(kind: str) -> str:
     try:
         return os.readlink(f"/proc/self/ns/{kind}")
     except OSError:
-        return ""  # safe: nor is it told when a process began, and none is taken for one that has ended
+        return ""  # without it no start time can be read either, and no process counts as dead
 
 
-def here() -> tuple[str, str]:
-    """This machine since it was started, in this namespace of processes and of clocks; and this process on it."""
+def machine_and_process() -> tuple[str, str]:
+    """Two identities: that of this machine (since its last start, with its PID and time namespaces), and that of this
+    process on it.
+    """
     boot = _read_text("/proc/sys/kernel/random/boot_id")
     stat = _stat(os.getpid())
     return f"{boot} {_namespace('pid')} {_namespace('time')}", f"{os.getpid()} {stat[_STARTED] if stat else ''}"
@@ -43,15 +48,15 @@ def _stat(pid: int) -> list[str]:
     return fields if len(fields) > _STARTED else []
 
 
-def standing(machine: str, process: str) -> Standing:
-    """What is known of a process, as `here` has told it. Only its own machine can tell.
+def process_state(machine: str, process: str) -> ProcessState:
+    """The state of a process, identified as by `machine_and_process`. "unknown" on any other machine.
 
-    alive  it runs, or is stopped, and nothing has killed it
-    dying  it was killed, or exits: until its memory is given back, it keeps its locks
-    dead   it is gone, or only its status is left; a later process may have its number
+    alive  it runs, or is stopped, and was not killed
+    dying  it was killed, or is exiting: it keeps its locks until its memory is freed
+    dead   it is gone, or is a zombie; a later process may have its PID
     """
     pid, _, began = process.partition(" ")
-    if here()[0] != machine or not pid.isdecimal() or not began:
+    if machine_and_process()[0] != machine or not pid.isdecimal() or not began:
         return "unknown"
     stat = _stat(int(pid))
     if not stat:
@@ -64,12 +69,12 @@ def standing(machine: str, process: str) -> Standing:
 
 
 def has_ended(machine: str, process: str) -> bool:
-    """Whether a process, as `here` has told it, is certainly gone."""
-    return standing(machine, process) == "dead"
+    """Whether a process, identified as by `machine_and_process`, has certainly ended."""
+    return process_state(machine, process) == "dead"
 
 
 def _is_hidden(pid: int) -> bool:
-    """Whether a process is there of which /proc says nothing: another user's, or all if /proc is not mounted."""
+    """Whether a process exists that /proc does not show: another user's, or any if /proc is not mounted."""
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
@@ -80,7 +85,7 @@ def _is_hidden(pid: int) -> bool:
 
 
 def _is_killed(pid: int) -> bool:
-    """Whether a SIGKILL waits to be taken, as by a process that is inside of a system call."""
+    """Whether a SIGKILL is pending: the process was killed, but still executes a system call."""
     for line in _read_text(f"/proc/{pid}/status").splitlines():
         name, _, mask = line.partition(":")
         if name in ("SigPnd", "ShdPnd") and int(mask, 16) >> (signal.SIGKILL - 1) & 1:
@@ -88,34 +93,36 @@ def _is_killed(pid: int) -> bool:
     return False
 
 
-def noted(holder: str) -> str:
-    """What a lock says of this process, which holds it under that name: a line each of name, machine, process."""
-    return "\n".join((holder.replace("\n", " "), *here()))
+def holder_note(holder: str) -> str:
+    """The note that this process writes into a lock: three lines, with the name `holder`, its machine, and its process.
+    """
+    return "\n".join((holder.replace("\n", " "), *machine_and_process()))
 
 
-def name_in(note: str) -> str:
+def holder_name(note: str) -> str:
     return note.partition("\n")[0].strip() or "unknown"
 
 
-def standing_in(note: str) -> Standing:
+def holder_state(note: str) -> ProcessState:
     _, machine, process, *_ = [*note.split("\n"), "", "", ""]
-    return standing(machine, process)
+    return process_state(machine, process)
 
 
-def take_in_time(take: Callable[[], str | None], location: str) -> str | None:
-    """Call `take` until it returns None, for which it has the lock. Else the note of the one that has it.
+def acquire_with_grace(take: Callable[[], str | None], location: str) -> str | None:
+    """Call `take` until it returns None, which means that this process has the lock. Returns None, or the note of
+    another holder.
 
-    At once for a holder that is alive; after LOCK_GRACE_S for any other: the kernel gives back the memory of a process
-    that was killed before its locks, and how a process of another machine is cannot be told from here.
+    Returns immediately if the holder is alive, and otherwise after LOCK_GRACE_S. It waits because the kernel frees the
+    memory of a killed process before its locks, and because a process on another machine cannot be seen from here.
     """
     deadline = None
     while (other := take()) is not None:
-        if standing_in(other) == "alive":
+        if holder_state(other) == "alive":
             return other
         if deadline is None:
             deadline = time.monotonic() + LOCK_GRACE_S
             log.warning(
-                "%s: %s holds the lock, and is not known to be alive; waiting up to %.0f s", location, name_in(other),
+                "%s: %s holds the lock, and may have ended; waiting up to %.0f s", location, holder_name(other),
                 LOCK_GRACE_S,
             )
         if time.monotonic() >= deadline:
@@ -124,11 +131,11 @@ def take_in_time(take: Callable[[], str | None], location: str) -> str | None:
     return None
 
 
-def found_of(note: str) -> str:
-    """What a refusal says of a holder."""
+def describe_holder(note: str) -> str:
+    """A text on the state of a lock's holder, for an error. `note`: the holder's note."""
     return {
-        "alive": "it is alive",
-        "dying": f"it was killed or ends, and has not given its memory back after {LOCK_GRACE_S:.0f} s",
-        "dead": f"it has ended, and a child of it still keeps the lock after {LOCK_GRACE_S:.0f} s",
-        "unknown": f"it may be alive: it cannot be seen from here, and kept the lock for {LOCK_GRACE_S:.0f} s",
-    }[standing_in(note)]
+        "alive": "the holder is alive",
+        "dying": f"the holder was killed or is exiting, but its memory is not freed after {LOCK_GRACE_S:.0f} s",
+        "dead": f"the holder has ended, but one of its children still holds the lock after {LOCK_GRACE_S:.0f} s",
+        "unknown": f"the holder may be alive: it cannot be seen from here, and kept the lock for {LOCK_GRACE_S:.0f} s",
+    }[holder_state(note)]

@@ -1,4 +1,5 @@
-"""The engine's jobs as a store's Writing and Reading: the part that is the same for all stores."""
+"""Reads and writes of the native engine (jobs) as a store's ReadHandle and WriteHandle. All stores use these classes.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +11,21 @@ from threading import Lock
 
 import numpy as np
 
-from flowstone import _native
+from flowstone._native import Fault, ReadExtents, ReadJob, WriteJob
 from flowstone.config import KIB, POLL_S, Watch
 from flowstone.errors import CancelledError, DamagedError, FlowstoneError, StateChangedError
 from flowstone.format.manifest import IoRecord
-from flowstone.store.base import Encoded, FilePlan, ReadReceipt, Receipt, Watched
+from flowstone.store.base import EncodedChunks, FilePlan, ReadReceipt, Receipt, WatchCoverage
 from flowstone.store.os_errors import explain
 from flowstone.store.settings import Settings
 
-GAP_BYTES = 64 * KIB  # padding up to this length is cheaper to write than a further request
+GAP_BYTES = 64 * KIB  # up to this length, writing the padding between two ranges costs less than a second request
 
 
 class WriteWaits:
-    """The waiting methods of a Writing, for its native `_job`."""
+    """The methods of a WriteHandle that wait for its native `_job`."""
 
-    _job: _native.WriteJob
+    _job: WriteJob
     _watch: Watch
     _plans: Sequence[FilePlan]
 
@@ -33,10 +34,10 @@ class WriteWaits:
         return self._job.done_bytes
 
     @property
-    def watched(self) -> Watched:
+    def watched(self) -> WatchCoverage:
         job = self._job
         row, reason = job.sampled_first or (None, None)
-        return Watched(job.exact_bytes, job.sampled_bytes, job.huge_bytes, self._watch == "exact", row, reason)
+        return WatchCoverage(job.exact_bytes, job.sampled_bytes, job.huge_bytes, self._watch == "exact", row, reason)
 
     def cancel(self) -> None:
         self._job.cancel()
@@ -54,14 +55,14 @@ class WriteWaits:
 
     def wait_captured(self) -> None:
         while not self._job.wait_captured(POLL_S):
-            pass  # returns to Python in between, so that Ctrl-C works
+            pass  # returns to Python from time to time, so that Ctrl-C works
 
     def _wait(self) -> None:
         while not self._job.wait(POLL_S):
             pass
 
     def _io(self, backend: str, settings: Settings, *, alignment: int, request_bytes: int, depth: int) -> IoRecord:
-        """How the segments were written, for the manifest; call it once the job has ended."""
+        """The manifest's record of how the segments were written. Call this once the job has ended."""
         job, watched = self._job, self.watched
         return IoRecord(
             backend=backend, alignment=alignment, request_bytes=request_bytes, queue_depth=depth,
@@ -80,33 +81,35 @@ class WriteWaits:
         stored = self._job.stored
         ends = zip(self._plans, self._job.file_ends, strict=False)
         sizes = [plan.bytes if plan.header is None else end for plan, end in ends]
-        encoded = None if stored is None else Encoded(*stored, sizes)
+        encoded = None if stored is None else EncodedChunks(*stored, sizes)
         return Receipt(None, self._job.digests, io, encoded, spans, synced)
 
 
-class ReservingWriting(WriteWaits):
-    """A Writing of one job whose files may get their room after it has begun: by the first thread that asks for it."""
+class ReservingWriteHandle(WriteWaits):
+    """A WriteHandle of one job whose files may get their space later, from the first thread that calls `reserve`."""
 
     _root: Path
 
     def __init__(self, *, reserved: bool) -> None:
-        self._reserving = Lock()  # held while reserving; guards the next two
+        self._reserving = Lock()  # held by the thread that reserves space; guards the next two attributes
         self._reserved = reserved
         self._refusal: BaseException | None = None  # the exception of `_reserve_files`
 
     def _reserve_files(self) -> None:
-        """Give all files their room. Raises FlowstoneError."""
+        """Reserve the space of all files. Raises FlowstoneError."""
         raise NotImplementedError
 
     def reserve(self) -> None:
-        if self._reserving.acquire(blocking=False):  # else another thread is reserving
+        if self._reserving.acquire(blocking=False):  # otherwise another thread is reserving
             try:
                 self._reserve_once()
             finally:
                 self._reserving.release()
 
     def _reserve_once(self) -> None:
-        """Call with the lock held. A refusal ends the job, and is in the receipt."""
+        """Reserve the space of all files, unless that was done. The caller holds the lock. An error ends the job, and
+        is in the receipt.
+        """
         if self._reserved:
             return
         self._reserved = True
@@ -121,17 +124,17 @@ class ReservingWriting(WriteWaits):
             self._job.files_ready()
 
     def _wait_for_all(self) -> None:
-        """Until the files have their room and no byte moves any more."""
+        """Wait until the files have their space, and all writes have ended."""
         with self._reserving:
-            self._reserve_once()  # unless another thread has done it
+            self._reserve_once()  # does nothing if another thread has done it
         self._wait()
 
     def _ends(self) -> Sequence[int]:
-        """The sizes of the files: as planned, but for those that an encoder decides."""
+        """The sizes of the files in bytes: as planned, or as an encoder has decided."""
         return self._job.file_ends or [file.bytes for file in self._plans]
 
     def _early_end(self) -> FlowstoneError | None:
-        """Why the job ended early, where that is no fault of a file; None if it did not."""
+        """Why the job has ended early, unless a single file is the cause; None if it has not ended early."""
         if self._job.fault is None and self._refusal is not None:
             if not isinstance(self._refusal, FlowstoneError):
                 raise self._refusal
@@ -139,22 +142,22 @@ class ReservingWriting(WriteWaits):
         return write_error(self._root, self._job)
 
 
-class JobWriting(WriteWaits):
-    """A Writing of one job, into files of a store at `root` that already have their size and need no sync.
+class JobWriteHandle(WriteWaits):
+    """A WriteHandle of one job, into files of a store at `root` that already have their size and need no sync.
 
-    fit  called with the sizes of all files, once these are known, if an encoder decides some of them. It is kept until
-         this is dropped, and what it keeps open
+    fit  if an encoder decides sizes of files: called with the sizes of all files, once they are known. A reference to
+         `fit` is kept, and with it the open files
     """
 
     def __init__(
-        self, root: Path, job: _native.WriteJob, settings: Settings, watch: Watch, plans: Sequence[FilePlan],
+        self, root: Path, job: WriteJob, settings: Settings, watch: Watch, plans: Sequence[FilePlan],
         fit: Callable[[Sequence[int]], None],
     ) -> None:
         self._root, self._job, self._settings, self._watch = root, job, settings, watch
         self._plans, self._fit = plans, fit
 
     def reserve(self) -> None:
-        """Nothing to do: the files have their size."""
+        """Does nothing, since the files already have their size."""
 
     def receipt(self) -> Receipt:
         self._wait()
@@ -167,17 +170,19 @@ class JobWriting(WriteWaits):
         return receipt
 
 
-class JobReading:
-    """A Reading of one job, of a store at `root`; `files` are kept open until this is dropped."""
+class JobReadHandle:
+    """A ReadHandle of one job. `root`: the root of the store. `files`: the open files, to which a reference is kept as
+    long as this object exists.
+    """
 
-    def __init__(self, root: Path, job: _native.ReadJob, files: object = None) -> None:
+    def __init__(self, root: Path, job: ReadJob, files: object = None) -> None:
         self._root, self._job, self._files = root, job, files
 
     @property
     def done_bytes(self) -> int:
         return self._job.done_bytes
 
-    def aim(self, rows: _native.ReadExtents) -> None:
+    def aim(self, rows: ReadExtents) -> None:
         self._job.aim(rows)
 
     def wait(self, timeout_s: float) -> bool:
@@ -199,44 +204,47 @@ class JobReading:
         return read_error(self._root, self._job.fault, cancelled=self._job.cancelled)
 
 
-def capture_error(root: Path, fault: _native.Fault) -> FlowstoneError:
-    """The error of a save that failed because of the state, or because the system did not copy it; not of the store."""
+def capture_error(root: Path, fault: Fault) -> FlowstoneError:
+    """The error of a save that failed because of the state (such as memory that has changed), or because the system
+    could not copy it.
+    """
     if fault.errno not in (0, errno.EFAULT):
-        return explain(root, "copy the state for", fault.errno, fault.path, reach=reach(fault))
+        return explain(root, "copy the state for", fault.errno, fault.path, reach=byte_range(fault))
     gone = fault.errno == errno.EFAULT
-    what = "the state's memory went away" if gone else "the state changed"
+    cause = "the state's memory was freed" if gone else "the state changed"
     return StateChangedError(
-        f"{what} before it was captured", path=fault.path, offset=fault.offset, length=fault.length, gone=gone
+        f"{cause} before it was captured", path=fault.path, offset=fault.offset, length=fault.length, gone=gone
     )
 
 
-def write_error(root: Path, job: _native.WriteJob) -> FlowstoneError | None:
-    """Why a write ended early; None if it did not."""
+def write_error(root: Path, job: WriteJob) -> FlowstoneError | None:
+    """Why a write has ended early; None if it has not."""
     fault = job.fault
     if fault is not None and fault.operation == "capture":
         return capture_error(root, fault)
     if fault is not None:
-        return explain(root, fault.operation, code_of(fault), fault.path, reach=reach(fault))
+        return explain(root, fault.operation, errno_of(fault), fault.path, reach=byte_range(fault))
     return CancelledError("the save was cancelled", next="save again") if job.cancelled else None
 
 
-def read_error(root: Path, fault: _native.Fault | None, *, cancelled: bool) -> FlowstoneError | None:
-    """Why a read ended early; None if it did not."""
+def read_error(root: Path, fault: Fault | None, *, cancelled: bool) -> FlowstoneError | None:
+    """Why a read has ended early; None if it has not."""
     if fault is not None and fault.operation == "end of file":
         return DamagedError(
-            f"{fault.path} became shorter while it was read", range=reach(fault),
+            f"{fault.path} became shorter while it was read", range=byte_range(fault),
             next="restore the file from a copy, or load an older step",
         )
     if fault is not None:
-        return explain(root, fault.operation, fault.errno, fault.path, reach=reach(fault))
+        return explain(root, fault.operation, fault.errno, fault.path, reach=byte_range(fault))
     return CancelledError("the load was cancelled", next="load again before saving") if cancelled else None
 
 
-def code_of(fault: _native.Fault) -> int:
+def errno_of(fault: Fault) -> int:
     """The errno of a fault.
 
-    The limit on the size of files cuts a write that crosses it. Where that is at no block's end, the kernel refuses the
-    rest of a direct write as unaligned: that is EFBIG too.
+    A write beyond the limit on the size of files (ulimit -f) is cut at the limit. If the limit is in the middle of a
+    block, the kernel refuses the rest of a write with O_DIRECT with EINVAL, as it is unaligned. This error is also
+    reported as EFBIG.
     """
     if fault.errno != errno.EINVAL or fault.operation != "write":
         return fault.errno
@@ -245,6 +253,6 @@ def code_of(fault: _native.Fault) -> int:
     return errno.EFBIG if crosses else fault.errno
 
 
-def reach(fault: _native.Fault) -> str:
-    """The range of a fault, as text."""
+def byte_range(fault: Fault) -> str:
+    """The range of bytes that a fault concerns, as text."""
     return f"bytes {fault.offset}..{fault.offset + fault.length}"

@@ -1,4 +1,4 @@
-"""A store in a directory of a POSIX file system; bulk bytes go through the native engine."""
+"""A store in a directory of a POSIX file system. The native engine reads and writes its segments."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flowstone.config import Direction, EngineOptions
+from flowstone.config import BLOCK_BYTES, Direction, EngineOptions
 from flowstone.errors import DamagedError
 from flowstone.store.base import UNPACED, Capabilities, FilePlan, Pace
 from flowstone.store.descriptors import Descriptors
-from flowstone.store.directories import directory, is_link, is_there, parent
+from flowstone.store.directories import directory, entry_exists, is_link, parent
 from flowstone.store.engines import EngineChoice, open_file
 from flowstone.store.forks import forget_in_children
 from flowstone.store.lock import WriterLock
@@ -25,11 +25,11 @@ from flowstone.store.settings import Settings
 from flowstone.store.system import System
 
 if TYPE_CHECKING:
-    from flowstone import _native
-    from flowstone.store.appending import LocalAppending
-    from flowstone.store.local_io import LocalReading, LocalWriting
-    from flowstone.store.local_segments import LocalExtents, LocalPart
-    from flowstone.store.parts import Moving
+    from flowstone._native import Arena, ReadExtents, WriteExtents
+    from flowstone.store.appendable import AppendFile
+    from flowstone.store.local_io import LocalReadHandle, LocalWriteHandle
+    from flowstone.store.local_segments import LocalOpenExtents, LocalOpenSegments
+    from flowstone.store.striped.stripe_member import FailoverLimits
 
 _CAPABILITIES = Capabilities(
     atomic_rename=True, conditional_put=False, directory_sync=True, durable_on_return=False, range_reads=True,
@@ -40,7 +40,7 @@ _CAPABILITIES = Capabilities(
 class LocalStore:
     """See store.base.Store. Creates and probes nothing before the first write.
 
-    system  the calls that change the disk; tests put a simulation there
+    system  the system calls that change the disk; tests replace them by a simulation
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class LocalStore:
 
     def exists(self, path: str = "") -> bool:
         with self._translated("look for", path):
-            return is_there(self.root / path, follow=not path)
+            return entry_exists(self.root / path, follow=not path)
 
     def is_link(self, path: str) -> bool:
         with self._translated("look at", path):
@@ -79,18 +79,18 @@ class LocalStore:
 
     def size(self, path: str) -> int:
         with self._translated("stat", path):
-            found = os.stat(self.root / path, follow_symlinks=False)
-            if stat.S_ISLNK(found.st_mode):  # refuse it as `read` does, rather than as a file of another size
-                raise OSError(errno.ELOOP, "a symbolic link")
-            return found.st_size
+            status = os.stat(self.root / path, follow_symlinks=False)
+            if stat.S_ISLNK(status.st_mode):  # the error of `read`, instead of the one for a file of another size
+                raise OSError(errno.ELOOP, "the file is a symbolic link")
+            return status.st_size
 
     def stamp(self, path: str) -> str | None:
         with self._translated("stat", path):
             try:
-                found = os.stat(self.root / path, follow_symlinks=False)
+                status = os.stat(self.root / path, follow_symlinks=False)
             except (FileNotFoundError, NotADirectoryError):
                 return None
-            return f"{found.st_dev}/{found.st_ino}/{found.st_size}/{found.st_mtime_ns}/{found.st_ctime_ns}"
+            return f"{status.st_dev}/{status.st_ino}/{status.st_size}/{status.st_mtime_ns}/{status.st_ctime_ns}"
 
     def read(
         self, path: str, *, offset: int = 0, length: int | None = None, bytes_max: int | None = None
@@ -108,7 +108,7 @@ class LocalStore:
                 if offset:
                     file.seek(offset)
                 rest = max(0, size - offset)
-                # Read no more than the file has: Python allocates the requested length before the first byte arrives.
+                # Read no more than the file has: Python allocates the requested length before it reads.
                 return _read_all(file, rest if length is None else min(length, rest))
             finally:
                 opened.close()
@@ -116,36 +116,39 @@ class LocalStore:
     def make_directory(self, path: str = "") -> None:
         with self._translated("mkdir", path):
             if path:
-                with parent(self.root, path) as at:
-                    self.system.make_directory(self.root / path, at)
+                with parent(self.root, path) as dir_fd:
+                    self.system.make_directory(self.root / path, dir_fd)
                 return
-            missing = [at for at in (self.root, *self.root.parents) if not is_there(at, follow=True)]
-            for above in reversed(missing):
+            ancestors = (self.root, *self.root.parents)
+            missing = [ancestor for ancestor in ancestors if not entry_exists(ancestor, follow=True)]
+            for ancestor in reversed(missing):
                 try:
-                    self.system.make_directory(above)
+                    self.system.make_directory(ancestor)
                 except FileExistsError:
-                    if not above.is_dir():
-                        raise  # else another rank has made it meanwhile
-            self._sync_way_to_root()
+                    if not ancestor.is_dir():
+                        raise  # if the directory exists now, another rank has created it meanwhile
+            self._sync_ancestors()
 
-    def _sync_way_to_root(self) -> None:
-        """Sync the entries that lead to the root, existing ones too: their creator may have died before its sync."""
+    def _sync_ancestors(self) -> None:
+        """Sync all directories above the root, even if they existed: the process that created them may have died before
+        its sync.
+        """
         device = os.stat(self.root).st_dev
-        for at in self.root.parents:
-            if os.stat(at).st_dev != device:
-                return  # a mount point existed before us
+        for ancestor in self.root.parents:
+            if os.stat(ancestor).st_dev != device:
+                return  # a mount point has existed before this job, so its name is durable
             try:
-                self.system.sync_directory(at)
+                self.system.sync_directory(ancestor)
             except PermissionError:
-                return  # safe: a job of ours cannot have created a directory that we cannot open
+                return  # no job of this user has created a directory that this user cannot open
 
     def sync_directory(self, path: str = "") -> None:
         with self._translated("fsync", path), directory(self.root, path) as fd:
             self.system.sync_directory(self.root / path, fd)
 
     def put(self, path: str, data: bytes) -> None:
-        with self._translated("write", path, needed_bytes=len(data)), parent(self.root, path) as at:
-            fd = self.system.create(self.root / path, os.O_WRONLY | os.O_EXCL, at)
+        with self._translated("write", path, needed_bytes=len(data)), parent(self.root, path) as dir_fd:
+            fd = self.system.create(self.root / path, os.O_WRONLY | os.O_EXCL, dir_fd)
             try:
                 self.system.write(fd, data)
                 self.system.sync(fd)
@@ -154,59 +157,62 @@ class LocalStore:
 
     def rename(self, source: str, target: str) -> None:
         with (
-            self._translated("rename", source), parent(self.root, source) as at, parent(self.root, target) as target_at,
+            self._translated("rename", source),
+            parent(self.root, source) as source_fd, parent(self.root, target) as target_fd,
         ):
-            if is_there(self.root / target):
-                raise FileExistsError(errno.EEXIST, f"{target} exists")
-            self.system.rename(self.root / source, self.root / target, at, target_at)
+            if entry_exists(self.root / target):
+                raise FileExistsError(errno.EEXIST, f"{target} exists already")
+            self.system.rename(self.root / source, self.root / target, source_fd, target_fd)
 
     def link(self, source: str, target: str) -> None:
         with (
-            self._translated("link", source), parent(self.root, source) as at, parent(self.root, target) as target_at,
+            self._translated("link", source),
+            parent(self.root, source) as source_fd, parent(self.root, target) as target_fd,
         ):
-            self.system.link(self.root / source, self.root / target, at, target_at)
+            self.system.link(self.root / source, self.root / target, source_fd, target_fd)
 
     def replace(self, source: str, target: str, aside: str) -> str | None:
-        """Give the directory `source` the name `target`, whichever has it. All lie in the store's own directory.
+        """Rename the directory `source` to `target`, even if `target` exists. All names are in the store's root
+        directory.
 
-        returns  the name that has now what was at `target`; None where nothing was, or an empty directory
+        returns  the new name of the old `target`; None if it did not exist or was an empty directory
 
-        At once where the file system exchanges names. Elsewhere what was at `target` is called `aside` first, and a
-        crash may leave it so, with nothing at `target`.
+        Atomic if the file system can exchange names. Otherwise the old `target` is first renamed to `aside`, and a
+        crash may leave no directory at `target`.
         """
-        with self._translated("rename", source), directory(self.root) as at:
-            if not is_there(self.root / target) or not os.listdir(self.root / target):
-                # An empty directory gives way at once: it keeps a name that must not be free in between.
-                self.system.rename(self.root / source, self.root / target, at, at)
+        with self._translated("rename", source), directory(self.root) as dir_fd:
+            if not entry_exists(self.root / target) or not os.listdir(self.root / target):
+                # A rename replaces an empty directory atomically, so the name is never free in between.
+                self.system.rename(self.root / source, self.root / target, dir_fd, dir_fd)
                 return None
             try:
-                self.system.exchange(self.root / source, self.root / target, at)
+                self.system.exchange(self.root / source, self.root / target, dir_fd)
                 return source
             except OSError as error:
                 if error.errno not in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
                     raise
-            self.system.rename(self.root / target, self.root / aside, at, at)
-            self.system.rename(self.root / source, self.root / target, at, at)
+            self.system.rename(self.root / target, self.root / aside, dir_fd, dir_fd)
+            self.system.rename(self.root / source, self.root / target, dir_fd, dir_fd)
             return aside
 
     def remove(self, path: str) -> None:
-        with self._translated("remove", path), parent(self.root, path) as at:
+        with self._translated("remove", path), parent(self.root, path) as dir_fd:
             name = path.rpartition("/")[2]
-            if stat.S_ISDIR(os.stat(name, dir_fd=at, follow_symlinks=False).st_mode):
-                self.system.remove_directory(self.root / path, at)
+            if stat.S_ISDIR(os.stat(name, dir_fd=dir_fd, follow_symlinks=False).st_mode):
+                self.system.remove_directory(self.root / path, dir_fd)
             else:
-                self.system.unlink(self.root / path, at)
+                self.system.unlink(self.root / path, dir_fd)
 
     def free_bytes(self) -> int:
         with self._translated("statvfs", ""):
-            # A further path of a striped store is made by its first save.
-            there = next((at for at in (self.root, *self.root.parents) if at.exists()), self.root)
-            return shutil.disk_usage(there).free
+            # When a striped store is saved to for the first time, its further paths do not exist yet.
+            existing = next((path for path in (self.root, *self.root.parents) if path.exists()), self.root)
+            return shutil.disk_usage(existing).free
 
     # The writer lock
 
     def lock(self, holder: str) -> None:
-        self._lock.take(holder)
+        self._lock.acquire(holder)
 
     def check_lock(self) -> None:
         self._lock.check()
@@ -217,28 +223,28 @@ class LocalStore:
     # Bulk bytes
 
     def write(
-        self, files: Sequence[FilePlan], rows: _native.WriteExtents, arena: _native.Arena, pace: Pace = UNPACED, *,
+        self, files: Sequence[FilePlan], rows: WriteExtents, arena: Arena, pace: Pace = UNPACED, *,
         reserved: bool = True,
-    ) -> LocalWriting:
-        from flowstone.store.local_io import LocalWriting  # imported here: it needs numpy, which a listing does not
+    ) -> LocalWriteHandle:
+        from flowstone.store.local_io import LocalWriteHandle  # imported here: it needs numpy, which a listing does not
 
-        return LocalWriting(self.system, self._engines, files, rows, arena, pace, reserved=reserved)
+        return LocalWriteHandle(self.system, self._engines, files, rows, arena, pace, reserved=reserved)
 
     def read_extents(
-        self, paths: Sequence[str], rows: _native.ReadExtents, arena: _native.Arena, *, wanted_bytes: int,
+        self, paths: Sequence[str], rows: ReadExtents, arena: Arena, *, wanted_bytes: int,
         stop_at_bad: bool = True, past_cache: bool = False, ahead: bool = False,
-    ) -> LocalReading:
-        from flowstone.store.local_io import LocalReading  # as above
+    ) -> LocalReadHandle:
+        from flowstone.store.local_io import LocalReadHandle  # imported here: it needs numpy
 
         settings = self._engines.settings("read")
         direct = settings.direct if past_cache else settings.direct_at(wanted_bytes)
-        return LocalReading(self._engines, paths, rows, arena, direct=direct, stop_at_bad=stop_at_bad, ahead=ahead)
+        return LocalReadHandle(self._engines, paths, rows, arena, direct=direct, stop_at_bad=stop_at_bad, ahead=ahead)
 
     def open_segments(
-        self, files: Sequence[FilePlan], arena: _native.Arena, *, of_path: int, moving: Moving | None
-    ) -> LocalPart:
+        self, files: Sequence[FilePlan], arena: Arena, *, of_path: int, moving: FailoverLimits | None
+    ) -> LocalOpenSegments:
         from flowstone.store.local_segments import (  # imported here: only striped stores need it
-            LocalPart,
+            LocalOpenSegments,
             LocalSegments,
         )
 
@@ -246,29 +252,40 @@ class LocalStore:
         segments = LocalSegments(self.system, self._engines, files, direct)
         try:
             running = self._engines.running("write", arena.block_bytes)
-            return LocalPart(segments, running.engine, of_path=of_path, may_move=moving is not None)
+            return LocalOpenSegments(segments, running.engine, of_path=of_path, may_move=moving is not None)
         except BaseException:
             segments.close()
             raise
 
     def open_extents(
-        self, paths: Sequence[str], arena: _native.Arena, *, of_path: int, wanted_bytes: int, past_cache: bool  # noqa: ARG002
-    ) -> LocalExtents:
-        from flowstone.store.local_segments import LocalExtents  # as above
+        self, paths: Sequence[str], arena: Arena, *, of_path: int, wanted_bytes: int, past_cache: bool  # noqa: ARG002
+    ) -> LocalOpenExtents:
+        from flowstone.store.local_segments import LocalOpenExtents  # imported here: only striped stores need it
 
         settings = self._engines.settings("read")
         direct = settings.direct if past_cache else settings.direct_at(wanted_bytes)
-        return LocalExtents(self._engines, paths, direct, self._engines.running("read").engine, of_path=of_path)
+        return LocalOpenExtents(self._engines, paths, direct, self._engines.running("read").engine, of_path=of_path)
 
-    def append_to_new(self, path: str) -> LocalAppending:
-        from flowstone.store.appending import LocalAppending  # imported here: only journals need it
+    def append_to_new(self, path: str) -> AppendFile:
+        from flowstone.store.local_append import LocalAppendFile  # imported here: only journals need it
 
-        return LocalAppending(self.root, self.system, self._engines, path)
+        return LocalAppendFile(self.root, self.system, self._engines, path)
 
     def read_into(self, path: str, offset_bytes: int, target: memoryview) -> int:
-        from flowstone.store.appending import read_past_cache  # as above
-
-        return read_past_cache(self.root, self._engines, path, offset_bytes, target)
+        """See store.appendable.AppendableStore; past the page cache where that works."""
+        opened = Descriptors()
+        with self._translated("read", path):
+            try:
+                fd, _ = self._engines.open_to_read(self.root / path, self._engines.options.direct, opened)
+                done = 0
+                while done < len(target):
+                    count = os.preadv(fd, [target[done:]], offset_bytes + done)
+                    done += count
+                    if not count or count % BLOCK_BYTES:
+                        break
+                return done
+            finally:
+                opened.close()
 
     def reads_past_cache(self, path: str, wanted_bytes: int) -> bool:
         direct = self._engines.settings("read").direct_at(wanted_bytes)
@@ -283,12 +300,12 @@ class LocalStore:
         return alignment > 1
 
     def close(self) -> None:
-        """Stop the engines and release the lock."""
+        """Stop the engines, and release the lock."""
         self._engines.close()
         self.unlock()
 
     def forget(self) -> None:
-        """In a forked child: the threads are gone and the lock is the parent's; drop both, release neither."""
+        """Called in a forked child: drop engines and lock without releasing them, as both belong to the parent."""
         self._engines.forget()
         self.unlock()
 
@@ -300,7 +317,7 @@ class LocalStore:
         return self._engines.settings(direction)
 
     def backend(self) -> str:
-        """The engine for writes, "io_uring" or "posix"; starts it."""
+        """The name of the engine for writes, "io_uring" or "posix". Starts the engine."""
         return self._engines.running("write").engine.backend
 
     def _translated(

@@ -1,4 +1,4 @@
-"""Local I/O: the bulk bytes of a local store: segments being written, extents being read."""
+"""Writes segments into a local store, and reads ranges of files from it."""
 
 from __future__ import annotations
 
@@ -17,26 +17,28 @@ from flowstone.errors import FlowstoneError, StorageError
 from flowstone.format.segment import path_of
 from flowstone.store.base import FilePlan, Pace, ReadReceipt, Receipt
 from flowstone.store.engines import EngineChoice
-from flowstone.store.jobs import GAP_BYTES, ReservingWriting, code_of, reach, read_error
+from flowstone.store.jobs import GAP_BYTES, ReservingWriteHandle, byte_range, errno_of, read_error
 from flowstone.store.open_files import OpenFiles
 from flowstone.store.os_errors import MORE_THREADS, explain, translated
 from flowstone.store.system import System
 
 _ELSEWHERE = {
-    errno.ENOENT: "this segment was saved on another path of a striped store: open the store itself, or copy it with "
-    "`flowstone pack`, which makes a checkpoint whole"
+    errno.ENOENT: "this file is on another path (disk) of a striped store: open the striped store, or copy the "
+    "checkpoint with `flowstone pack`, which puts all its files into one directory"
 }
 
 
-class LocalWriting(ReservingWriting):
-    """Segments of one save; owns their descriptors. Starts at once; raises if the system refuses to create them."""
+class LocalWriteHandle(ReservingWriteHandle):
+    """Writes the segments of one save, and owns their descriptors. The write starts when this is created. Raises an
+    error if the system refuses to create the files.
+    """
 
     def __init__(
         self, system: System, engines: EngineChoice, files: Sequence[FilePlan], rows: _native.WriteExtents,
         arena: _native.Arena, pace: Pace, *, reserved: bool = True,
     ) -> None:
         from flowstone.store.local_segments import (
-            LocalSegments,  # imported here: a process that only loads needs it not
+            LocalSegments,  # imported here: a process that only loads does not need it
         )
 
         super().__init__(reserved=reserved)
@@ -49,17 +51,19 @@ class LocalWriting(ReservingWriting):
             if reserved:
                 self._segments.reserve()
             self._running = engines.running("write", arena.block_bytes)
-            # A file that an encoder cuts has no pages of its own yet: to touch one that is not there ends the process.
+            # If an encoder decides a file's size, the file has no space yet. Touching memory that has none may end the
+            # process.
             natives = [
                 (opened.native(0 if file.header is not None else file.bytes), file.bytes)
                 for opened, file in zip(self._segments.opened, files, strict=True)
             ]
-            # Only this job has these files, so gaps between slots may be written as zeros.
+            # Only this job writes these files, so the gaps between the places of tensors may be filled with zeros.
             with translated(self._root, "begin to write into", "", remedy=MORE_THREADS):
                 self._job = self._running.engine.write(
-                    arena, natives, rows, gap_bytes=GAP_BYTES,
-                    blocks=pace.blocks, bytes_per_s=pace.bytes_per_s or 0,
-                    cap_bytes_per_s=pace.cap or 0, watch=self._watch, files_ready=reserved,
+                    arena, natives, rows, _native.WriteOptions(
+                        gap_bytes=GAP_BYTES, blocks=pace.blocks, bytes_per_s=pace.bytes_per_s or 0,
+                        cap_bytes_per_s=pace.cap or 0, watch=self._watch, files_ready=reserved,
+                    ),
                 )
         except BaseException:
             self._segments.close()
@@ -85,31 +89,32 @@ class LocalWriting(ReservingWriting):
         return self._receipt(error, io, synced)
 
     def stop(self) -> None:
-        """Let go of the files once no byte moves any more, without a receipt."""
+        """Close the files once all writes have ended. Returns no result."""
         self._wait()
         self._segments.close()
 
     def _error(self) -> FlowstoneError | None:
         fault = self._job.fault
         if fault is not None and fault.operation != "capture":
-            code = code_of(fault)
+            code = errno_of(fault)
             instead = None
             if code == fault.errno:
-                instead = self._engines.give_up(self._running, fault, direct=self._segments.alignment > 1)
+                instead = self._engines.adapt_to_failure(self._running, fault, direct=self._segments.alignment > 1)
             return explain(
-                self._root, fault.operation, code, fault.path, reach=reach(fault),
+                self._root, fault.operation, code, fault.path, reach=byte_range(fault),
                 needed_bytes=self._segments.bytes, remedy=None if instead is None else f"save again: {instead}",
             )
         return self._early_end()
 
 
-class LocalReading:
-    """Extents of one load; owns the descriptors. Starts at once; raises if the system refuses to open the files.
+class LocalReadHandle:
+    """Reads ranges of files for one load, and owns the descriptors. The read starts when this is created. Raises an
+    error if the system refuses to open the files.
 
-    Opens only files that are read; if there are more than may be open at once (READ_FILES_MAX), in batches, of files
-    that chunks are computed from together: half of them would be nothing to compute from.
-    Reading changes nothing on disk: if direct I/O or the engine is refused on the way, everything is read again, in
-    the remaining way.
+    Opens only files that are read; if there are more than may be open at once (READ_FILES_MAX), in batches. Files whose
+    chunks are computed from each other stay in one batch. Reading changes nothing on disk. So if the system refuses
+    O_DIRECT or the engine in the middle of the read, everything is read again through the page cache, or with POSIX
+    threads.
     """
 
     def __init__(
@@ -119,12 +124,13 @@ class LocalReading:
         self._root, self._engines, self._paths, self._rows, self._arena = engines.root, engines, paths, rows, arena
         self._direct, self._stop_at_bad, self._ahead = direct, stop_at_bad, ahead
         self._groups: list[list[int]] = rows.file_groups
-        self._read_groups = self._open_groups = 0  # how many are done, how many after them are open
+        # how many groups of files were read, and how many further groups are open
+        self._read_groups = self._open_groups = 0
         self._opened = OpenFiles()
         self._job: _native.ReadJob | None = None
         self._sums = _Sums()
-        self._summed: _native.ReadJob | None = None  # the last job included there
-        self._refusal: FlowstoneError | None = None  # the error of another attempt, or of the next files
+        self._summed: _native.ReadJob | None = None  # the last job whose numbers are in _sums
+        self._refusal: FlowstoneError | None = None  # the error of a retry, or of opening the next files
         self._cancelled = self._ended = False
         self._begin()
 
@@ -139,13 +145,15 @@ class LocalReading:
                 natives[number] = opened.native()
             with translated(self._root, "begin to read from", "", remedy=MORE_THREADS):
                 self._job = self._running.engine.read(
-                    self._arena, natives, self._rows, stop_at_bad=self._stop_at_bad,
-                    in_place=self._is_in_place(), request_bytes=self._running.request_bytes, ahead=self._ahead,
+                    self._arena, natives, self._rows, _native.ReadOptions(
+                        stop_at_bad=self._stop_at_bad, in_place=self._is_in_place(),
+                        request_bytes=self._running.request_bytes, ahead=self._ahead,
+                    ),
                 )
-            if self._cancelled:  # meanwhile, by another thread
+            if self._cancelled:  # by another thread, meanwhile
                 self._job.cancel()
         except BaseException:
-            if self._job is not None:  # the new job, if an interrupt came right here
+            if self._job is not None:  # so that the new job is stopped, even after an interrupt at this point
                 self._job.cancel()
                 while not self._job.wait(POLL_S):
                     pass
@@ -153,8 +161,9 @@ class LocalReading:
             raise
 
     def _is_in_place(self) -> bool:
-        """As the settings say or, where neither the caller nor a measurement does, if the files' pages are the storage:
-        then a read is one copy, and the arena would be a second one (docs/performance/in-place.md).
+        """Whether to read directly into the memory to fill, instead of through the arena. The caller or the tuning
+        decides. Otherwise True if the files are in memory (such as tmpfs): a direct read copies their bytes once, and a
+        read through the arena copies them twice (docs/performance/in-place.md).
         """
         settings = self._running.settings
         if settings.tuning.in_place or settings.origin == "tuned" or "read_in_place" in settings.explicit:
@@ -175,21 +184,21 @@ class LocalReading:
                 first = len(lot[0])
                 if error.errno not in (errno.EMFILE, errno.ENFILE) or len(self._opened) < max(2, first):
                     raise
-                # Leave descriptors to the rest of this process, if less can be read at once.
+                # If fewer files can be open at once, some descriptors are left to other code of this process.
                 self._open_groups = self._groups_within(len(self._opened) // 2)
                 self._opened.close(leave=sum(map(len, lot[: self._open_groups])))
                 return
             self._opened.add(self._root / path, fd, alignment)
 
     def _groups_within(self, files: int) -> int:
-        """How many of the next groups have so many files, or fewer: one at least, however many it has."""
+        """How many of the next groups have at most `files` files together; at least one group, even if it has more."""
         ends = accumulate(len(group) for group in self._groups[self._read_groups :])
-        found = sum(1 for _ in takewhile(lambda end: end <= files, ends))
-        return found or min(1, len(self._groups) - self._read_groups)
+        fitting = sum(1 for _ in takewhile(lambda end: end <= files, ends))
+        return fitting or min(1, len(self._groups) - self._read_groups)
 
     def aim(self, rows: _native.ReadExtents) -> None:
-        assert self._job is not None, "it starts at once"
-        self._rows, self._ahead = rows, False  # of further jobs, for the next files or the same ones again
+        assert self._job is not None, "the constructor starts a job"
+        self._rows, self._ahead = rows, False  # used by later jobs, which read the next files, or the same files again
         self._job.aim(rows)
 
     @property
@@ -197,18 +206,21 @@ class LocalReading:
         return self._sums.done_bytes + (0 if self._job is None or self._job is self._summed else self._job.done_bytes)
 
     def wait(self, timeout_s: float) -> bool:
-        assert self._job is not None, "it starts at once"
+        assert self._job is not None, "the constructor starts a job"
         if not self._ended and self._job.wait(timeout_s):
-            self._ended = not self._goes_on(self._job)
+            self._ended = not self._start_next(self._job)
         return self._ended
 
-    def _goes_on(self, job: _native.ReadJob) -> bool:
-        """Whether another job was started now that this one has ended: for the next files, or for the same ones again.
+    def _start_next(self, job: _native.ReadJob) -> bool:
+        """After a job has ended, start another one for the next files, or for the same files again. Returns False if no
+        job is needed.
         """
         fault, direct = job.fault, any(opened.alignment > 1 for opened in self._opened)
         stopped = self._cancelled or job.cancelled
-        if not stopped and fault is not None and self._engines.give_up(self._running, fault, direct=direct) is not None:
-            self._sums.give_up(job)
+        if not stopped and fault is not None and self._engines.adapt_to_failure(
+            self._running, fault, direct=direct
+        ) is not None:
+            self._sums.discount(job)
         else:
             self._sums.add(job)
             self._summed = job
@@ -236,7 +248,7 @@ class LocalReading:
         return self._sums.receipt(self._error())
 
     def _error(self) -> FlowstoneError | None:
-        assert self._job is not None, "it starts at once"
+        assert self._job is not None, "the constructor starts a job"
         fault = self._job.fault
         if self._refusal is not None:
             return self._refusal
@@ -244,7 +256,7 @@ class LocalReading:
 
 
 class _Sums:
-    """Totals over all jobs of one reading."""
+    """Totals over all jobs of one read."""
 
     def __init__(self) -> None:
         self.done_bytes = 0
@@ -253,13 +265,13 @@ class _Sums:
         self._requested = self._copied = self._direct = self._requests = 0
         self._spans: list[_native.SpanColumns] = []
 
-    def give_up(self, job: _native.ReadJob) -> None:
-        """Do not count a job whose extents are read again."""
+    def discount(self, job: _native.ReadJob) -> None:
+        """Subtract a job whose ranges are read again."""
         self._touched = job.touched if self._touched is None else self._touched | job.touched
         self._spans.append(job.spans)
 
     def add(self, job: _native.ReadJob) -> None:
-        self.give_up(job)
+        self.discount(job)
         self.done_bytes += job.done_bytes
         self._bad.append(job.bad_chunks)
         self._requested += job.requested_bytes
@@ -268,7 +280,7 @@ class _Sums:
         self._requests += job.requests
 
     def receipt(self, error: FlowstoneError | None) -> ReadReceipt:
-        assert self._touched is not None, "some job has ended"
+        assert self._touched is not None, "a job has ended"
         bad = np.array(sorted({number for bad in self._bad for number in bad.tolist()}), np.uint64)
         return ReadReceipt(
             error, bad, self._touched, self._requested, self._copied, self._direct, self._requests, self._spans
@@ -276,7 +288,7 @@ class _Sums:
 
 
 def _files_max() -> int:
-    """How many files a reading may have open, leaving descriptors to the rest of this process."""
+    """How many files one read may have open. The other code of this process needs descriptors, too."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return READ_FILES_MAX if limit == resource.RLIM_INFINITY else max(1, min(READ_FILES_MAX, limit // 4))
 

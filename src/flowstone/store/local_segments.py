@@ -1,4 +1,6 @@
-"""Segments created in a directory, and files of it opened to be read: what a job of any store needs of them."""
+"""Creates segments in a directory, or opens files to read. The reads and writes are made by a job of this store or of a
+striped store.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,14 @@ from flowstone.store.os_errors import explain, translated
 from flowstone.store.system import System
 
 if TYPE_CHECKING:
-    from flowstone import _native
+    from flowstone._native import Engine, ReadJob, WriteJob
 
 
 class LocalSegments:
-    """Segments of one save; owns their descriptors. Raises if the system refuses to create them.
+    """Creates the segments of one save, and owns their descriptors. Raises an error if the system refuses to create
+    them.
 
-    bytes  of all of them, for messages
+    bytes  total size in bytes, for messages
     """
 
     def __init__(self, system: System, engines: EngineChoice, files: Sequence[FilePlan], direct: Direct) -> None:
@@ -43,17 +46,21 @@ class LocalSegments:
         with translated(self._root, "probe", ""):
             alignment = self._engines.alignment_to_write(self._direct)
         flags = os.O_RDWR | os.O_EXCL | (os.O_DIRECT if alignment > 1 else 0)
-        with translated(self._root, "create", file.path, needed_bytes=self.bytes), parent(self._root, file.path) as at:
-            fd = self._system.create(path, flags, at)
+        translating = translated(self._root, "create", file.path, needed_bytes=self.bytes)
+        with translating, parent(self._root, file.path) as dir_fd:
+            fd = self._system.create(path, flags, dir_fd)
         self.opened.add(path, fd, alignment)
 
     @property
     def alignment(self) -> int:
-        """The alignment of all segments: once one cannot be written with O_DIRECT, none of them is."""
+        """The alignment of writes to all segments, in bytes. If one segment does not accept O_DIRECT, none is written
+        with it.
+        """
         return min((opened.alignment for opened in self.opened), default=1)
 
     def reserve(self) -> None:
-        """Give them their full size; those of which an encoder decides it reserve nothing. Raises StorageError."""
+        """Give the segments their full size. Files whose size an encoder decides get no space yet. Raises StorageError.
+        """
         for number, (opened, file) in enumerate(zip(self.opened, self.files, strict=True)):
             with translated(self._root, "allocate", file.path, needed_bytes=self.bytes):
                 if file.header is None:
@@ -65,9 +72,9 @@ class LocalSegments:
                     self.opened.go_through_cache(number)
 
     def make_durable(self, ends: Sequence[int]) -> FlowstoneError | None:
-        """Give the files whose size an encoder has decided that size, and their beginning; then sync all.
+        """Set the size of files whose size an encoder has decided, and write their headers; then sync all files.
 
-        ends  their sizes
+        ends  the sizes of all files in bytes
         """
         for opened, file, size in zip(self.opened, self.files, ends, strict=True):
             if file.header is None:
@@ -89,48 +96,48 @@ class LocalSegments:
 
 
 def _aligned(content: bytes) -> memoryview:
-    """The same bytes at the begin of a page, as O_DIRECT needs them."""
+    """The same bytes in memory that begins at a page boundary, as O_DIRECT requires."""
     memory = mmap.mmap(-1, len(content))
     memory[:] = content
     return memoryview(memory)
 
 
-class LocalPart:
-    """Segments of a job of another store's (see Parts)."""
+class LocalOpenSegments:
+    """Open segments of this store that a job of another store writes (see StripeMember)."""
 
     def __init__(
-        self, segments: LocalSegments, engine: _native.Engine, *, of_path: int, may_move: bool
+        self, segments: LocalSegments, engine: Engine, *, of_path: int, may_move: bool
     ) -> None:
         self._segments, self.engine = segments, engine
-        self.natives = [one.native(of_path=of_path, may_move=may_move) for one in segments.opened]
+        self.natives = [file.native(of_path=of_path, may_move=may_move) for file in segments.opened]
 
-    def begin(self, job: _native.WriteJob, numbers: Sequence[int]) -> None:
-        """Nothing to do: the engine has descriptors."""
+    def begin(self, job: WriteJob, numbers: Sequence[int]) -> None:
+        """Does nothing, as the engine writes to the descriptors itself."""
 
     def reserve(self) -> None:
         self._segments.reserve()
 
     def error(self) -> FlowstoneError | None:
-        return None  # the job knows
+        return None  # the job reports any error
 
-    def refusal(self, at: int) -> FlowstoneError | None:  # noqa: ARG002  (of uploads)
+    def refusal(self, index: int) -> FlowstoneError | None:  # noqa: ARG002  (of uploads)
         return None
 
-    def end(self, job: _native.WriteJob, ends: Sequence[int]) -> FlowstoneError | None:  # noqa: ARG002  (of uploads)
+    def end(self, job: WriteJob, ends: Sequence[int]) -> FlowstoneError | None:  # noqa: ARG002  (of uploads)
         return self._segments.make_durable(ends)
 
-    def open_written(self, at: int) -> BinaryIO:
-        return open(self.natives[at].path, "rb", 0)
+    def open_written(self, index: int) -> BinaryIO:
+        return open(self.natives[index].path, "rb", 0)
 
     def close(self) -> None:
         self._segments.close()
 
 
-class LocalExtents:
-    """Files that are read by a job of another store's (see Parts)."""
+class LocalOpenExtents:
+    """Open files of this store that a job of another store reads (see StripeMember)."""
 
     def __init__(
-        self, engines: EngineChoice, paths: Sequence[str], direct: Direct, engine: _native.Engine, *, of_path: int
+        self, engines: EngineChoice, paths: Sequence[str], direct: Direct, engine: Engine, *, of_path: int
     ) -> None:
         self.engine = engine
         self._opened = OpenFiles()
@@ -142,13 +149,13 @@ class LocalExtents:
         except BaseException:
             self._opened.close()
             raise
-        self.natives = [one.native(of_path=of_path) for one in self._opened]
+        self.natives = [file.native(of_path=of_path) for file in self._opened]
 
-    def begin(self, job: _native.ReadJob) -> None:
-        """Nothing to do: the engine has descriptors."""
+    def begin(self, job: ReadJob) -> None:
+        """Does nothing, as the engine reads from the descriptors itself."""
 
     def error(self) -> FlowstoneError | None:
-        return None  # the job knows
+        return None  # the job reports any error
 
     def close(self) -> None:
         self._opened.close()

@@ -1,4 +1,4 @@
-"""The mount of a directory, with machine and kernel; and the memory that the machine has left."""
+"""The mount that a directory is on, with its machine and kernel; and how much memory the machine has available."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 class Mount(msgspec.Struct, frozen=True):
-    """A mount on a machine. Measurements are valid only on the same one.
+    """A mounted file system on a machine. Measurements of a mount are valid only on the same machine and mount.
 
-    machine  a digest of machine-id(5), which is private, or else the host's name; and of the number of processors
-    kernel   its release
+    machine  a digest of machine-id(5), which is private, and of the number of processors. Without a machine-id, the
+             host's name is used
+    kernel   the kernel's release
     device   the mounted device: "/dev/nvme0n1p1", "server:/export", "tmpfs"
     """
 
@@ -36,7 +37,7 @@ class Mount(msgspec.Struct, frozen=True):
         return f"{self.file_system} on {self.device}, mounted at {self.mount_point}"
 
     def differences(self, other: Mount) -> list[str]:
-        """The fields in which `other` differs, for people."""
+        """The fields in which `other` differs, in words."""
         if self.machine != other.machine:
             return ["another machine"]
         pairs = {
@@ -44,7 +45,7 @@ class Mount(msgspec.Struct, frozen=True):
             "mount point": (self.mount_point, other.mount_point),
             "file system": (self.file_system, other.file_system),
         }
-        return [f"another {what} ({theirs}, not {ours})" for what, (ours, theirs) in pairs.items() if ours != theirs]
+        return [f"another {field} ({theirs}, not {ours})" for field, (ours, theirs) in pairs.items() if ours != theirs]
 
 
 def mount_of(path: Path) -> Mount:
@@ -56,30 +57,33 @@ def mount_of(path: Path) -> Mount:
 
 
 def _existing(path: Path) -> Path:
-    # os.path, not Path: a parent that may not be examined counts as missing, rather than raising.
-    return Path(os.path.realpath(next(at for at in (path.absolute(), *path.absolute().parents) if os.path.exists(at))))
+    # os.path is used, not Path, so that a parent directory that may not be examined counts as missing, and raises no
+    # error.
+    absolute = path.absolute()
+    return Path(os.path.realpath(next(path for path in (absolute, *absolute.parents) if os.path.exists(path))))
 
 
 def _machine() -> str:
     try:
         identity = _MACHINE_ID.read_text().strip()
     except OSError:
-        identity = ""  # safe: containers often have none; then the host's name is used
+        identity = ""  # containers often have no machine-id; then the host's name is used
     return digest(f"{identity or platform.node()} {platform.machine()} {os.cpu_count()}".encode())
 
 
 def _mount(path: Path) -> tuple[str, str, str]:
-    """(device, mount point, file system) of the mount that holds `path`: the last line with the longest mount point.
+    """The mount of `path`, as (device, mount point, file system). In the table of mounts, it is the last line whose
+    mount point is the longest prefix of `path`.
 
-    Not by st_dev, which matches no line of the table on btrfs and other file systems of several volumes.
+    st_dev cannot be used: on btrfs and other file systems with several volumes it matches no line of the table.
     """
     best: tuple[str, str, str] | None = None
     try:
         lines = _MOUNTS.read_text(errors="surrogateescape").splitlines()
     except OSError as error:
         raise StorageError(
-            f"cannot find the mount of {path}: {_MOUNTS} is not readable", errno=error.errno or 0,
-            next="mount /proc",
+            f"cannot find the mount of {path}: {_MOUNTS} is not readable",
+            errno=error.errno or 0, next="mount /proc, for example: mount -t proc proc /proc",
         ) from error
     for line in lines:
         before, _, after = line.partition(" - ")
@@ -88,18 +92,24 @@ def _mount(path: Path) -> tuple[str, str, str]:
             file_system, device, *_ = after.split(" ")
             best = _plain(device), str(mount_point), file_system
     if best is None:
-        raise StorageError(f"cannot find the mount of {path}", found=f"no line for it in {_MOUNTS}")
-    shown = [name.encode(errors="replace").decode() for name in best]  # JSON cannot hold names that are not text
+        raise StorageError(
+            f"cannot find the mount of {path}", found=f"no line for this path in {_MOUNTS}",
+            next="check that /proc is mounted",
+        )
+    # JSON cannot contain names that are not valid text
+    shown = [name.encode(errors="replace").decode() for name in best]
     return shown[0], shown[1], shown[2]
 
 
 def _plain(field: str) -> str:
-    """Undo the octal escapes that mountinfo writes for blanks and backslashes."""
+    """A field of mountinfo, in which octal escapes are replaced by the blanks and backslashes that they stand for."""
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), field)
 
 
 def available_bytes() -> int:
-    """Memory that this process could still allocate: the machine's, or its control group's if less."""
+    """How many bytes of memory this process can still allocate: as much as the machine has available, or its control
+    group, if that has less.
+    """
     for line in _MEMINFO.read_text().splitlines():
         if line.startswith("MemAvailable:"):
             available = int(line.split()[1]) * 1024
@@ -113,9 +123,9 @@ def available_bytes() -> int:
 
 
 def _number(path: Path) -> int | None:
-    """The number in a control file; None if there is no such file or it says "max"."""
+    """The number in a control file. None if there is no such file, or it says "max"."""
     try:
         text = path.read_text().strip()
     except OSError:
-        return None  # safe: no control group limit is visible
+        return None  # no limit of a control group is visible
     return int(text) if text.isdigit() else None

@@ -1,4 +1,5 @@
-"""OS errors: the only module that translates an errno into one of our errors, with what to do next."""
+"""Errors of the operating system. Only this module converts an errno into a FlowstoneError, with advice on what to do.
+"""
 
 from __future__ import annotations
 
@@ -12,26 +13,25 @@ from types import MappingProxyType
 from flowstone.errors import FullError, StorageError
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-_PLAIN_FILES = "a checkpoint holds plain files only; restore the file from a copy, or load an older step"
+_PLAIN_FILES = "a checkpoint contains only plain files; restore the file from a copy, or load an older step"
 MORE_THREADS = "raise the limits on threads and processes (ulimit -u, pids.max)"
 _REMEDIES = {
     errno.EACCES: "give this user the permission, or choose another path",
     errno.EPERM: "give this user the permission, or choose another path",
     errno.EROFS: "mount the file system for writing, or choose another path",
-    errno.ELOOP: "a checkpoint holds no symbolic links, and nothing in a store is changed through one; "
-    "put the files themselves there",
+    errno.ELOOP: "a store must not contain symbolic links: replace the link by the file or directory itself",
     errno.EISDIR: _PLAIN_FILES,
     errno.ENXIO: _PLAIN_FILES,
-    errno.EEXIST: "a file, or a link that leads nowhere, is there; move it away, or choose another path",
+    errno.EEXIST: "a file or a broken link has that name; move it away, or choose another path",
     errno.ENOENT: "check the path",
     errno.ENOTDIR: "a file is where a directory should be; choose another path",
     errno.ENAMETOOLONG: "choose a shorter path",
     errno.EMFILE: "raise the limit on open files of a process (ulimit -n)",
     errno.ENFILE: "raise the machine's limit on open files (fs.file-max)",
     errno.EFBIG: "raise the limit on the size of files (ulimit -f), or use a file system that takes larger ones",
-    errno.EXDEV: "an overlay cannot rename what lies on its lower layer; copy the store to a file system of its own",
+    errno.EXDEV: "an overlay cannot rename entries of its lower layer; copy the store to a file system of its own",
     errno.EINVAL: 'the file system may refuse direct I/O here; use EngineOptions(direct="auto"), or "off"',
-    errno.ENOMEM: "free some memory, or raise the limits on it (ulimit -v, ulimit -l, memory.max)",
+    errno.ENOMEM: "free some memory, or raise the limits on memory (ulimit -v, ulimit -l, memory.max)",
 }
 
 
@@ -39,11 +39,11 @@ def explain(
     root: Path, operation: str, code: int, path: str, *, reach: str = "", needed_bytes: int | None = None,
     remedy: str | None = None,
 ) -> StorageError:
-    """The error for the refusal `code` (an errno) of `operation` on `path`, for the user of the store at `root`.
+    """The error for `operation` on `path` that failed with the errno `code`, in the store at `root`.
 
-    reach         the range in the file, as text
-    needed_bytes  the total to be written, if known
-    remedy        what to do next, if the caller knows better than the errno
+    reach         the range of the file that was read or written, as text
+    needed_bytes  the length of all files to be written in bytes, if known
+    remedy        what to do next; None: the usual advice for this errno
     """
     facts: dict[str, object] = {"reason": f"{os.strerror(code)} ({errno.errorcode.get(code, code)})"}
     if reach:
@@ -63,7 +63,8 @@ def translated(
 ) -> Iterator[None]:
     """Turn an OSError or a MemoryError into a StorageError that names the operation and the path in the store.
 
-    remedy, remedies  what to do next, for any errno and for some, if the caller knows better
+    remedy    what to do next, for any errno; None: the usual advice for the errno
+    remedies  what to do next: errno -> advice
     """
     try:
         yield
@@ -77,10 +78,10 @@ def translated(
 
 def _room(root: Path) -> dict[str, object]:
     try:
-        found = os.statvfs(root)
+        status = os.statvfs(root)
     except OSError:
-        return {"free": "unknown"}  # safe: the message only lacks one fact
-    room: dict[str, object] = {"free": f"{found.f_bavail * found.f_frsize} bytes"}
-    if found.f_files and not found.f_favail:  # explains "disk full" on a disk with free bytes
-        room["inodes"] = "none free: the file system takes no more files"
-    return room
+        return {"free": "unknown"}  # then the message says that the free space is unknown
+    facts: dict[str, object] = {"free": f"{status.f_bavail * status.f_frsize} bytes"}
+    if status.f_files and not status.f_favail:  # a disk with free bytes, but without free inodes, is full, too
+        facts["inodes"] = "none free: the file system takes no more files"
+    return facts

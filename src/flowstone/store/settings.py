@@ -1,9 +1,10 @@
-"""How a store moves bytes, resolved: the caller's options, else the tuning for this mount, else the defaults.
+"""Decides how a store moves bytes: by the caller's options; where these say nothing, by the tuning for this mount; and
+otherwise by the defaults.
 
-Once for each direction; directions with equal tuning share an engine. The tuning is the store's `tuning.json`, else the
-user's file for the mount; each is used only on the machine, kernel and mount where `flowstone bench tune` measured it
-(docs/decisions/005). Whether bytes bypass the page cache also depends on their number. The manifest records the
-settings that were used.
+Writes and reads have separate settings; if these are equal, both share an engine. The tuning is in the store's
+`tuning.json`, or else in the user's file for the mount. It is used only on the machine, kernel and mount where
+`flowstone bench tune` measured it (docs/decisions/005). Whether bytes bypass the page cache also depends on how many
+they are. The manifest records the settings that were used.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ DEFAULTS: Mapping[Direction, Tuning] = {"write": WRITE_DEFAULTS, "read": READ_DE
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """How one direction moves its bytes.
+    """How a store writes, or how it reads.
 
-    tuning    settings in use; backend "auto" is resolved when an engine starts
-    direct    the caller's option for the page cache; "auto": see `direct_at`
-    origin    of the options that the caller did not give: "tuned" or "default"; "explicit" if all were given
-    explicit  the options that the caller gave, by name
+    tuning    the settings in use; backend "auto" is replaced by an engine when one starts
+    direct    the caller's option `direct`; "auto": see `direct_at`
+    origin    where the settings come from that the caller did not give: "tuned" or "default"; "explicit" if the caller
+              gave all
+    explicit  the names of the options that the caller gave
     """
 
     tuning: Tuning
@@ -37,7 +39,9 @@ class Settings(msgspec.Struct, frozen=True):
     explicit: tuple[str, ...]
 
     def direct_at(self, total_bytes: int) -> Direct:
-        """The mode for a save or load of `total_bytes`: "on" must work, "auto" is tried, "off" uses the page cache."""
+        """Whether a save or load of `total_bytes` uses O_DIRECT. "on": it must work. "auto": it is tried. "off": the
+        page cache is used.
+        """
         start = self.tuning.direct_from_bytes
         if self.direct == "auto" and (start is None or total_bytes < start):
             return "off"
@@ -54,7 +58,7 @@ def find_settings(root: Path, options: EngineOptions) -> Mapping[Direction, Sett
 
 
 def resolve(direction: Direction, options: EngineOptions, tuned: Tuning | None) -> Settings:
-    """One direction's settings. Pure."""
+    """The settings for one direction. `tuned`: from a tuning file, if there is one."""
     base = tuned or DEFAULTS[direction]
     given: dict[str, object] = {
         "backend": options.backend, "direct": options.direct, "queue_depth": options.queue_depth,

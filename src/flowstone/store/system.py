@@ -1,4 +1,4 @@
-"""The calls by which a local store changes a disk, each a method, so that tests/sim can replace them."""
+"""The system calls by which a local store changes a disk. They are methods, so that tests/sim can replace them."""
 
 from __future__ import annotations
 
@@ -8,57 +8,57 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from flowstone import _native
+from flowstone._native import reserve_file
 
-_RENAME_EXCHANGE = 2  # linux/fs.h
+_RENAME_EXCHANGE = 2  # the constant's value in linux/fs.h
 
 
 class System:
-    """The operating system, as LocalStore writes to it. Failures raise OSError.
+    """The system calls with which LocalStore changes a disk. Failures raise OSError.
 
-    An entry is reached by the descriptor `at` of its directory, if given, else by its whole path; `path` is always the
-    whole path. A link at the end is not followed.
+    `path` is always an entry's full path. If the descriptor `dir_fd` of its directory is given, the entry is opened
+    relative to that directory. A symbolic link at the end of the path is not followed.
 
-    Bulk bytes are missing here: the native engine writes them to descriptors from `create`, between `reserve` and
-    `sync`. Reads are missing too: they change nothing.
+    Reads are not included. Nor are writes of segments: the native engine makes these to descriptors from `create`,
+    between `reserve` and `sync`.
     """
 
-    def make_directory(self, path: Path, at: int | None = None) -> None:
-        os.mkdir(_reached(path, at), dir_fd=at)
+    def make_directory(self, path: Path, dir_fd: int | None = None) -> None:
+        os.mkdir(_reached(path, dir_fd), dir_fd=dir_fd)
 
-    def create(self, path: Path, flags: int, at: int | None = None) -> int:
-        """Open for writing; create the file if missing. The caller closes the descriptor."""
+    def create(self, path: Path, flags: int, dir_fd: int | None = None) -> int:
+        """Open a file for writing, and create it if it does not exist. The caller closes the descriptor."""
         flags |= os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        return os.open(_reached(path, at), flags, 0o644, dir_fd=at)
+        return os.open(_reached(path, dir_fd), flags, 0o644, dir_fd=dir_fd)
 
     def reserve(self, fd: int, size_bytes: int) -> None:
-        """Give an empty file its size, with blocks reserved where the file system can."""
-        _native.reserve_file(fd, size_bytes)
+        """Set the size of an empty file. Its blocks are reserved if the file system can do that."""
+        reserve_file(fd, size_bytes)
 
     def resize(self, fd: int, size_bytes: int) -> None:
-        """Give a file another size, without reserving blocks."""
+        """Change the size of a file, without reserving blocks."""
         os.ftruncate(fd, size_bytes)
 
     def write(self, fd: int, content: bytes | memoryview) -> None:
-        """Write all of it at the descriptor's position."""
+        """Write all of `content` at the descriptor's position."""
         rest = memoryview(content)
         while rest:
             written = os.write(fd, rest)
-            if not written:  # else this would loop for ever
-                raise OSError(errno.EIO, "the system wrote nothing")
+            if not written:  # otherwise this would loop forever
+                raise OSError(errno.EIO, "the operating system wrote no byte")
             rest = rest[written:]
 
     def extend(self, fd: int, size_bytes: int) -> None:
-        """Give a file that has content a larger size, with blocks reserved where the file system can."""
-        _native.reserve_file(fd, size_bytes)
+        """Enlarge a file that has content. The new blocks are reserved if the file system can do that."""
+        reserve_file(fd, size_bytes)
 
     def write_at(self, fd: int, parts: Sequence[memoryview], offset_bytes: int) -> None:
-        """Write all of the parts at that place, one behind the other."""
+        """Write all parts from `offset_bytes` on, one after the other."""
         rest = list(parts)
         while rest:
             written = os.pwritev(fd, rest, offset_bytes)
-            if not written:  # else this would loop for ever
-                raise OSError(errno.EIO, "the system wrote nothing")
+            if not written:  # otherwise this would loop forever
+                raise OSError(errno.EIO, "the operating system wrote no byte")
             offset_bytes += written
             while rest and written >= len(rest[0]):
                 written -= len(rest.pop(0))
@@ -66,15 +66,15 @@ class System:
                 rest[0] = rest[0][written:]
 
     def sync_bytes(self, fd: int) -> None:
-        """Make a file's bytes durable, with what is needed to read them back."""
+        """Make a file's bytes durable, with the metadata that is needed to read them."""
         os.fdatasync(fd)
 
     def sync(self, fd: int) -> None:
-        """Make a file's bytes and size durable, not its name."""
+        """Make a file's bytes and size durable. Its name becomes durable only with `sync_directory`."""
         os.fsync(fd)
 
     def sync_directory(self, path: Path, fd: int | None = None) -> None:
-        """Make a directory's entries durable; by its own descriptor `fd`, if given."""
+        """Make a directory's entries durable; `fd` is its descriptor, if it is open."""
         if fd is not None:
             os.fsync(fd)
             return
@@ -84,36 +84,36 @@ class System:
         finally:
             os.close(opened)
 
-    def rename(self, source: Path, target: Path, source_at: int | None = None, target_at: int | None = None) -> None:
+    def rename(self, source: Path, target: Path, source_fd: int | None = None, target_fd: int | None = None) -> None:
         os.rename(
-            _reached(source, source_at), _reached(target, target_at), src_dir_fd=source_at, dst_dir_fd=target_at
+            _reached(source, source_fd), _reached(target, target_fd), src_dir_fd=source_fd, dst_dir_fd=target_fd
         )
 
-    def link(self, source: Path, target: Path, source_at: int | None = None, target_at: int | None = None) -> None:
+    def link(self, source: Path, target: Path, source_fd: int | None = None, target_fd: int | None = None) -> None:
         """Give a file a further name."""
         os.link(
-            _reached(source, source_at), _reached(target, target_at), src_dir_fd=source_at, dst_dir_fd=target_at,
+            _reached(source, source_fd), _reached(target, target_fd), src_dir_fd=source_fd, dst_dir_fd=target_fd,
             follow_symlinks=False,
         )
 
-    def exchange(self, one: Path, other: Path, at: int) -> None:
-        """Give each of two entries of a directory the name of the other, at once.
+    def exchange(self, first: Path, second: Path, dir_fd: int) -> None:
+        """Exchange the names of two entries of a directory, atomically.
 
-        raises  OSError, ENOSYS or EINVAL where the kernel or the file system cannot
+        raises  OSError  with ENOSYS or EINVAL if the kernel or the file system cannot do that
         """
         call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
         if call is None:
             raise OSError(errno.ENOSYS, "this C library has no renameat2")
-        if call(at, os.fsencode(one.name), at, os.fsencode(other.name), _RENAME_EXCHANGE):
+        if call(dir_fd, os.fsencode(first.name), dir_fd, os.fsencode(second.name), _RENAME_EXCHANGE):
             code = ctypes.get_errno()
             raise OSError(code, os.strerror(code))
 
-    def unlink(self, path: Path, at: int | None = None) -> None:
-        os.unlink(_reached(path, at), dir_fd=at)
+    def unlink(self, path: Path, dir_fd: int | None = None) -> None:
+        os.unlink(_reached(path, dir_fd), dir_fd=dir_fd)
 
-    def remove_directory(self, path: Path, at: int | None = None) -> None:
-        os.rmdir(_reached(path, at), dir_fd=at)
+    def remove_directory(self, path: Path, dir_fd: int | None = None) -> None:
+        os.rmdir(_reached(path, dir_fd), dir_fd=dir_fd)
 
 
-def _reached(path: Path, at: int | None) -> str | Path:
-    return path if at is None else path.name
+def _reached(path: Path, dir_fd: int | None) -> str | Path:
+    return path if dir_fd is None else path.name

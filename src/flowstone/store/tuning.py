@@ -1,7 +1,8 @@
-"""tuning.json: results of `flowstone bench tune`, beside a store's marker or, for a whole mount, in the user's files.
+"""The file tuning.json, which has the results of `flowstone bench tune`. It is in a store and holds for that store, or
+in the user's configuration directory and holds for all stores on a mount.
 
-They are advice, used only where they were measured. A file that cannot be used is ignored, with a warning that says
-what to do: a wrong tuning may cost speed, but never a training job.
+The results are used only on the machine and mount where they were measured. A file that cannot be used is ignored, and
+a warning says what to do: a bad tuning file may cost speed, but must not stop a training job.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ TUNING_NAME = "tuning.json"
 TUNING_VERSION = 1
 
 
-
 class TuningFile(msgspec.Struct, frozen=True, kw_only=True):
-    """Checksummed JSON. `trial_bytes`: moved in each trial; a direction is null if the defaults are as good."""
+    """The content of a tuning file, which is JSON with a checksum. `trial_bytes`: how many bytes each trial moved.
+    `write` or `read` is null if the defaults are as good.
+    """
 
     tuning: int = TUNING_VERSION
     created: str
@@ -46,21 +48,27 @@ def encode_tuning(file: TuningFile) -> bytes:
 
 
 def decode_tuning(data: bytes, *, path: str) -> TuningFile:
-    """Check digest, version, fields and their ranges. Raises DamagedError or UnsupportedFormatError."""
+    """Decode a tuning file, after checks of its digest, version, fields and their ranges. Raises DamagedError or
+    UnsupportedFormatError.
+    """
     text = verify_checksum(data, path=path)
     try:
         version = msgspec.json.decode(text, type=_Version).tuning
         if version > TUNING_VERSION:
             raise UnsupportedFormatError(
-                f"{path} was written by a newer flowstone", expected=f"version up to {TUNING_VERSION}", found=version
+                f"{path} was written by a newer flowstone", expected=f"version up to {TUNING_VERSION}", found=version,
+                next=f"upgrade flowstone, or remove {path}",
             )
         return msgspec.json.decode(text, type=TuningFile)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise DamagedError(f"{path} is not valid: {error}") from error
+        raise DamagedError(
+            f"{path} is not valid: {error}", next=f"remove {path}, and run `flowstone bench tune` again"
+        ) from error
 
 
 def find_tuning(root: Path) -> Mapping[Direction, Tuning | None]:
-    """The tuning for the store at `root`: its own file, else the mount's, else none.
+    """The tuning for the store at `root`, for each direction: from the store's own file, or else from the mount's file.
+    None: the defaults are used.
 
     Logs a warning for each existing file that is not used.
     """
@@ -72,65 +80,68 @@ def find_tuning(root: Path) -> Mapping[Direction, Tuning | None]:
     try:
         here = mount_of(root)
     except FlowstoneError as error:
-        log.warning("no tuning is used: %s", error)
+        log.warning("the tuning file is ignored, and defaults are used: %s", error)
         return nothing
     for path in (own, user_file(here)):
-        found = None if path is None else _believed(path, here, root)
-        if found is not None:
-            return {"write": found.write, "read": found.read}
+        file = None if path is None else _read_valid(path, here, root)
+        if file is not None:
+            return {"write": file.write, "read": file.read}
     return nothing
 
 
 def user_file(mount: Mount) -> Path | None:
-    """The user's file for a mount; None if this user has no configuration directory."""
+    """The path of the user's tuning file for a mount. None if this user has no configuration directory."""
     folder = _user_folder()
     key = "\0".join((mount.machine, mount.device, mount.mount_point, mount.file_system))
     return None if folder is None else folder / f"tuning-{digest(key.encode())}.json"
 
 
 def _user_folder() -> Path | None:
-    """The XDG configuration directory; a relative path is ignored, as the XDG specification says."""
+    """The XDG configuration directory. A relative path is ignored, as the XDG specification says."""
     given = os.environ.get("XDG_CONFIG_HOME", "")
     if os.path.isabs(given):
         return Path(given) / "flowstone"
     try:
         return Path.home() / ".config" / "flowstone"
     except RuntimeError:
-        return None  # no home: some containers run as a user without an account
+        return None  # no home directory: some containers run with a user without an account
 
 
-def _believed(path: Path, here: Mount, root: Path) -> TuningFile | None:
+def _read_valid(path: Path, here: Mount, root: Path) -> TuningFile | None:
+    """The content of the file, if it was measured on this mount. Otherwise None, with a warning if the file exists."""
     try:
         data = _read(path)
         if data is None:
             return None
         file = decode_tuning(data, path=str(path))
     except FlowstoneError as error:
-        why = error.message
+        reason = error.message
     except OSError as error:
-        why = f"{path} cannot be read: {error.strerror}"
+        reason = f"{path} cannot be read: {error.strerror}"
     else:
         differences = here.differences(file.mount)
         if not differences:
             return file
-        why = f"{path} was measured on {', '.join(differences)}"
+        reason = f"{path} was measured on {', '.join(differences)}"
     log.warning(
-        "tuning is ignored, defaults are used: %s; run `flowstone bench tune %s` here to measure again, or remove %s",
-        why, root, path,
+        "the tuning is ignored: %s; defaults are used. Run `flowstone bench tune %s` here, or remove %s",
+        reason, root, path,
     )
     return None
 
 
 def _read(path: Path) -> bytes | None:
-    """The file's content; None if there is none. Never blocks, not even if a pipe has that name."""
+    """The content of the file; None if it does not exist. Never blocks, even if the path is a pipe."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except (FileNotFoundError, NotADirectoryError):
         return None
     try:
-        found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode) or found.st_size > TUNING_BYTES_MAX:
-            raise StorageError(f"{path} is not a tuning file")
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode) or status.st_size > TUNING_BYTES_MAX:
+            raise StorageError(
+                f"{path} is not a regular file, or is too large for a tuning file", next=f"remove {path}"
+            )
         return os.read(fd, TUNING_BYTES_MAX)
     finally:
         os.close(fd)

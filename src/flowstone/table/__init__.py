@@ -1,1 +1,3 @@
-"""The one table of a state's content: boxes, dtypes, pieces, chunks. Independent of files, ranks and torch."""
+"""How all other layers describe the tensors of a state: boxes, dtypes, pieces, chunks. Independent of files, ranks and
+torch.
+"""

@@ -54,7 +54,7 @@ class Box:
         return math.prod(self.shape)
 
     def inside(self, shape: Sequence[int]) -> bool:
-        """Whether the box fits into a tensor of `shape` (with as many dimensions)."""
+        """Whether the box lies inside a tensor of `shape`, which has the same number of dimensions."""
         return len(shape) == len(self.shape) and all(e <= n for e, n in zip(self.end, shape, strict=True))
 
     def intersect(self, other: Box) -> Box | None:
@@ -64,7 +64,7 @@ class Box:
         return Box(offset, shape) if all(n > 0 for n in shape) else None
 
     def within(self, outer: Box) -> Box:
-        """The same region in the coordinates of `outer`, which contains it."""
+        """This box, with offsets relative to the beginning of `outer`, a box that contains this one."""
         return Box(tuple(a - b for a, b in zip(self.offset, outer.offset, strict=True)), self.shape)
 
     def __str__(self) -> str:
@@ -72,18 +72,22 @@ class Box:
 
 
 def products(numbers: NDArray[np.int64], starts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The product of each run of `counts` numbers from `starts` on; 1 for an empty run (a scalar's)."""
-    found = np.ones(len(counts), np.int64)
+    """The product of each run of numbers. `starts`, `counts`: where each run begins in `numbers`, and its length. The
+    product of an empty run, the shape of a scalar, is 1.
+    """
+    result = np.ones(len(counts), np.int64)
     for dim in range(int(counts.max(initial=0))):
         has = np.flatnonzero(counts > dim)
         if len(has) == len(counts):
-            found *= numbers[starts + dim]
+            result *= numbers[starts + dim]
         else:
-            found[has] *= numbers[starts[has] + dim]
-    return found
+            result[has] *= numbers[starts[has] + dim]
+    return result
 
 
 def padding_mask(ndim: NDArray[np.int64], width: int) -> NDArray[np.bool_]:
-    """A mask over the numbers of boxes with `width` offsets and `width` lengths: which are not padding."""
+    """For boxes that are padded to `width` offsets and `width` lengths, a mask that is True for numbers that are not
+    padding. `ndim`: number of dimensions of each box.
+    """
     half = np.arange(width) < ndim[:, None]
     return np.concatenate([half, half], axis=1)

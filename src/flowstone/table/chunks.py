@@ -1,15 +1,14 @@
 """Chunks: how the bytes of pieces are divided, and where each chunk is stored.
 
-A *logical chunk* is CHUNK_BYTES of a piece's bytes in row-major order, the last one may be shorter: its range follows
-from the piece's length alone. The *stored chunk* is its encoded form in a segment, with a digest over the stored bytes.
-Without a codec both are equal, and the chunks of a piece are consecutive in its extent. That case is computed and takes
-no memory: `StoredChunks` exists only if something differs.
+A *logical chunk* is CHUNK_BYTES of a piece's bytes in row-major order; the last one may be shorter. The *stored chunk*
+is its encoded form in a segment file, with a digest of the stored bytes. Without a codec both are equal, and the chunks
+of a piece follow each other in one range of the segment file, the piece's *extent*. The positions of chunks are then
+computed. If some chunk is encoded, or stored elsewhere, `StoredChunks` lists the positions of all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
 
 import msgspec
@@ -23,7 +22,7 @@ CODEC_RAW = 0
 """The codec id of chunks that are stored unencoded."""
 
 CODEC_XOR = 2
-"""The codec id of chunks that are decoded with the data of another one, their base."""
+"""The codec id of chunks that are stored as the difference to another chunk, their base."""
 
 U64 = NDArray[np.uint64]
 Rows = NDArray[np.int64]
@@ -34,11 +33,12 @@ _Number = TypeVar("_Number", bound=np.generic)
 
 
 class ChunkBases(msgspec.Struct, frozen=True, eq=False):
-    """What chunks with codec xor are decoded with, as columns with one entry per chunk; 0 for all others.
+    """For chunks that are stored as a difference to another chunk, their base (codec xor): where the base is. Each
+    attribute is an array with one entry for each chunk; 0 for chunks without a base.
 
-    segment, offset, length, codec  of the base, as stored
-    digest                          of its stored bytes
-    data                            of the data that results
+    segment, offset, length, codec  where and how the base is stored
+    digest                          digest of the base's stored bytes
+    data                            digest of the decoded chunk
     """
 
     segment: NDArray[np.uint32]
@@ -51,34 +51,35 @@ class ChunkBases(msgspec.Struct, frozen=True, eq=False):
     def columns(self) -> tuple[NDArray[np.unsignedinteger], ...]:
         return self.segment, self.offset, self.length, self.codec, self.digest, self.data
 
-    def of(self, chunks: Rows) -> ChunkBases:
-        """Those of these chunks."""
+    def take(self, chunks: Rows) -> ChunkBases:
+        """The table for only the chunks with these numbers."""
         return ChunkBases.by_columns(column[chunks] for column in self.columns())
 
     @classmethod
     def by_columns(cls, columns: Iterable[NDArray[np.unsignedinteger]]) -> ChunkBases:
-        """From columns of the right types, in the order of the fields."""
+        """Make the table from one array for each attribute, in the order of the attributes and with their dtypes."""
         return cls(*columns)
 
     @classmethod
-    def none(cls, chunks: int) -> ChunkBases:
-        """For so many chunks, all without a base. The columns may be filled in."""
+    def empty(cls, chunks: int) -> ChunkBases:
+        """A table for `chunks` chunks, all without a base. Its arrays are writable."""
         kinds = np.uint32, np.uint64, np.uint32, np.uint8, np.uint64, np.uint64
         return cls.by_columns(np.zeros(chunks, kind) for kind in kinds)
 
     def fill(self, chunks: NDArray[np.bool_], other: ChunkBases) -> None:
-        """Take these chunks' entries from another table of as many."""
+        """Copy the entries of these chunks from another table of the same length."""
         for mine, theirs in zip(self.columns(), other.columns(), strict=True):
             mine[chunks] = theirs[chunks]
 
 
 class StoredChunks(msgspec.Struct, frozen=True, eq=False):
-    """Where and how chunks are stored, as columns with one entry per chunk, in piece order.
+    """Where and how chunks are stored: arrays with one entry for each chunk, in the order of the pieces.
 
-    segment         id of the segment
-    offset, length  in bytes, in that segment
-    codec           codec id of each chunk
-    bases           of those with codec xor; None: there are none
+    segment         number of the segment file
+    offset, length  where the chunk is in that file, in bytes
+    codec           id of the chunk's codec
+    bases           for chunks that are stored as differences (codec xor), the chunks from which they differ; None:
+                    there are none
     """
 
     segment: NDArray[np.uint32]
@@ -88,39 +89,34 @@ class StoredChunks(msgspec.Struct, frozen=True, eq=False):
     bases: ChunkBases | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Chunks:
-    """The chunks of pieces, as columns: first those with one entry per piece, then those with one per chunk.
+    """The chunks of pieces. `digest` has one entry for each chunk; the other arrays have one for each piece.
 
-    segment, offset  of the piece's extent, in which its chunks are consecutive, unless `stored` says otherwise
-    length           of the piece, in bytes
-    digest           of each chunk's stored bytes
-    stored           where the chunks are; None: each raw, at its place in its piece's extent
-    first            number of each piece's first chunk, and last the total number of chunks
+    segment, offset  the file, and the offset in it, of the piece's extent: the range with all its chunks in order;
+                     unused if `stored` is set
+    length           length of the piece, in bytes
+    digest           digest of the chunk's stored bytes
+    stored           where each chunk is stored; None: all are raw, and in order in their pieces' extents
+    first            number of the piece's first chunk; one more entry at the end is the total number of chunks
 
-    Methods take runs of chunks: chunks [first, last) of each of `pieces`, numbered from 0 within each piece.
+    Arguments of methods are runs of chunks: chunks [first, last) of each of `pieces`, numbered from 0 in each piece.
     """
 
-    segment: NDArray[np.uint32]
-    offset: U64
-    length: U64
-    digest: U64
-    stored: StoredChunks | None = None
-    first: Rows = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "first", first_chunks(self.length))
+    def __init__(
+        self, segment: NDArray[np.uint32], offset: U64, length: U64, digest: U64, stored: StoredChunks | None = None
+    ) -> None:
+        self.segment, self.offset, self.length, self.digest, self.stored = segment, offset, length, digest, stored
+        self.first = first_chunks(length)
 
     @classmethod
-    def to_come(cls, segment: NDArray[np.uint32], length: U64) -> Chunks:
-        """Chunks before they are written: without offsets and digests."""
-        found = cls(segment, np.zeros(len(length), np.uint64), length, np.zeros(0, np.uint64))
-        object.__setattr__(found, "digest", np.zeros(int(found.first[-1]), np.uint64))
-        return found
+    def unwritten(cls, segment: NDArray[np.uint32], length: U64) -> Chunks:
+        """Chunks that are not written yet: their offsets and digests are 0."""
+        count = int(first_chunks(length)[-1])
+        return cls(segment, np.zeros(len(length), np.uint64), length, np.zeros(count, np.uint64))
 
     @property
-    def one_each(self) -> bool:
-        """Whether every piece has exactly one chunk, as when thousands of ranks split every tensor."""
+    def has_one_chunk_each(self) -> bool:
+        """Whether every piece has exactly one chunk, for example because thousands of ranks each hold a small part."""
         return len(self.first) == int(self.first[-1]) + 1 and bool(self.length.all())
 
     @property
@@ -129,30 +125,31 @@ class Chunks:
         return np.diff(self.first)
 
     def logical_bytes(self, pieces: Rows, first: Rows, last: Rows) -> Rows:
-        """For each run: its length in bytes of the piece."""
+        """For each run of chunks, its length before encoding, in bytes."""
         length = self.length[pieces].astype(np.int64)
         return np.minimum(last * CHUNK_BYTES, length) - np.minimum(first * CHUNK_BYTES, length)
 
     def stored_bytes(self, pieces: Rows, first: Rows, last: Rows) -> Rows:
-        """For each run: the bytes to read for it."""
+        """For each run of chunks, how many stored bytes must be read."""
         if self.stored is None:
             return self.logical_bytes(pieces, first, last)
         ends = np.zeros(len(self.stored.length) + 1, np.int64)
         np.cumsum(self.stored.length, out=ends[1:])
         begin = self.first[pieces]
-        found: Rows = ends[begin + last] - ends[begin + first]
-        return found
+        result: Rows = ends[begin + last] - ends[begin + first]
+        return result
 
-    def stored_at(self, pieces: Rows, chunks: Rows) -> tuple[NDArray[np.uint32], Rows]:
-        """For chunk number `chunks` of each of `pieces`: the segment, and the offset there, in bytes."""
+    def stored_locations(self, pieces: Rows, chunks: Rows) -> tuple[NDArray[np.uint32], Rows]:
+        """For chunk `chunks[i]` of piece `pieces[i]`: its segment, and its offset there, in bytes."""
         if self.stored is None:
             return self.segment[pieces], self.offset[pieces].astype(np.int64) + chunks * CHUNK_BYTES
         numbers = self.first[pieces] + chunks
         return self.stored.segment[numbers], self.stored.offset[numbers].astype(np.int64)
 
     def extents(self) -> tuple[NDArray[np.int64], Rows]:
-        """For each piece the segment and the offset of its extent; segment -1: it has none, or its chunks lie apart, or
-        nothing is stored of them.
+        """For each piece, the segment file, and the offset in it, of the range that contains its chunks in order.
+        Segment -1: there is no such range, as the piece is empty, its chunks do not follow each other, or no bytes are
+        stored for them.
         """
         if self.stored is None:
             return self.segment.astype(np.int64), self.offset.astype(np.int64)
@@ -162,12 +159,12 @@ class Chunks:
         some = self.first[1:] > self.first[:-1]
         begin, end = self.first[:-1][some], self.first[1:][some]
         whole = (breaks[end] == breaks[begin + 1]) & (self.stored.length[begin] > 0)
-        found, at = np.full(len(some), -1, np.int64), np.zeros(len(some), np.int64)
-        found[some], at[some] = np.where(whole, segment[begin], -1), offset[begin]
-        return found, at
+        segments, offsets = np.full(len(some), -1, np.int64), np.zeros(len(some), np.int64)
+        segments[some], offsets[some] = np.where(whole, segment[begin], -1), offset[begin]
+        return segments, offsets
 
     def bytes_by_segment(self, pieces: Rows, first: Rows, last: Rows, segments: int) -> Rows:
-        """For each of `segments`: the bytes to read from it for all runs."""
+        """For each segment file, how many bytes of it must be read for these runs of chunks."""
         if self.stored is None:
             segment, length = self.segment[pieces], self.logical_bytes(pieces, first, last)
         else:
@@ -179,82 +176,84 @@ class Chunks:
         """The stored length of each chunk, in bytes."""
         if self.stored is not None:
             return self.stored.length
-        if self.one_each:
+        if self.has_one_chunk_each:
             return self.length.astype(np.uint32)
-        found = np.full(int(self.first[-1]), CHUNK_BYTES, np.uint32)
+        lengths = np.full(int(self.first[-1]), CHUNK_BYTES, np.uint32)
         some = self.length > 0
-        found[self.first[1:][some] - 1] = (self.length[some] - 1) % CHUNK_BYTES + 1
-        return found
+        lengths[self.first[1:][some] - 1] = (self.length[some] - 1) % CHUNK_BYTES + 1
+        return lengths
 
     def codecs(self) -> NDArray[np.uint8]:
         """The codec id of each chunk."""
         return np.full(int(self.first[-1]), CODEC_RAW, np.uint8) if self.stored is None else self.stored.codec
 
     def identities(self) -> U64:
-        """For each chunk a digest that it shares with equal chunks alone, if stored as long: of its stored bytes, or of
-        its data where those say nothing without the base.
+        """For each chunk a digest that identifies its content: of its data if it is stored as a difference, otherwise
+        of its stored bytes.
         """
         if self.stored is None or self.stored.bases is None:
             return self.digest
         return np.where(self.stored.codec == CODEC_XOR, self.stored.bases.data, self.digest)
 
     def bases_of(self, numbers: Rows, *, first_file: int = 0) -> BaseColumns | None:
-        """What those of the chunks are decoded with that have a base, for _native.ReadExtents, whose digests are those
-        of these chunks; None: none has one. `first_file`: added to segments' numbers.
+        """The bases of the chunks `numbers`, as arrays for _native.ReadExtents; None: none of them is stored as a
+        difference. `first_file` is added to segment numbers.
         """
         if self.stored is None or self.stored.bases is None:
             return None
-        at = np.flatnonzero(self.stored.codec[numbers] == CODEC_XOR)
-        if not len(at):
+        with_base = np.flatnonzero(self.stored.codec[numbers] == CODEC_XOR)
+        if not len(with_base):
             return None
-        bases = self.stored.bases.of(numbers[at])
+        bases = self.stored.bases.take(numbers[with_base])
         segment = bases.segment + np.uint32(first_file)
-        return at.astype(np.uint64), bases.data, segment, bases.offset, bases.length, bases.codec, bases.digest
+        return with_base.astype(np.uint64), bases.data, segment, bases.offset, bases.length, bases.codec, bases.digest
 
     def locate(self, numbers: Rows) -> tuple[Rows, Rows]:
-        """For chunks by their number in the whole table: the piece, and the number within that piece."""
+        """For the chunks with these numbers in the table, their piece, and their number in that piece."""
         pieces = np.searchsorted(self.first, numbers, side="right") - 1
         return pieces, numbers - self.first[pieces]
 
-    def same_bytes(self, one: range, other: range) -> bool:
+    def same_bytes(self, first_run: range, second_run: range) -> bool:
         """Whether two runs of pieces are known to have equal chunks."""
-        a, b = (slice(int(self.first[run.start]), int(self.first[run.stop])) for run in (one, other))
-        known = self.identities()
-        if len(one) != len(other) or not np.array_equal(known[a], known[b]):
+        a, b = (slice(int(self.first[run.start]), int(self.first[run.stop])) for run in (first_run, second_run))
+        identities = self.identities()
+        if len(first_run) != len(second_run) or not np.array_equal(identities[a], identities[b]):
             return False
         if self.stored is None:
-            return np.array_equal(self.length[one.start : one.stop], self.length[other.start : other.stop])
+            first, second = (self.length[run.start : run.stop] for run in (first_run, second_run))
+            return np.array_equal(first, second)
         columns = self.stored.length, self.stored.codec
         return all(np.array_equal(column[a], column[b]) for column in columns)
 
     def check_codecs(
-        self, pieces: Rows, first: Rows, last: Rows, names: Sequence[str], tensor: Rows, known: Collection[int]
+        self, pieces: Rows, first: Rows, last: Rows, names: Sequence[str], tensor: Rows, codecs: Collection[int]
     ) -> None:
-        """Raise UnsupportedFormatError for the first chunk whose codec is not in `known`.
+        """Raise UnsupportedFormatError for the first chunk whose codec is not in `codecs`.
 
-        names, tensor  names of tensors, and for each of `pieces` its tensor's position there
+        names, tensor  names of tensors, and for each of `pieces` the position of its tensor's name
         """
         if self.stored is None:
             return
         counts = last - first
         codec = self.stored.codec[spread(self.first[pieces] + first, counts)]
-        strange = np.flatnonzero(~np.isin(codec, list(known)))
-        if len(strange):
-            run = int(np.searchsorted(np.cumsum(counts), strange[0], side="right"))
-            number = int(codec[strange[0]])
+        unknown = np.flatnonzero(~np.isin(codec, list(codecs)))
+        if len(unknown):
+            run = int(np.searchsorted(np.cumsum(counts), unknown[0], side="right"))
+            number = int(codec[unknown[0]])
             raise UnsupportedFormatError(
                 f"{names[int(tensor[run])]!r} is stored with codec {number}, which this version cannot decode",
-                expected=f"codec {', '.join(map(str, sorted(known)))}", found=f"codec {number}",
+                expected=f"codec {', '.join(map(str, sorted(codecs)))}", found=f"codec {number}",
                 next="read it with the version of Flowstone that wrote it, or a later one",
             )
 
 
 def first_chunks(length: U64) -> Rows:
-    """The number of the first chunk of each piece, from the pieces' lengths in bytes; last, the total number of chunks.
+    """The number of each piece's first chunk. One more entry at the end is the number of all chunks. `length`: length
+    of each piece, in bytes.
     """
     first = np.zeros(len(length) + 1, np.int64)
-    # Unsigned: the -(-a // b) idiom would wrap. This may wrap too, near 2^64, but decoded lengths are checked
-    # elsewhere.
+    # The numbers are unsigned, so -(-a // b) would wrap. The sum may wrap, too, for lengths near 2^64, but decoded
+    # lengths are checked elsewhere.
     counts = length + np.uint64(CHUNK_BYTES - 1)
     counts //= np.uint64(CHUNK_BYTES)
     np.cumsum(counts.view(np.int64), out=first[1:])
@@ -262,14 +261,14 @@ def first_chunks(length: U64) -> Rows:
 
 
 def run_starts(counts: Rows) -> Rows:
-    """Where each run of `counts` numbers begins in their concatenation, and where the last one ends."""
+    """Where each run of `counts` numbers begins in the concatenation of all runs, and where the last run ends."""
     starts = np.zeros(len(counts) + 1, np.int64)
     np.cumsum(counts, out=starts[1:])
     return starts
 
 
 def spread(begin: Rows, counts: Rows) -> Rows:
-    """Concatenated ranges: `counts` consecutive numbers from each `begin`."""
+    """For each `begin`, as many consecutive numbers from it on as `counts` says; all in one array."""
     return np.repeat(begin - (np.cumsum(counts) - counts), counts) + np.arange(int(counts.sum()))
 
 

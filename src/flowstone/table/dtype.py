@@ -6,7 +6,9 @@ import msgspec
 
 
 class DType(msgspec.Struct, frozen=True):
-    """An element type by its common name; `stored` is the safetensors type, or U8 for bytes."""
+    """An element type. `stored`: its name in safetensors; "U8" if safetensors lacks the type, so that it is stored as
+    bytes.
+    """
 
     name: str
     item_bytes: int
@@ -14,12 +16,12 @@ class DType(msgspec.Struct, frozen=True):
 
     @property
     def as_bytes(self) -> bool:
-        """Whether safetensors lacks the type, so that segments store it as U8 with one more dimension."""
+        """Whether segments store the type as U8 with one more dimension, because safetensors lacks it."""
         return self.stored == "U8" and self.name != "uint8"
 
     @property
     def number_bytes(self) -> int:
-        """Length of a number: a complex element has two."""
+        """Length of one number in bytes; a complex element consists of two numbers."""
         return self.item_bytes // 2 if self.name.startswith("complex") else self.item_bytes
 
 
@@ -32,8 +34,8 @@ def _dtype_table() -> dict[str, DType]:
         "F8_E4M3": ("float8_e4m3fn", 1), "F8_E4M3FNUZ": ("float8_e4m3fnuz", 1),
         "F8_E5M2": ("float8_e5m2", 1), "F8_E5M2FNUZ": ("float8_e5m2fnuz", 1),
     }
-    # Types that safetensors (or its torch reader, at 0.8) lacks are stored as bytes. Sub-byte integers are stored as
-    # the bytes that torch has them in, packed or one per byte.
+    # Types that safetensors (or its torch reader, version 0.8) lacks are stored as bytes. Sub-byte integers are stored
+    # as torch stores them in memory, packed or one per byte.
     foreign = {"complex32": 4, "complex128": 16, "float8_e8m0fnu": 1, "float4_e2m1fn_x2": 1, "bits16": 2, "bits8": 1,
                "bits1x8": 1, "bits2x4": 1, "bits4x2": 1}
     foreign |= {f"{sign}{bits}": 1 for sign in ("int", "uint") for bits in range(1, 8)}

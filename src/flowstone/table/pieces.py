@@ -1,14 +1,15 @@
-"""Pieces: the parts of a state that one rank holds, or all ranks have stored, as columns that every other layer reads.
+"""Pieces: the tensors, or parts of tensors, that one rank holds, or that all ranks have stored.
 
 A *tensor* is a global name with a dtype and a shape. A *box* is a region of it, in elements.
-A *piece* is the box of a tensor that one rank holds, or has stored. Independent of torch, files and ranks.
+A *piece* is the box of a tensor that one rank holds, or has stored.
 
-A state has tens of thousands of pieces, so they are passed as columns. There are three records, by lifetime:
+A state has tens of thousands of pieces, so they are passed as arrays with one entry for each piece, in three objects
+with different lifetimes:
 
-    Pieces  names, dtypes, shapes, boxes, and which are buffers; kept between saves, shared by ranks, sent, and stored
+    Pieces  names, dtypes, shapes, boxes, and which are buffers; reused between saves, shared by ranks, sent, and stored
             as an index
-    Layout  pieces, aliases, and which are lazy; plans are made from it, and kept until it changes
-    Places  addresses, devices, and the owners that keep the memory alive; for one save, or one load
+    Layout  pieces, aliases, and which are lazy; plans are made from it, and reused until it changes
+    Places  addresses, devices, and the owners that keep the memory alive; for one save or one load
 """
 
 from __future__ import annotations
@@ -33,15 +34,15 @@ Numbers: TypeAlias = NDArray[np.int64]
 _Value = TypeVar("_Value")
 
 _BATCH_PIECES = 1 << 14
-"""`Pieces.numbers` fills so many at a time: the rows of a batch stay in a core's cache."""
+"""How many pieces `Pieces.numbers` handles at a time: the rows of a batch fit in a core's cache."""
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """A box of a global tensor, as one rank holds it. A description; it holds no memory."""
+    """Describes the box of a global tensor that one rank holds. It refers to no memory."""
 
     name: str
     dtype: DType
-    shape: tuple[int, ...]  # of the global tensor
+    shape: tuple[int, ...]  # the shape of the global tensor
     box: Box
 
     @property
@@ -52,8 +53,8 @@ class Piece(msgspec.Struct, frozen=True):
 class Memory(msgspec.Struct, frozen=True):
     """The memory of a piece's elements. `owner` keeps it alive and is not used otherwise.
 
-    address        of element (0, ..., 0), in this process; a device address when `device` is not "cpu"
-    strides_bytes  per dimension of the piece's box; row-major and dense means contiguous
+    address        address of element (0, ..., 0) in this process; a device address if `device` is not "cpu"
+    strides_bytes  for each dimension of the piece's box, the distance of neighbouring elements in bytes
     """
 
     owner: object
@@ -65,7 +66,7 @@ class Memory(msgspec.Struct, frozen=True):
 
     @property
     def contiguous(self) -> bool:
-        """Whether the elements are one run of bytes in row-major order."""
+        """Whether the elements follow each other without gaps, in row-major order."""
         expected = self.item_bytes
         for length, stride in zip(reversed(self.shape), reversed(self.strides_bytes), strict=True):
             if length > 1 and stride != expected:
@@ -80,29 +81,29 @@ def row_bytes(row: Memory) -> int:
 
 
 class Block(msgspec.Struct, frozen=True):
-    """Some rows of a piece: the part of a replica that one of its ranks writes.
+    """The part of a replica that one rank writes: a range of a piece along one dimension.
 
-    at             position among the pieces that the rank writes
-    dim            the split dimension: the first with more than one entry, so that a block of a dense piece is dense
-    start, length  in that dimension, from the begin of the piece
-    skipped_bytes  length of the rows before it, if the piece is dense
+    position       position of the piece among the pieces that the rank writes
+    dim            that dimension: the first of more than one element, so that a block of a dense piece is dense
+    start, length  the range in that dimension, relative to the piece
+    skipped_bytes  length of the rows before the block, if the piece is dense
     """
 
-    at: int
+    position: int
     dim: int
     start: int
     length: int
     skipped_bytes: int
 
     def of(self, box: Box) -> Box:
-        """The box of this block, if the piece has this box."""
+        """The box of this block, if the piece has the box `box`."""
         offset, shape = list(box.offset), list(box.shape)
         offset[self.dim] += self.start
         shape[self.dim] = self.length
         return Box(tuple(offset), tuple(shape))
 
     def within(self, memory: Memory) -> Memory:
-        """The memory of this block, if the piece has this memory."""
+        """The memory of this block, if the piece has the memory `memory`."""
         shape = list(memory.shape)
         shape[self.dim] = self.length
         address = memory.address + self.start * memory.strides_bytes[self.dim]
@@ -110,13 +111,13 @@ class Block(msgspec.Struct, frozen=True):
 
 
 def _shapes(sides: Numbers, ndim: Numbers) -> tuple[tuple[int, ...], ...]:
-    """The shapes that are concatenated in `sides`; all of one number of dimensions at once."""
+    """The shapes that are concatenated in `sides`. `ndim`: the number of dimensions of each."""
     starts = np.cumsum(ndim) - ndim
     streams: dict[int, Iterator[tuple[int, ...]]] = {}
     for count in np.flatnonzero(np.bincount(ndim)).tolist():
-        at = starts[ndim == count]
-        columns = [sides[at + dim].tolist() for dim in range(count)]
-        if count == 1:  # as a rule the most, of few lengths: of equal shapes one is kept
+        first_sides = starts[ndim == count]
+        columns = [sides[first_sides + dim].tolist() for dim in range(count)]
+        if count == 1:  # usually most tensors, and few lengths differ: equal shapes share one tuple
             lengths = {length: (length,) for length in set(columns[0])}
             streams[count] = map(lengths.__getitem__, columns[0])
         else:
@@ -132,19 +133,18 @@ def _none() -> Numbers:
 
 
 class Alias(msgspec.Struct, frozen=True):
-    """Another name of a tensor: tied weights are stored once, under `target`."""
+    """Another name of a tensor: tied weights are stored once, as `target`."""
 
     name: str
     target: str
 
 
-# These two have no slots: derived columns are cached properties.
-@dataclass(frozen=True)
-class TensorColumns:
-    """Pieces without their boxes, as columns of equal length. Ranks that hold parts of the same tensors share one
-    instance.
+# This class and Pieces have a `__dict__`, because arrays that are computed from others are cached properties.
+class TensorColumns(msgspec.Struct, frozen=True, dict=True):
+    """Tensors: sequences of equal length, with one entry for each. Ranks that hold parts of the same tensors share one
+    object.
 
-    shapes   of the global tensors
+    shapes   shapes of the global tensors
     buffers  positions of module buffers: if several ranks hold one, the lowest rank's is saved
     """
 
@@ -163,22 +163,22 @@ class TensorColumns:
 
     @cached_property
     def sides(self) -> Numbers:
-        """All shapes, concatenated."""
+        """The shapes of all tensors, concatenated in one array."""
         return np.array([side for shape in self.shapes for side in shape], np.int64)
 
     @cached_property
     def lengths(self) -> Numbers:
-        """The length of each whole tensor in bytes."""
+        """The length of each full tensor in bytes."""
         return products(self.sides, np.cumsum(self.ndim) - self.ndim, self.ndim) * self.item_bytes
 
     @classmethod
     def with_sides(
         cls, names: tuple[str, ...], dtypes: tuple[DType, ...], ndim: Numbers, sides: Numbers
     ) -> TensorColumns:
-        """Tensors whose shapes are concatenated in `sides`."""
-        found = cls(names, dtypes, _shapes(sides, ndim))
-        found.__dict__.update(ndim=ndim, sides=sides)  # known: no need to compute them from the shapes
-        return found
+        """Make tensors whose shapes are concatenated in `sides`. `ndim`: number of dimensions of each."""
+        tensors = cls(names, dtypes, _shapes(sides, ndim))
+        tensors.__dict__.update(ndim=ndim, sides=sides)  # known, so they need not be computed from the shapes
+        return tensors
 
     def take(self, positions: Sequence[int]) -> TensorColumns:
         """The tensors at `positions`."""
@@ -191,14 +191,13 @@ class TensorColumns:
 
 @dataclass(frozen=True, eq=False)
 class Pieces(Sequence[Piece]):
-    """Pieces as columns; Piece and Box records are created on access.
+    """A sequence of pieces, stored as arrays. Piece and Box objects are created when they are accessed.
 
-    parts  positions of the pieces that have a box, ascending; the others are their whole tensor, without an entry in
-           `boxes`
-    boxes  ndim offsets, then ndim lengths, in elements; all boxes concatenated
-    kinds  for each part the number of its box; every box is used; None: each part has its own
-    rows   for each piece the position of its tensor, if a tensor may have several pieces (those of all ranks);
-           None: one piece for each tensor, in order
+    parts  positions of the pieces that are only a part of their tensor, ascending; all other pieces are full tensors
+    boxes  the boxes of these parts, concatenated: for each, ndim offsets, then ndim lengths, in elements
+    kinds  for each of these parts the number of its box in `boxes`; None: each part has its own box
+    rows   for each piece the position of its tensor, as with all ranks a tensor may have several pieces; None: each
+           tensor has one piece, in order
     """
 
     tensors: TensorColumns
@@ -209,19 +208,19 @@ class Pieces(Sequence[Piece]):
 
     @classmethod
     def of(cls, pieces: Sequence[Piece]) -> Pieces:
-        """The columns of `pieces`, which may already be columns."""
+        """`pieces` as Pieces; they are returned if they are that already."""
         if isinstance(pieces, Pieces):
             return pieces
         columns = zip(*((piece.name, piece.dtype, piece.shape) for piece in pieces), strict=True)
         names, dtypes, shapes = columns if pieces else ((), (), ())
-        parts = {at: piece.box for at, piece in enumerate(pieces) if piece.box != Box.whole(piece.shape)}
+        parts = {position: piece.box for position, piece in enumerate(pieces) if piece.box != Box.whole(piece.shape)}
         return cls.cut(TensorColumns(names, dtypes, shapes), parts)
 
     @classmethod
     def cut(cls, tensors: TensorColumns, boxes: Mapping[int, Box]) -> Pieces:
-        """Pieces of these tensors: a part of those at the positions in `boxes`, the whole of the others."""
+        """One piece for each of these tensors. `boxes`: position -> box; all other pieces are full tensors."""
         parts = sorted(boxes)
-        numbers = [n for at in parts for n in (*boxes[at].offset, *boxes[at].shape)]
+        numbers = [n for position in parts for n in (*boxes[position].offset, *boxes[position].shape)]
         return cls(tensors, np.array(parts, np.int64), np.array(numbers, np.int64))
 
     @property
@@ -234,7 +233,7 @@ class Pieces(Sequence[Piece]):
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Of the global tensors."""
+        """For each piece, the shape of its global tensor."""
         return self._of_each(self.tensors.shapes)
 
     @property
@@ -246,21 +245,21 @@ class Pieces(Sequence[Piece]):
         return column if self.rows is None else tuple(map(column.__getitem__, self.rows.tolist()))
 
     def _part_rows(self, parts: Numbers) -> Numbers:
-        """For each of these parts the position of its tensor."""
+        """For each of these pieces that are a part of a tensor, the position of that tensor."""
         if self.rows is None:
             return parts
         return self.rows if len(parts) == len(self.rows) else self.rows[parts]
 
     @cached_property
     def starts(self) -> Numbers:
-        """Where each box begins in `boxes`, and where the last one ends."""
+        """The index in `boxes` at which each box begins; one more entry is the index at which the last one ends."""
         if not len(self.parts):
             return np.zeros(1, np.int64)
         if self.kinds is None:
             ndim = self.tensors.ndim[self._part_rows(self.parts)]
         else:
             parts = np.zeros(int(self.kinds.max()) + 1, np.int64)
-            parts[self.kinds] = self.parts  # one of each
+            parts[self.kinds] = self.parts  # for each distinct box, one piece that has it
             ndim = self.tensors.ndim[self.rows[parts] if self.rows is not None else parts]
         return run_starts(2 * ndim)
 
@@ -280,14 +279,14 @@ class Pieces(Sequence[Piece]):
     def __getitem__(self, position: slice) -> Sequence[Piece]: ...
     def __getitem__(self, position: int | slice) -> Piece | Sequence[Piece]:
         if isinstance(position, slice):
-            return tuple(self[at] for at in range(len(self))[position])
-        at = range(len(self))[position]
-        row = at if self.rows is None else int(self.rows[at])
+            return tuple(self[i] for i in range(len(self))[position])
+        index = range(len(self))[position]
+        row = index if self.rows is None else int(self.rows[index])
         shape = tuple(self.tensors.shapes[row])
-        return Piece(self.tensors.names[row], self.tensors.dtypes[row], shape, self.part(at) or Box.whole(shape))
+        return Piece(self.tensors.names[row], self.tensors.dtypes[row], shape, self.part(index) or Box.whole(shape))
 
     def __iter__(self) -> Iterator[Piece]:
-        return (self[at] for at in range(len(self)))
+        return (self[i] for i in range(len(self)))
 
     def __len__(self) -> int:
         return len(self.tensors.names if self.rows is None else self.rows)
@@ -298,7 +297,7 @@ class Pieces(Sequence[Piece]):
         return self.part(position) or Box.whole(self.tensors.shapes[row])
 
     def part(self, position: int) -> Box | None:
-        """The box of the piece at `position`; None if it is its whole tensor."""
+        """The box of the piece at `position`; None if it is a full tensor."""
         row = position
         if len(self.parts) < len(self):
             row = int(self.parts.searchsorted(position)) if len(self.parts) else 0
@@ -309,18 +308,18 @@ class Pieces(Sequence[Piece]):
         return Box(tuple(numbers[: len(numbers) // 2]), tuple(numbers[len(numbers) // 2 :]))
 
     def part_boxes(self) -> Iterator[tuple[int, Box]]:
-        """Position and box of each part."""
+        """Yield position and box of each piece that is only a part of its tensor."""
         numbers, starts = self.part_numbers()
-        flat, known = numbers.tolist(), dict[tuple[int, ...], Box]()  # most parts of one shape have equal boxes
-        for at, (begin, end) in zip(self.parts.tolist(), pairwise(starts.tolist()), strict=True):
+        flat, by_numbers = numbers.tolist(), dict[tuple[int, ...], Box]()  # most parts of one shape have equal boxes
+        for position, (begin, end) in zip(self.parts.tolist(), pairwise(starts.tolist()), strict=True):
             key = tuple(flat[begin:end])
-            if key not in known:
+            if key not in by_numbers:
                 half = len(key) // 2
-                known[key] = Box(key[:half], key[half:])
-            yield at, known[key]
+                by_numbers[key] = Box(key[:half], key[half:])
+            yield position, by_numbers[key]
 
     def part_numbers(self) -> tuple[Numbers, Numbers]:
-        """The boxes of the parts, one per part, and where each begins."""
+        """The boxes of all parts, concatenated, and where each begins."""
         if self.kinds is None:
             return self.boxes, self.starts
         counts = 2 * self.tensors.ndim[self._part_rows(self.parts)]
@@ -330,43 +329,46 @@ class Pieces(Sequence[Piece]):
     def part_elements(self) -> Numbers:
         """The number of elements of each part."""
         ndim = np.diff(self.starts) // 2
-        found = products(self.boxes, self.starts[:-1] + ndim, ndim)
-        return found if self.kinds is None else found[self.kinds]
+        elements = products(self.boxes, self.starts[:-1] + ndim, ndim)
+        return elements if self.kinds is None else elements[self.kinds]
 
     def lengths(self) -> NDArray[np.uint64]:
         """The length of each piece in bytes."""
-        found = self.part_elements() * self.tensors.item_bytes[self._part_rows(self.parts)]
+        lengths = self.part_elements() * self.tensors.item_bytes[self._part_rows(self.parts)]
         if len(self.parts) < len(self):
-            # A tensor that is split may have more elements than an int64 counts; its number is replaced here.
+            # A tensor of which all pieces are parts may have more elements than fit in an int64. Its computed length is
+            # then wrong, and is replaced here by that of the parts.
             whole = self.tensors.lengths[self.tensor]
-            whole[self.parts] = found
-            found = whole
-        return found.view(np.uint64)
+            whole[self.parts] = lengths
+            lengths = whole
+        return lengths.view(np.uint64)
 
     def numbers(self) -> Numbers:
-        """The boxes of all pieces, whole ones too, concatenated."""
+        """The boxes of all pieces, including full tensors, concatenated."""
         if self.kinds is None and len(self.parts) == len(self):
             return self.boxes
         tensors = len(self.tensors.names)
         ndim = np.concatenate([self.tensors.ndim, np.diff(self.starts) // 2])
         width = int(ndim.max(initial=0))
         mask = padding_mask(ndim, width)
-        boxes = np.zeros(mask.shape, np.int64)  # first the whole of each tensor, then the boxes of parts
+        boxes = np.zeros(mask.shape, np.int64)  # first a box for each full tensor, then the boxes of parts
         boxes[:tensors, width:][mask[:tensors, width:]] = self.tensors.sides
         boxes[tensors:][mask[tensors:]] = self.boxes
         box = self.tensor.astype(np.int32)
         box[self.parts] = tensors + (np.arange(len(self.parts)) if self.kinds is None else self.kinds)
         flat = np.empty(int(2 * np.bincount(box, minlength=len(ndim)) @ ndim), np.int64)
-        at = 0
+        end = 0
         for begin in range(0, len(box), _BATCH_PIECES):
             some = box[begin : begin + _BATCH_PIECES]
             numbers = boxes.take(some, axis=0)[mask.take(some, axis=0)]
-            flat[at : at + len(numbers)] = numbers
-            at += len(numbers)
+            flat[end : end + len(numbers)] = numbers
+            end += len(numbers)
         return flat
 
     def take(self, positions: Sequence[int], blocks: Sequence[Block] = ()) -> Pieces:
-        """The pieces at `positions` (ascending, repeated for blocks); of some of them only blocks."""
+        """The pieces at `positions`, ascending. Each of `blocks` replaces the piece at one of these positions by a part
+        of it; a piece with several blocks has several positions.
+        """
         if len(positions) == len(self) and not blocks:
             return self
         old = np.asarray(positions, np.int64)
@@ -377,17 +379,17 @@ class Pieces(Sequence[Piece]):
         if not blocks:
             numbers, starts = self.part_numbers()
             return Pieces(tensors, parts, numbers[spread(starts[row], np.diff(starts)[row])])
-        boxes = {int(new): self[int(old[new])].box for new in {*parts.tolist(), *(block.at for block in blocks)}}
-        return Pieces.cut(tensors, boxes | {block.at: block.of(boxes[block.at]) for block in blocks})
+        boxes = {int(new): self[int(old[new])].box for new in {*parts.tolist(), *(block.position for block in blocks)}}
+        return Pieces.cut(tensors, boxes | {block.position: block.of(boxes[block.position]) for block in blocks})
 
     def compact(self) -> Pieces:
-        """The same pieces, with each distinct box of each shape once, in order of first occurrence."""
-        assert self.kinds is None, "compact already"
+        """The same pieces with each distinct box stored once."""
+        assert self.kinds is None, "already compact"
         if not len(self.parts):
             return replace(self, kinds=self.parts)
-        shapes = {shape: at for at, shape in enumerate(dict.fromkeys(self.tensors.shapes))}
+        shapes = {shape: i for i, shape in enumerate(dict.fromkeys(self.tensors.shapes))}
         of_each = self.shapes
-        shape = np.array([shapes[of_each[at]] for at in self.parts.tolist()], np.int64)
+        shape = np.array([shapes[of_each[i]] for i in self.parts.tolist()], np.int64)
         ndim = self.tensors.ndim[self._part_rows(self.parts)]
         mask = padding_mask(ndim, int(ndim.max(initial=0)))
         rows = np.zeros(mask.shape, np.int64)
@@ -402,24 +404,24 @@ class Pieces(Sequence[Piece]):
 
 
 class Places(msgspec.Struct, frozen=True, eq=False):
-    """The memory of pieces, as columns.
+    """The memory of pieces: arrays with one entry for each piece.
 
-    address  of each piece's element (0, ..., 0), in this process, or on its device
-    apart    position -> Memory, for pieces that are not one run of bytes in row-major order
-    owners   keep the memory alive
-    device   number of each piece's device among `devices`; -1: host memory. Empty if there are no devices
-    devices  their names; each has some piece
+    address  address of the piece's element (0, ..., 0), in this process or on its device
+    strided  position -> Memory, for pieces that are not contiguous
+    owners   objects that keep the memory alive
+    device   index of each piece's device in `devices`; -1: host memory. Empty if `devices` is empty
+    devices  names of the devices that have pieces
     """
 
     address: NDArray[np.uint64]
-    apart: Mapping[int, Memory]
+    strided: Mapping[int, Memory]
     owners: Sequence[object]
     device: NDArray[np.int32] = msgspec.field(default_factory=lambda: np.zeros(0, np.int32))
     devices: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, memory: Sequence[Memory]) -> Places:
-        apart = {at: m for at, m in enumerate(memory) if not m.contiguous}
+        apart = {position: m for position, m in enumerate(memory) if not m.contiguous}
         address, owners = np.array([m.address for m in memory], np.uint64), [m.owner for m in memory]
         devices = tuple(dict.fromkeys(m.device for m in memory if m.device != "cpu"))
         if not devices:
@@ -429,49 +431,53 @@ class Places(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def host_runs(self) -> NDArray[np.bool_]:
-        """For each piece, whether it is one run of host bytes in row-major order."""
-        found = self.device < 0 if self.devices else np.ones(len(self.address), np.bool_)
-        found[list(self.apart)] = False
-        return found
+        """For each piece, whether it is contiguous in host memory, in row-major order."""
+        is_run = self.device < 0 if self.devices else np.ones(len(self.address), np.bool_)
+        is_run[list(self.strided)] = False
+        return is_run
 
     def device_of(self, position: int) -> str:
         """The name of a piece's device; "cpu" for host memory."""
         return self.devices[self.device[position]] if self.devices and self.device[position] >= 0 else "cpu"
 
     def memory(self, position: int, piece: Piece) -> Memory:
-        """The Memory record of `piece`, which is the one at `position`."""
-        return self.apart.get(position) or self.run(position, piece.box.shape, piece.dtype.item_bytes)
+        """The Memory of the piece at `position`, which is described by `piece`."""
+        return self.strided.get(position) or self.run(position, piece.box.shape, piece.dtype.item_bytes)
 
     def run(self, position: int, shape: tuple[int, ...], item_bytes: int) -> Memory:
-        """The Memory record of the piece at `position`, which is one run of bytes in row-major order."""
+        """The Memory of the piece at `position`, which must be contiguous."""
         strides = tuple(math.prod(shape[dim + 1 :]) * item_bytes for dim in range(len(shape)))
         address = int(self.address[position])
         return Memory(self.owners[position], address, shape, strides, item_bytes, self.device_of(position))
 
     def with_copies(self, copies: Mapping[int, tuple[int, object]]) -> Places:
-        """The same, except that some pieces are one run of host bytes: the address and owner of each, by position."""
+        """These places, with some pieces replaced by copies in host memory: position -> address and owner."""
         address, owners, device = self.address.copy(), list(self.owners), self.device.copy()
-        for at, copy in copies.items():
-            address[at], owners[at] = copy
+        for position, copy in copies.items():
+            address[position], owners[position] = copy
         if self.devices:
             device[list(copies)] = -1
-        apart = {at: memory for at, memory in self.apart.items() if at not in copies}
+        apart = {position: memory for position, memory in self.strided.items() if position not in copies}
         return _with_used_devices(address, apart, owners, device, self.devices)
 
     def take(self, positions: Sequence[int], blocks: Sequence[Block] = ()) -> Places:
-        """The places at `positions` (ascending, repeated for blocks); of some of them only blocks."""
+        """The memory of the pieces at `positions`. If `blocks` has a part of one of these pieces (see Pieces.take),
+        only the memory of that part.
+        """
         if len(positions) == len(self.address) and not blocks:
             return self
-        apart = {new: self.apart[old] for new, old in enumerate(positions) if old in self.apart} if self.apart else {}
+        apart = {
+            new: self.strided[old] for new, old in enumerate(positions) if old in self.strided
+        } if self.strided else {}
         address = self.address[np.asarray(positions, np.int64)]
         for block in blocks:
-            if block.at in apart:
-                apart[block.at] = memory = block.within(apart[block.at])
-                address[block.at] = memory.address
+            if block.position in apart:
+                apart[block.position] = memory = block.within(apart[block.position])
+                address[block.position] = memory.address
             else:
-                address[block.at] += block.skipped_bytes
+                address[block.position] += block.skipped_bytes
         device = self.device[np.asarray(positions, np.int64)] if self.devices else self.device
-        return _with_used_devices(address, apart, [self.owners[at] for at in positions], device, self.devices)
+        return _with_used_devices(address, apart, [self.owners[old] for old in positions], device, self.devices)
 
 
 def _with_used_devices(
@@ -482,15 +488,16 @@ def _with_used_devices(
     if not used:
         return Places(address, apart, owners)
     if len(used) < len(devices):
-        device = np.array([used.index(at) if at in used else -1 for at in range(len(devices))] + [-1], np.int32)[device]
-    return Places(address, apart, owners, device, tuple(devices[at] for at in used))
+        renumbered = [used.index(number) if number in used else -1 for number in range(len(devices))]
+        device = np.array([*renumbered, -1], np.int32)[device]
+    return Places(address, apart, owners, device, tuple(devices[number] for number in used))
 
 
 class Layout(msgspec.Struct, frozen=True):
-    """What a rank holds, without addresses: plans are made from it, and kept while it stays the same.
+    """The pieces of a rank, without addresses. Plans are made from a layout, and reused until it changes.
 
     pieces   in the order of the state; unique by (name, box)
-    aliases  further names of memory that `pieces` already contain: tied weights
+    aliases  additional names of memory that `pieces` already contain: tied weights
     lazy     for each piece: whether only an optimizer's step changes it (parameters, optimizer state), so that it may
              be captured after `save` has returned
     """

@@ -1,4 +1,4 @@
-"""Stored tensors: which boxes fill a tensor, and where the bytes of each lie in files of any format."""
+"""Stored tensors: which boxes fill a tensor, and where their bytes are in files of any format."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from flowstone.table.dtype import DType
 
 
 class DigestedRun(msgspec.Struct, frozen=True):
-    """A run of bytes of a file, in chunks of CHUNK_BYTES, the first of which has the digest number `first_chunk`."""
+    """A range of bytes of a file, divided into chunks of CHUNK_BYTES. `first_chunk`: the number of the first chunk's
+    digest in a list of digests; those of the other chunks follow.
+    """
 
     offset_bytes: int
     bytes: int
@@ -20,12 +22,12 @@ class DigestedRun(msgspec.Struct, frozen=True):
 
 
 class StoredBox(msgspec.Struct, frozen=True):
-    """A box of a tensor in a file.
+    """A box (region) of a tensor, and where it is in a file.
 
-    file          position among the source's files; None: it lies in no file, and is zero
-    offset_bytes  of the element (0, ..., 0)
-    strides       in elements, where the box is not stored row-major and dense
-    digested      the run of bytes that it lies in; None: nothing vouches for the bytes
+    file          number of the file among the source's files; None: the box is in no file, and all zeros
+    offset_bytes  offset of element (0, ..., 0) in the file
+    strides       strides in the file, in elements; None: the box is stored row-major and dense
+    digested      the range of bytes that contains the box, with digests; None: the bytes have no digests
     """
 
     box: Box
@@ -36,7 +38,9 @@ class StoredBox(msgspec.Struct, frozen=True):
 
 
 class DigestedPiece(msgspec.Struct, frozen=True):
-    """A box whose row-major bytes, wherever they lie, have digests in chunks of CHUNK_BYTES, from `first_chunk` on."""
+    """A box whose row-major bytes have digests, one for each CHUNK_BYTES. `first_chunk`: the number of the first of
+    these digests in a list of digests; the others follow.
+    """
 
     box: Box
     first_chunk: int
@@ -45,7 +49,7 @@ class DigestedPiece(msgspec.Struct, frozen=True):
 class SourceTensor(msgspec.Struct, frozen=True):
     """A tensor by its global name, and the boxes that fill it.
 
-    pieces  what it was saved in, where that is a checkpoint of ours and no rule has changed the tensor
+    pieces  the pieces in which it was saved, if it is from a Flowstone checkpoint and no rule has changed it
     """
 
     name: str
@@ -65,7 +69,9 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def reach_elements(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """How many elements lie between the first and the last element of a box, both included; 0 for an empty one."""
+    """How many elements the storage has from a box's first element to its last one, both included; 0 if the box is
+    empty.
+    """
     if 0 in shape:
         return 0
     return sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)) + 1

@@ -1,4 +1,4 @@
-"""What happens around a loop: forks, threads, signals, garbage collection, exceptions."""
+"""Events around a loop: forks, threads, signals, garbage collection, exceptions."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 import torch
-from interrupts import Struck, alarmed, struck
 
 import flowstone as fs
 from hostile.moves.move import Detection, Table
 from hostile.oracle import contents_of, differences
+from interrupts import Struck, alarmed, struck
 
 if TYPE_CHECKING:
     from hostile.trainer import Trainer
 
 TABLE = Table()
-LINES_MAX = 4000  # about as many as a save runs, of all modules
+LINES_MAX = 4000  # about as many lines as a save runs, in all modules
 
 
 # Collection and forks
@@ -49,13 +49,13 @@ def make_garbage(trainer: Trainer, chance: Random) -> None:
 
 @TABLE.quiet()
 def fork(trainer: Trainer, chance: Random) -> None:
-    """A forked child changes its copy of the state, asks for what it must not, collects garbage, and ends."""
+    """A forked child changes its copy of the state, makes forbidden calls, collects garbage, and ends."""
     child = os.fork()
     if child == 0:
         code = 1
         try:
             for tensor in trainer.job.lazy():
-                if not tensor.is_shared():  # by share_memory(): it is the parent's as well
+                if not tensor.is_shared():  # by share_memory(): it belongs to the parent as well
                     tensor.data.fill_(3)
             code = _in_the_child(trainer)
         finally:
@@ -81,8 +81,8 @@ def _in_the_child(trainer: Trainer) -> int:
 
 def _reap(child: int) -> int:
     for _ in range(1000):
-        found, status = os.waitpid(child, os.WNOHANG)
-        if found:
+        result, status = os.waitpid(child, os.WNOHANG)
+        if result:
             return os.waitstatus_to_exitcode(status)
         time.sleep(0.01)
     os.kill(child, signal.SIGKILL)
@@ -95,7 +95,7 @@ def _reap(child: int) -> int:
 
 @TABLE.escapes(Detection.SAMPLES)
 def change_from_a_thread(trainer: Trainer, chance: Random) -> None:
-    """A thread changes everything again and again, while the main one waits for the captures."""
+    """A thread changes everything again and again, while the main thread waits for the captures."""
     tensors, end = trainer.job.lazy(), threading.Event()
 
     def change() -> None:
@@ -114,8 +114,8 @@ def change_from_a_thread(trainer: Trainer, chance: Random) -> None:
 
 @TABLE.quiet()
 def wait_from_a_thread(trainer: Trainer, chance: Random) -> bool | None:
-    """Other threads wait for futures while the main one goes on."""
-    waited = [one.save for one in trainer.tries if one.save is not None]
+    """Other threads wait for futures while the main thread continues."""
+    waited = [attempt.save for attempt in trainer.tries if attempt.save is not None]
     threads = [threading.Thread(target=save.committed.exception, args=(20,)) for save in waited[-2:]]
     for thread in threads:
         thread.start()
@@ -127,7 +127,7 @@ def wait_from_a_thread(trainer: Trainer, chance: Random) -> bool | None:
 
 @TABLE.quiet()
 def verbs_from_threads(trainer: Trainer, chance: Random) -> None:
-    """Several threads call verbs of one Checkpointer at once: each is done, or is refused by name."""
+    """Several threads call verbs of one Checkpointer at once: each succeeds, or is refused by name."""
     wrong: list[str] = []
 
     def ask(verb: Callable[[], object]) -> None:
@@ -150,7 +150,7 @@ def verbs_from_threads(trainer: Trainer, chance: Random) -> None:
 
 @TABLE.quiet()
 def step_in_a_thread(trainer: Trainer, chance: Random) -> None:
-    """The step of training is made by another thread."""
+    """Another thread makes the training step."""
     thread = threading.Thread(target=trainer.train)
     thread.start()
     thread.join()
@@ -175,7 +175,7 @@ def strike_a_save(trainer: Trainer, chance: Random) -> None:
 
 @TABLE.quiet()
 def alarm_a_save(trainer: Trainer, chance: Random) -> None:
-    """SIGALRM's handler raises at some instant of save()."""
+    """SIGALRM's handler raises at some time during save()."""
     trainer.save(around=lambda begin: alarmed(begin, _delay_s(chance)))
 
 
@@ -201,26 +201,26 @@ def strike_a_verb(trainer: Trainer, chance: Random) -> None:
 
 @TABLE.quiet()
 def strike_a_load(trainer: Trainer, chance: Random) -> None:
-    """A signal's handler raises at some line of load(): what is half loaded cannot be saved."""
+    """A signal's handler raises at some line of load(); a half loaded state cannot be saved."""
     before = contents_of(trainer.state)
     try:
         struck(lambda: trainer.checkpointer.load(trainer.state), _line(chance))
     except Struck:
         after = contents_of(trainer.state)
-        held = [before, *(one.wanted for one in trainer.tries)]
-        whole = any(not differences(wanted, after) for wanted in held)
-        trainer.unsound, trainer.torn = True, not whole
+        held = [before, *(attempt.wanted for attempt in trainer.tries)]
+        whole = any(not differences(expected, after) for expected in held)
+        trainer.inconsistent, trainer.torn = True, not whole
     except (fs.NoCheckpointError, fs.MismatchError):
         pass
     else:
-        trainer.unsound = trainer.torn = False
+        trainer.inconsistent = trainer.torn = False
 
 
 # Exceptions
 
 
 class Raised(Exception):
-    """What a hook of the user's raises."""
+    """The exception of a user's hook."""
 
 
 def _raise(*_: object) -> None:
@@ -248,7 +248,7 @@ def raise_in_backward(trainer: Trainer, chance: Random) -> None:
 
 @TABLE.quiet()
 def raise_before_the_step(trainer: Trainer, chance: Random) -> None:
-    """A hook of the user's raises before the step."""
+    """A user's hook raises before the step."""
     hook = trainer.job.optimizers[0].register_step_pre_hook(_raise)
     with contextlib.suppress(Raised):
         trainer.train()
@@ -266,7 +266,7 @@ def raise_in_state_dict(trainer: Trainer, chance: Random) -> None:
     except (fs.StateError, fs.SaveFailedError):
         pass
     except fs.DamagedError:
-        if not trainer.unsound:
+        if not trainer.inconsistent:
             raise
     finally:
         hook.remove()
@@ -274,13 +274,13 @@ def raise_in_state_dict(trainer: Trainer, chance: Random) -> None:
 
 @TABLE.quiet()
 def raise_in_on_event(trainer: Trainer, chance: Random) -> None:
-    """on_event raises from here on, which must not matter."""
+    """on_event raises from here on, without an effect."""
     trainer.on_event = _raise
 
 
 @TABLE.quiet()
 def call_verbs_in_on_event(trainer: Trainer, chance: Random) -> None:
-    """on_event calls verbs from here on: they are done, or refused by name at once."""
+    """on_event calls verbs from here on: they succeed, or are refused by name at once."""
 
     def ask(event: object) -> None:
         for verb in (trainer.checkpointer.latest, trainer.checkpointer.wait, trainer.checkpointer.fence):
@@ -293,8 +293,8 @@ def call_verbs_in_on_event(trainer: Trainer, chance: Random) -> None:
 @TABLE.quiet()
 def call_verbs_in_a_callback(trainer: Trainer, chance: Random) -> None:
     """A future's callback calls verbs."""
-    one = trainer.save()
-    if one is None or one.save is None:
+    save = trainer.save()
+    if save is None or save.save is None:
         return
     checkpointer = trainer.checkpointer
 
@@ -303,13 +303,13 @@ def call_verbs_in_a_callback(trainer: Trainer, chance: Random) -> None:
             with contextlib.suppress(fs.FlowstoneError):
                 verb()
 
-    one.save.committed.add_done_callback(ask)
-    one.save.captured.add_done_callback(ask)
+    save.save.committed.add_done_callback(ask)
+    save.save.captured.add_done_callback(ask)
 
 
 @TABLE.quiet()
 def replace_the_model_in_a_hook(trainer: Trainer, chance: Random) -> None:
-    """A post hook of the step puts other memory behind the weights."""
+    """A post hook of the step replaces the memory of the weights."""
     def replace(*_: object) -> None:
         for parameter in trainer.job.large():
             parameter.data = parameter.data.clone()

@@ -1,4 +1,4 @@
-"""How loops hand their state over: as state dicts, with views, from threads, by objects that hold objects."""
+"""Ways in which loops pass their state: as state dicts, as views, from threads, by objects that contain objects."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ TABLE = Table()
 
 
 def dicts_of(job: Job) -> dict[str, Any] | None:
-    """The state, in which modules and optimizers are replaced by state dicts, by name; None where names do not do."""
+    """The state with state dicts by name instead of modules and optimizers; None if that is not possible."""
     names = {id(parameter): name for name, parameter in job.model.named_parameters()}
-    found = dict(job.state)
+    state = dict(job.state)
     for section, value in job.state.items():
         if isinstance(value, nn.Module):
-            found[section] = value.state_dict()
+            state[section] = value.state_dict()
         elif isinstance(value, torch.optim.Optimizer):
-            parameters = [one for group in value.param_groups for one in group["params"]]
-            if not all(id(one) in names for one in [*parameters, *value.state]):
+            parameters = [param for group in value.param_groups for param in group["params"]]
+            if not all(id(parameter) in names for parameter in [*parameters, *value.state]):
                 return None
-            found[section] = {
-                "state": {names[id(one)]: dict(slots) for one, slots in value.state.items()},
+            state[section] = {
+                "state": {names[id(key)]: dict(slots) for key, slots in value.state.items()},
                 "param_groups": [
-                    {**group, "params": [names[id(one)] for one in group["params"]]} for group in value.param_groups
+                    {**group, "params": [names[id(param)] for param in group["params"]]} for group in value.param_groups
                 ],
             }
         elif hasattr(value, "optimizer") and section.startswith("optimizer"):
-            return None  # wrapped: it has no names
-    return found
+            return None  # a wrapped optimizer has no names
+    return state
 
 
 @TABLE.quiet(weight=2)
 def save_dicts(trainer: Trainer, chance: Random) -> bool | None:
-    """Saves state dicts by save_state_dict: all of it is captured when that returns."""
+    """Saves state dicts by save_state_dict, which captures everything before it returns."""
     if dicts_of(trainer.job) is None:
         return False
     trainer.save(by=lambda step, _: trainer.checkpointer.save_state_dict(step, _dicts(trainer)))
@@ -56,16 +56,16 @@ def save_dicts(trainer: Trainer, chance: Random) -> bool | None:
 
 
 def _dicts(trainer: Trainer) -> dict[str, Any]:
-    found = dicts_of(trainer.job)
-    assert found is not None, "it has names"
-    return {**found, "step": trainer.state["step"]}
+    dicts = dicts_of(trainer.job)
+    assert dicts is not None, "it has names"
+    return {**dicts, "step": trainer.state["step"]}
 
 
 @TABLE.quiet(weight=2)
 def load_dicts(trainer: Trainer, chance: Random) -> bool | None:
-    """Goes back by load_state_dict, into dicts of the live state, which then hold what was saved and nothing else."""
-    known = [one for one in trainer.tries if not one.gone]
-    if any(one.kind != trainer.job.kind for one in known) or dicts_of(trainer.job) is None:
+    """Goes back by load_state_dict, into dicts of the live state, which then contain exactly the saved values."""
+    known = [attempt for attempt in trainer.tries if not attempt.gone]
+    if any(save.kind != trainer.job.kind for save in known) or dicts_of(trainer.job) is None:
         return False
     before, dicts = contents_of(trainer.state), _dicts(trainer)
     try:
@@ -76,21 +76,21 @@ def load_dicts(trainer: Trainer, chance: Random) -> bool | None:
         if wrong := differences(before, contents_of(trainer.state)):
             trainer.problem(f"a load of state dicts was refused, and has changed {wrong[:4]}")
         return None
-    trainer.unsound = trainer.torn = False
-    (saved,) = (one for one in known if one.step == report.step)
+    trainer.inconsistent = trainer.torn = False
+    (saved,) = (save for save in known if save.step == report.step)
     _check(trainer, saved, contents_of_dicts(dicts), "the dicts of")
     _hand_over(trainer.job, dicts)
     _check(trainer, saved, contents_of(trainer.state), "what was handed over of")
     return None
 
 
-def _check(trainer: Trainer, saved: Try, found: Contents, what: str) -> None:
-    if wrong := differences(saved.wanted, found):
-        trainer.problem(f"{what} step {saved.step} were loaded wrong: {wrong[:4]}")
+def _check(trainer: Trainer, saved: Try, contents: Contents, kind: str) -> None:
+    if wrong := differences(saved.wanted, contents):
+        trainer.problem(f"{kind} step {saved.step} were loaded wrong: {wrong[:4]}")
 
 
 def _hand_over(job: Job, dicts: dict[str, Any]) -> None:
-    """Give the objects what the dicts hold, as their own load_state_dict would."""
+    """Load the dicts into the objects by the objects' own load_state_dict."""
     parameters = dict(job.model.named_parameters())
     for section, value in job.state.items():
         if isinstance(value, nn.Module):
@@ -102,7 +102,7 @@ def _hand_over(job: Job, dicts: dict[str, Any]) -> None:
 
 @TABLE.quiet(weight=2, needs="slots")
 def drop_the_slots_of_one(trainer: Trainer, chance: Random) -> bool | None:
-    """An optimizer has no slots for a parameter, as for one that has had no gradient yet."""
+    """An optimizer loses the slots of a parameter, as if that had no gradient yet."""
     for optimizer in trainer.job.optimizers:
         if optimizer.state:
             del optimizer.state[chance.choice(list(optimizer.state))]
@@ -115,7 +115,7 @@ def drop_the_slots_of_one(trainer: Trainer, chance: Random) -> bool | None:
 
 @TABLE.quiet(weight=2, needs="views")
 def take_views(trainer: Trainer, chance: Random) -> bool | None:
-    """The state has views of the weights that the model has now."""
+    """The state contains views of the model's present weights."""
     if "views" not in trainer.job.state:
         return False
     trainer.job.state["views"] = views_of(trainer.job.model, contiguous=trainer.setup.exact)
@@ -124,7 +124,7 @@ def take_views(trainer: Trainer, chance: Random) -> bool | None:
 
 @TABLE.escapes(Detection.SAMPLES, needs="views")
 def change_through_a_view(trainer: Trainer, chance: Random) -> bool | None:
-    """Changes the whole of a weight through a view of it that is in the state."""
+    """Changes all elements of a weight through a view that is in the state."""
     if "views" not in trainer.job.state:
         return False
     trainer.job.state["views"]["all"].add_(1)
@@ -133,19 +133,19 @@ def change_through_a_view(trainer: Trainer, chance: Random) -> bool | None:
 
 @TABLE.quiet(needs="views")
 def tear_views(trainer: Trainer, chance: Random) -> bool | None:
-    """Views have memory of their own from here on, with other values, so that later steps do not fit into views."""
+    """Views get memory of their own from here on, with other values; later steps cannot be loaded into views."""
     if "views" not in trainer.job.state:
         return False
     trainer.job.state["views"] = {name: view.clone().add_(1) for name, view in trainer.job.state["views"].items()}
     return None
 
 
-# Objects that hold objects
+# Objects that contain objects
 
 
 @TABLE.quiet(weight=2, needs="nested")
 def step_what_is_nested(trainer: Trainer, chance: Random) -> bool | None:
-    """A schedule steps the one inside of it, and draws from its generator."""
+    """A schedule steps the schedule that it contains, and draws from its generator."""
     if "nested" not in trainer.job.state:
         return False
     trainer.job.state["nested"].step()
@@ -154,18 +154,18 @@ def step_what_is_nested(trainer: Trainer, chance: Random) -> bool | None:
 
 @TABLE.quiet(needs="nested")
 def load_what_is_nested(trainer: Trainer, chance: Random) -> bool | None:
-    """Saves, steps on, and goes back: the objects inside of objects are as they were, and are the same objects."""
+    """Saves, makes steps, and goes back: nested objects have their saved state, and are the same objects."""
     nested = trainer.job.state.get("nested")
-    if nested is None or trainer.unsound:
+    if nested is None or trainer.inconsistent:
         return False
     expected = nested.values()
-    one = trainer.save()
+    save = trainer.save()
     trainer.settle()
     nested.step()
-    if one is None or one.save is None or one.failure is not None:
+    if save is None or save.save is None or save.failure is not None:
         return None
     try:
-        trainer.checkpointer.load(trainer.state, step=one.step)
+        trainer.checkpointer.load(trainer.state, step=save.step)
     except fs.NoCheckpointError:
         if trainer.setup.keep is None:
             raise
@@ -196,7 +196,7 @@ class Calibrated(nn.Linear):
 
 
 class Unread(Calibrated):
-    """Writes it, and does not read it."""
+    """Writes a statistic, and does not read it."""
 
     def _load_from_state_dict(self, *given: Any) -> None:
         nn.Linear._load_from_state_dict(self, *given)
@@ -204,8 +204,8 @@ class Unread(Calibrated):
 
 def _layer(trainer: Trainer, chance: Random) -> nn.Linear | None:
     body = trainer.job.model.body
-    found = [one for one in body if type(one) is nn.Linear and not is_parametrized(one)]
-    return chance.choice(found) if found and trainer.job.average is None else None
+    result = [item for item in body if type(item) is nn.Linear and not is_parametrized(item)]
+    return chance.choice(result) if result and trainer.job.average is None else None
 
 
 @TABLE.quiet()
@@ -221,18 +221,18 @@ def calibrate(trainer: Trainer, chance: Random) -> bool | None:
 
 @TABLE.quiet()
 def write_what_nothing_reads(trainer: Trainer, chance: Random) -> bool | None:
-    """A layer writes what its load does not read: that step is not loaded into it, but into another one, by a rule."""
+    """A layer writes a statistic that its load does not read: it loads only into another layer, by a rule."""
     layer = _layer(trainer, chance)
-    if layer is None or trainer.unsound:
+    if layer is None or trainer.inconsistent:
         return False
     layer.__class__ = Unread
     layer.absmax = torch.rand(3)
-    one = trainer.save()
+    save = trainer.save()
     trainer.settle()
-    is_there = one is not None and one.save is not None and one.failure is None
+    is_there = save is not None and save.save is not None and save.failure is None
     try:
-        if one is not None and is_there and not one.gone:
-            trainer.checkpointer.load(trainer.state, step=one.step)
+        if save is not None and is_there and not save.gone:
+            trainer.checkpointer.load(trainer.state, step=save.step)
             trainer.problem("what nothing reads was loaded")
     except fs.NoCheckpointError:
         is_there = False
@@ -244,8 +244,8 @@ def write_what_nothing_reads(trainer: Trainer, chance: Random) -> bool | None:
     finally:
         layer.__class__ = nn.Linear
         del layer.absmax
-    if one is not None and is_there:  # part of the state was loaded: it is of that very step
-        trainer.checkpointer.load(trainer.state, step=one.step, rules=fs.Skip("*.absmax"))
+    if save is not None and is_there:  # part of the state was loaded: it must be from this step
+        trainer.checkpointer.load(trainer.state, step=save.step, rules=fs.Skip("*.absmax"))
     return None
 
 
@@ -254,7 +254,7 @@ def write_what_nothing_reads(trainer: Trainer, chance: Random) -> bool | None:
 
 @TABLE.quiet(weight=2)
 def save_in_a_forward(trainer: Trainer, chance: Random) -> None:
-    """Another thread saves while a forward pass is under way, which goes on as if nothing were."""
+    """Another thread saves during a forward pass, which continues undisturbed."""
     with torch.no_grad():
         trainer.job.model.eval()
         numbers = trainer.job.batch()
@@ -267,8 +267,8 @@ def save_in_a_forward(trainer: Trainer, chance: Random) -> None:
             thread.join()
 
         hook = layer.register_forward_pre_hook(save)
-        found = trainer.job.model(numbers)
+        actual = trainer.job.model(numbers)
         hook.remove()
         trainer.job.model.train()
-    if not ((found == expected) | (found.isnan() & expected.isnan())).all():
+    if not ((actual == expected) | (actual.isnan() & expected.isnan())).all():
         trainer.problem("a forward pass is another one where a thread saves meanwhile")

@@ -1,4 +1,4 @@
-"""What loops and libraries do to the memory itself: it goes elsewhere, is cut, or cannot be read any more."""
+"""Operations of loops and libraries on memory itself: it moves, is truncated, or becomes unreadable."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import torch.multiprocessing  # which registers how tensors travel
+import torch.multiprocessing  # registers how tensors are sent
 from torch import nn
 
 from hostile.moves.move import Detection, Table
@@ -27,7 +27,7 @@ def _resizable(trainer: Trainer) -> list[nn.Parameter]:
 
 
 def _is_resizable(tensor: torch.Tensor) -> bool:
-    """Of a shared storage, too, torch says so; resizing one to nothing and back kills the process, by torch alone."""
+    """Torch also calls shared storages resizable, but resizing one to zero and back kills the process."""
     storage = tensor.untyped_storage()
     return storage.resizable() and not storage.is_shared()
 
@@ -37,20 +37,20 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 @TABLE.escapes(Detection.MEMORY)
 def share_memory(trainer: Trainer, chance: Random) -> None:
-    """model.share_memory(): every storage moves, in place, into memory that processes share."""
+    """model.share_memory(): every storage moves, in place, into shared memory."""
     trainer.job.model.share_memory()
 
 
 @TABLE.escapes(Detection.MEMORY)
 def put_into_a_queue(trainer: Trainer, chance: Random) -> None:
-    """What a torch.multiprocessing queue does to the tensors that are put into it: they move as well."""
+    """A torch.multiprocessing queue moves the tensors that are put into it to shared memory."""
     ForkingPickler.dumps(trainer.job.model.state_dict())
     trainer.at_the_end.append(resource_sharer.stop)  # a thread of torch's, which these tests do not check
 
 
 @TABLE.escapes(Detection.MEMORY)
 def free_and_allocate(trainer: Trainer, chance: Random) -> None:
-    """untyped_storage().resize_(0) and back, as FSDP and offloaders do, with other memory and the same values."""
+    """untyped_storage().resize_(0) and back, like FSDP and offloaders, with other memory and the same values."""
     for parameter in _resizable(trainer)[:2]:
         storage, kept = parameter.untyped_storage(), parameter.detach().clone()
         size = storage.nbytes()
@@ -61,11 +61,11 @@ def free_and_allocate(trainer: Trainer, chance: Random) -> None:
 
 @TABLE.escapes(Detection.MEMORY)
 def free_until_needed(trainer: Trainer, chance: Random) -> bool | None:
-    """untyped_storage().resize_(0), and its memory only comes back when captures have met that it is gone."""
-    found = _resizable(trainer)
-    if not found:
+    """untyped_storage().resize_(0); the memory is restored only after captures have found that it is gone."""
+    result = _resizable(trainer)
+    if not result:
         return False
-    parameter = chance.choice(found)
+    parameter = chance.choice(result)
     storage, kept = parameter.untyped_storage(), parameter.detach().clone()
     size = storage.nbytes()
     storage.resize_(0)
@@ -98,7 +98,7 @@ def resize_array(trainer: Trainer, chance: Random) -> bool | None:
 
 
 class Mapped:
-    """A parameter's memory in a map of our own, which can be taken away under it."""
+    """A parameter's memory in a map of our own, which can be unmapped."""
 
     def __init__(self, trainer: Trainer, parameter: torch.Tensor) -> None:
         self.bytes = -(-parameter.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -121,25 +121,25 @@ class Mapped:
 
 @TABLE.quiet(weight=2)
 def map_memory(trainer: Trainer, chance: Random) -> None:
-    """A parameter's memory is mapped by another process from here on."""
+    """Another process maps a parameter's memory from here on."""
     parameter = chance.choice([p for p in trainer.job.large() if isinstance(p, nn.Parameter)])
     Mapped(trainer, parameter)
 
 
 def _mapped_and_saved(trainer: Trainer, chance: Random, name: str) -> Mapped:
-    """Mapped memory of a parameter. There is none yet: map some, and begin to save it."""
-    found = [one for one in trainer.mapped if one.intact()]
-    if not found:
+    """A parameter with mapped memory. If there is none yet: map one, and begin to save it."""
+    result = [item for item in trainer.mapped if item.intact()]
+    if not result:
         map_memory(trainer, chance)
         trainer.save()
         trainer.escapes(name)
-        found = [trainer.mapped[-1]]
-    return chance.choice(found)
+        result = [trainer.mapped[-1]]
+    return chance.choice(result)
 
 
 @TABLE.escapes(Detection.MEMORY)
 def forbid_reading(trainer: Trainer, chance: Random) -> None:
-    """Mapped memory cannot be read while captures want to: mprotect."""
+    """Mapped memory becomes unreadable during a capture: mprotect."""
     mapped = _mapped_and_saved(trainer, chance, "forbid-reading")
     mapped.call("mprotect", 0)
     trainer.call("fence", trainer.checkpointer.fence)
@@ -148,13 +148,13 @@ def forbid_reading(trainer: Trainer, chance: Random) -> None:
 
 @TABLE.escapes(Detection.SAMPLES)
 def drop_pages(trainer: Trainer, chance: Random) -> None:
-    """Mapped memory is given back, and reads as zeros: madvise."""
+    """Mapped memory is discarded, and reads as zeros: madvise."""
     _mapped_and_saved(trainer, chance, "drop-pages").call("madvise", mmap.MADV_DONTNEED)
 
 
 @TABLE.escapes(Detection.MEMORY, weight=0.5)
 def cut_a_file(trainer: Trainer, chance: Random) -> bool | None:
-    """A frozen array of the state lies in a mapped file, which is cut: reading it ends in SIGBUS."""
+    """A frozen array of the state is in a mapped file, which is truncated: reading it raises SIGBUS."""
     path = trainer.root.parent / f"{trainer.root.name}.array"
     array = np.memmap(path, np.float64, "w+", shape=(40_000,))
     array[:] = chance.random()

@@ -1,4 +1,4 @@
-"""What a move is, and what it declares."""
+"""A move, and its declarations."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 class Effect(Enum):
-    """What a move does to saves whose capture is under way.
+    """The effect of a move on saves whose capture is running.
 
-    QUIET    nothing: no byte of theirs changes, or only after a wait, so they have to be committed
-    ESCAPES  it changes bytes of theirs, or takes the memory away: they hold what was saved, or fail by name
+    QUIET    none: it changes no byte of them, or only after a wait, so they have to be committed
+    ESCAPES  it changes bytes of them, or frees the memory: they contain the saved values, or fail by name
     """
 
     QUIET = auto()
@@ -24,12 +24,12 @@ class Effect(Enum):
 
 
 class Detection(Enum):
-    """By what means the library has to find it, if it reaches a capture.
+    """The method by which the library has to detect a move that affects a capture.
 
-    NOTHING  it has nothing to find
-    SAMPLES  every element changes, or nearly every one: a few lines of each chunk show it
-    COUNTER  an operation of torch's in place: it may change few bytes, and moves a version counter
-    EXACT    few bytes, and no counter: of memory of which the system tells each written page
+    NOTHING  there is nothing to detect
+    SAMPLES  nearly every element changes: a few lines of each chunk show it
+    COUNTER  an in-place operation of torch: it may change few bytes, and moves a version counter
+    EXACT    few bytes, and no counter: only memory whose written pages the system reports
     MEMORY   the memory is gone or cannot be read
     """
 
@@ -48,10 +48,10 @@ _Act = TypeVar("_Act", bound=Callable[["Trainer", Random], "bool | None"])
 class Move:
     """A move of a loop.
 
-    weight  of 1 is what most have in the draw
-    basic   loops that are drawn from a few named moves have it all the same
-    needs   without which there is nothing to do it to: an extra of the state, a kind of optimizer, or slots of any
-    act     makes the move; returns False when it found nothing to do it to
+    weight  relative frequency; most moves have 1
+    basic   loops that are restricted to a few named moves still have it
+    needs   the part of the state that it changes: an extra, a kind of optimizer, or slots of any optimizer
+    act     makes the move; returns False if there was nothing to change
     """
 
     name: str
@@ -68,7 +68,7 @@ class Move:
 
 
 class Table(dict[str, Move]):
-    """Moves by name; its methods register functions, whose first line of documentation says what they do."""
+    """Moves by name; its methods register functions, whose first docstring line describes the move."""
 
     def quiet(self, *, weight: float = 1, basic: bool = False, needs: str = "") -> Callable[[_Act], _Act]:
         return self._entered(Effect.QUIET, Detection.NOTHING, weight, basic, needs)
@@ -90,4 +90,4 @@ class Table(dict[str, Move]):
 
 
 BROKEN: dict[str, str] = {}
-"""Moves that are known to break the library, and how: not drawn. Empty, or there is something to mend."""
+"""Moves that are known to break the library, and how. They are not drawn. Empty, unless something has to be fixed."""

@@ -1,4 +1,4 @@
-"""What recipes of training do: averages, adapters, masks, norms, schedules, frozen layers, other optimizers."""
+"""Recipes of training: averages, adapters, masks, norms, schedules, frozen layers, other optimizers."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ class Adapted(nn.Module):
 
 
 def _plain_layers(trainer: Trainer) -> list[int]:
-    """Positions of layers that nothing was done to."""
+    """Positions of unmodified layers."""
     body = trainer.job.model.body
-    plain = [at for at, layer in enumerate(body) if type(layer) is nn.Linear and not is_parametrized(layer)]
-    return [at for at in plain if body[at].weight.dtype == torch.float32]
+    plain = [index for index, layer in enumerate(body) if type(layer) is nn.Linear and not is_parametrized(layer)]
+    return [index for index in plain if body[index].weight.dtype == torch.float32]
 
 
-def _with(trainer: Trainer, what: type | str) -> list[int]:
-    """Positions of layers of a type, or that have such an attribute."""
+def _with(trainer: Trainer, kind: type | str) -> list[int]:
+    """Positions of layers of a type, or with this attribute."""
     body = enumerate(trainer.job.model.body)
-    return [at for at, layer in body if (hasattr(layer, what) if isinstance(what, str) else isinstance(layer, what))]
+    return [n for n, layer in body if (hasattr(layer, kind) if isinstance(kind, str) else isinstance(layer, kind))]
 
 
 # Averages
@@ -52,10 +52,10 @@ def _with(trainer: Trainer, what: type | str) -> list[int]:
 
 @TABLE.quiet(weight=2, needs="average")
 def update_average(trainer: Trainer, chance: Random) -> bool | None:
-    """The moving average takes in the weights, whether or not there was a step."""
+    """The moving average is updated with the weights, whether or not there was a step."""
     if trainer.job.average is None:
         return False
-    trainer.escapes("update-average", lambda one: one.fence == "manual")
+    trainer.escapes("update-average", lambda value: value.fence == "manual")
     trainer.job.average.update_parameters(trainer.job.model)
     return None
 
@@ -72,7 +72,7 @@ def step_and_average(trainer: Trainer, chance: Random) -> bool | None:
 
 @TABLE.escapes(Detection.SAMPLES, needs="average")
 def evaluate_the_average(trainer: Trainer, chance: Random) -> bool | None:
-    """Copies the averaged weights into the model for an evaluation, and the model's own back."""
+    """Copies the averaged weights into the model for an evaluation, and then the model's own back."""
     if trainer.job.average is None:
         return False
     model = trainer.job.model
@@ -105,14 +105,14 @@ def swap_in_the_average(trainer: Trainer, chance: Random) -> bool | None:
 
 @TABLE.quiet()
 def add_an_adapter(trainer: Trainer, chance: Random) -> bool | None:
-    """Puts a low-rank adapter beside a layer, freezes that, and trains the adapter."""
-    found = _plain_layers(trainer)
-    if not found:
+    """Adds a low-rank adapter to a layer, freezes the layer, and trains the adapter."""
+    result = _plain_layers(trainer)
+    if not result:
         return False
-    at = chance.choice(found)
-    adapted = Adapted(trainer.job.model.body[at])
+    position = chance.choice(result)
+    adapted = Adapted(trainer.job.model.body[position])
     adapted.base.requires_grad_(False)
-    trainer.job.model.body[at] = adapted
+    trainer.job.model.body[position] = adapted
     trainer.job.optimizers[0].add_param_group({"params": [adapted.down.weight, adapted.up.weight]})
     trainer.restructured()
     return None
@@ -120,15 +120,15 @@ def add_an_adapter(trainer: Trainer, chance: Random) -> bool | None:
 
 @TABLE.escapes(Detection.SAMPLES)
 def merge_an_adapter(trainer: Trainer, chance: Random) -> bool | None:
-    """Adds an adapter's product to its layer's weight, in place, and takes the adapter away."""
+    """Adds an adapter's product to its layer's weight, in place, and removes the adapter."""
     body = trainer.job.model.body
     if not _with(trainer, Adapted) and add_an_adapter(trainer, chance) is False:
         return False
-    at = chance.choice(_with(trainer, Adapted))
-    adapted = body[at]
+    position = chance.choice(_with(trainer, Adapted))
+    adapted = body[position]
     with torch.no_grad():
         adapted.base.weight += adapted.up.weight @ adapted.down.weight + 1e-3
-    body[at] = adapted.base.requires_grad_(True)
+    body[position] = adapted.base.requires_grad_(True)
     optimize(trainer.job)
     trainer.restructured()
     return None
@@ -136,19 +136,19 @@ def merge_an_adapter(trainer: Trainer, chance: Random) -> bool | None:
 
 @TABLE.quiet()
 def prune_a_layer(trainer: Trainer, chance: Random) -> bool | None:
-    """Masks a third of a layer's weights: the weight is renamed, and computed anew in every forward."""
-    found = [at for at in _plain_layers(trainer) if trainer.job.model.body[at].weight.is_contiguous()]
-    if not found:
+    """Masks a third of a layer's weights: the weight is renamed, and computed again in every forward."""
+    layers = [layer for layer in _plain_layers(trainer) if trainer.job.model.body[layer].weight.is_contiguous()]
+    if not layers:
         return False
     with torch.no_grad():
-        prune.l1_unstructured(trainer.job.model.body[chance.choice(found)], "weight", 0.3)
+        prune.l1_unstructured(trainer.job.model.body[chance.choice(layers)], "weight", 0.3)
     trainer.restructured()
     return None
 
 
 @TABLE.quiet()
 def prune_for_good(trainer: Trainer, chance: Random) -> bool | None:
-    """Makes a mask permanent: the masked weight is put in the place of the original."""
+    """Makes a mask permanent: the masked weight replaces the original."""
     if not _with(trainer, "weight_orig") and prune_a_layer(trainer, chance) is False:
         return False
     with torch.no_grad():
@@ -159,11 +159,11 @@ def prune_for_good(trainer: Trainer, chance: Random) -> bool | None:
 
 @TABLE.escapes(Detection.COUNTER)
 def norm_a_weight(trainer: Trainer, chance: Random) -> bool | None:
-    """Parametrizes a layer's weight by magnitude and direction, and makes the optimizer anew."""
-    found = _plain_layers(trainer)
-    if not found:
+    """Parametrizes a layer's weight by magnitude and direction, and creates the optimizer again."""
+    result = _plain_layers(trainer)
+    if not result:
         return False
-    parametrizations.weight_norm(trainer.job.model.body[chance.choice(found)])
+    parametrizations.weight_norm(trainer.job.model.body[chance.choice(result)])
     optimize(trainer.job)
     trainer.restructured()
     return None
@@ -171,7 +171,7 @@ def norm_a_weight(trainer: Trainer, chance: Random) -> bool | None:
 
 @TABLE.escapes(Detection.COUNTER)
 def end_a_norm(trainer: Trainer, chance: Random) -> bool | None:
-    """Takes a parametrization away again."""
+    """Removes a parametrization."""
     if not _with(trainer, "parametrizations") and norm_a_weight(trainer, chance) is False:
         return False
     layer = trainer.job.model.body[chance.choice(_with(trainer, "parametrizations"))]
@@ -194,7 +194,7 @@ def renormalise_rows(trainer: Trainer, chance: Random) -> None:
 
 @TABLE.quiet()
 def tie_and_untie(trainer: Trainer, chance: Random) -> None:
-    """The head takes the embedding's weight, or gets one of its own again."""
+    """The head shares the embedding's weight, or gets one of its own again."""
     model = trainer.job.model
     tied = model.head.weight is model.embedding.weight
     model.head.weight = nn.Parameter(model.head.weight.detach().clone()) if tied else model.embedding.weight
@@ -204,7 +204,7 @@ def tie_and_untie(trainer: Trainer, chance: Random) -> None:
 
 @TABLE.quiet()
 def change_a_type(trainer: Trainer, chance: Random) -> bool | None:
-    """A layer is converted to bfloat16, or back: its parameters get other memory."""
+    """A layer is converted to bfloat16, or back, so its parameters get other memory."""
     body = [layer for layer in trainer.job.model.body if type(layer) is nn.Linear and not is_parametrized(layer)]
     if not body:
         return False
@@ -218,12 +218,12 @@ def change_a_type(trainer: Trainer, chance: Random) -> bool | None:
     return None
 
 
-# What is trained, and by whom
+# What is trained, and by which optimizer
 
 
 @TABLE.quiet()
 def freeze_or_thaw(trainer: Trainer, chance: Random) -> None:
-    """Layers are frozen that were trained, and the other way round; the optimizer keeps them."""
+    """Trained layers are frozen, and frozen ones trained; the optimizer keeps them."""
     for layer in chance.sample(list(trainer.job.model.body), 1):
         for parameter in layer.parameters():
             parameter.requires_grad_(not parameter.requires_grad)
@@ -232,7 +232,7 @@ def freeze_or_thaw(trainer: Trainer, chance: Random) -> None:
 
 @TABLE.quiet()
 def freeze_for_good(trainer: Trainer, chance: Random) -> None:
-    """A layer is frozen, and the optimizer is made anew without it."""
+    """A layer is frozen, and the optimizer is created again without it."""
     for parameter in chance.choice(list(trainer.job.model.body)).parameters():
         parameter.requires_grad_(False)
         parameter.grad = None
@@ -253,7 +253,7 @@ def add_a_layer(trainer: Trainer, chance: Random) -> bool | None:
 
 @TABLE.quiet()
 def delete_a_layer(trainer: Trainer, chance: Random) -> bool | None:
-    """The model loses a layer, and everything of it is forgotten."""
+    """The model loses a layer, and all its state is removed."""
     if len(trainer.job.model.body) < 3:
         return False
     del trainer.job.model.body[chance.randrange(len(trainer.job.model.body))]
@@ -264,7 +264,7 @@ def delete_a_layer(trainer: Trainer, chance: Random) -> bool | None:
 
 @TABLE.quiet()
 def another_optimizer(trainer: Trainer, chance: Random) -> None:
-    """Another optimizer takes over, in the place of the first."""
+    """Another optimizer replaces the first."""
     others = sorted(OPTIMIZERS.keys() - {trainer.job.kind})
     trainer.job.kind = chance.choice(others)
     optimize(trainer.job)
@@ -279,7 +279,7 @@ def forget_the_slots(trainer: Trainer, chance: Random) -> None:
 
 @TABLE.quiet()
 def wrap_the_optimizer(trainer: Trainer, chance: Random) -> bool | None:
-    """The optimizer is put into a wrapper, on which no hook can be put, or taken out of it."""
+    """The optimizer is put into a wrapper that supports no hooks, or removed from it."""
     for section, value in list(trainer.job.state.items()):
         if isinstance(value, Accelerated):
             trainer.job.state[section] = value.optimizer
@@ -291,21 +291,21 @@ def wrap_the_optimizer(trainer: Trainer, chance: Random) -> bool | None:
 @TABLE.quiet(weight=3, needs="schedule-free")
 def evaluate_schedule_free(trainer: Trainer, chance: Random) -> bool | None:
     """A schedule-free optimizer swaps weights in place for an evaluation, and back for training."""
-    found = [one for one in trainer.job.optimizers if isinstance(one, ScheduleFree)]
-    known = {id(one) for one in found}
-    trainer.escapes("eval", lambda one: one.fence == "manual" or known.isdisjoint(map(id, one.optimizers)))
-    for optimizer in found:
+    optimizers = [optimizer for optimizer in trainer.job.optimizers if isinstance(optimizer, ScheduleFree)]
+    known = {id(optimizer) for optimizer in optimizers}
+    trainer.escapes("eval", lambda value: value.fence == "manual" or known.isdisjoint(map(id, value.optimizers)))
+    for optimizer in optimizers:
         optimizer.eval()
     with torch.no_grad():
         trainer.job.model(trainer.job.batch())
-    for optimizer in found:
+    for optimizer in optimizers:
         optimizer.train()
-    return None if found else False
+    return None if optimizers else False
 
 
 @TABLE.quiet()
 def checkpoint_gradients(trainer: Trainer, chance: Random) -> None:
-    """Activations are computed again in backward, from here on or not any more."""
+    """Activation checkpointing is switched on or off."""
     trainer.job.model.recompute = not trainer.job.model.recompute
 
 

@@ -1,4 +1,4 @@
-"""What loops do to tensors: in place, behind the counters' back, by other libraries, by putting others there."""
+"""Changes of tensors: in place, without moving version counters, by other libraries, or by replacing them."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def some(trainer: Trainer, chance: Random) -> list[torch.Tensor]:
 
 
 def watched(trainer: Trainer, chance: Random) -> list[torch.Tensor]:
-    """The same, of those in which every write is found: neither strided nor shared with other processes."""
-    return [one for one in some(trainer, chance) if one.is_contiguous() and not one.is_shared()]
+    """The same, but only tensors in which every write is detected: neither strided nor shared with other processes."""
+    return [tensor for tensor in some(trainer, chance) if tensor.is_contiguous() and not tensor.is_shared()]
 
 
 # Every element
@@ -42,7 +42,7 @@ def add_in_place(trainer: Trainer, chance: Random) -> None:
 
 @TABLE.escapes(Detection.SAMPLES)
 def add_through_data(trainer: Trainer, chance: Random) -> None:
-    """Adds to tensors through .data, which no counter tells."""
+    """Adds to tensors through .data, which moves no counter."""
     for tensor in some(trainer, chance):
         tensor.data.add_(1)
 
@@ -57,7 +57,7 @@ def add_through_numpy(trainer: Trainer, chance: Random) -> None:
 
 @TABLE.escapes(Detection.SAMPLES)
 def fill_by_address(trainer: Trainer, chance: Random) -> None:
-    """Writes over memory by its address, as another library does."""
+    """Overwrites memory by its address, like another library."""
     for tensor in some(trainer, chance):
         if tensor.is_contiguous():
             ctypes.memset(tensor.data_ptr(), chance.randrange(1, 100), tensor.nbytes)
@@ -65,7 +65,7 @@ def fill_by_address(trainer: Trainer, chance: Random) -> None:
 
 @TABLE.escapes(Detection.SAMPLES)
 def step_of_a_stranger(trainer: Trainer, chance: Random) -> None:
-    """A step of an optimizer that is in no state: plain, foreach or fused."""
+    """A step of an optimizer that is not in the state: plain, foreach or fused."""
     parameters = [p for p in trainer.job.large() if p.is_floating_point() and p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=0.5, **chance.choice([{}, {"foreach": True}, {"fused": True}]))
     for parameter in parameters:
@@ -76,7 +76,7 @@ def step_of_a_stranger(trainer: Trainer, chance: Random) -> None:
 
 @TABLE.escapes(Detection.SAMPLES)
 def initialise_again(trainer: Trainer, chance: Random) -> None:
-    """Initialises a layer anew."""
+    """Initialises a layer again."""
     nn.init.normal_(chance.choice(trainer.job.large()))
 
 
@@ -92,7 +92,7 @@ def load_state_dict(trainer: Trainer, chance: Random) -> None:
 
 @TABLE.escapes(Detection.SAMPLES)
 def clip_weights(trainer: Trainer, chance: Random) -> None:
-    """Clips all weights to a small range, as a critic's are."""
+    """Clips all weights to a small range, like those of a critic."""
     with torch.no_grad():
         for parameter in trainer.job.large():
             parameter.clamp_(-1e-6, 1e-6)
@@ -109,7 +109,7 @@ def reset_slots(trainer: Trainer, chance: Random) -> bool | None:
 
 @TABLE.escapes(Detection.SAMPLES)
 def restore_by_copy(trainer: Trainer, chance: Random) -> None:
-    """Takes weights away and brings them back, so that everything is as it was: in between it was not."""
+    """Moves weights away and back, so that all values are the same at the end, but not in between."""
     for tensor in some(trainer, chance):
         kept = tensor.detach().clone()
         tensor.data.fill_(-1)
@@ -165,7 +165,7 @@ def index_copy(trainer: Trainer, chance: Random) -> None:
 
 @TABLE.escapes(Detection.COUNTER)
 def touch_a_view(trainer: Trainer, chance: Random) -> None:
-    """Changes one element through a view that was taken long before."""
+    """Changes one element through a view that was created long before."""
     for tensor in some(trainer, chance):
         view = _few(tensor, chance)
         view.add_(1)
@@ -182,8 +182,8 @@ def touch_a_row_through_data(trainer: Trainer, chance: Random) -> None:
 def touch_a_byte(trainer: Trainer, chance: Random) -> None:
     """Changes one byte by its address."""
     for tensor in watched(trainer, chance):
-        at = tensor.data_ptr() + chance.randrange(tensor.nbytes)
-        (ctypes.c_uint8 * 1).from_address(at)[0] ^= 1
+        position = tensor.data_ptr() + chance.randrange(tensor.nbytes)
+        (ctypes.c_uint8 * 1).from_address(position)[0] ^= 1
 
 
 @TABLE.escapes(Detection.EXACT)
@@ -194,42 +194,42 @@ def touch_through_numpy(trainer: Trainer, chance: Random) -> None:
             tensor.detach().numpy().reshape(-1)[chance.randrange(tensor.numel())] += 1
 
 
-# Others in their place: what was there is held until it is captured
+# Other tensors in their place: the old ones are held until they are captured
 
 
 @TABLE.quiet()
 def replace_data(trainer: Trainer, chance: Random) -> None:
-    """Puts other memory behind parameters by `.data = other`, and changes that."""
+    """Replaces the memory of parameters by `.data = other`, and changes the new memory."""
     for parameter in chance.sample(trainer.job.large(), 2):
         parameter.data = parameter.data.clone().add_(1)
 
 
 @TABLE.quiet()
 def swap_data(trainer: Trainer, chance: Random) -> bool | None:
-    """Two parameters change their memory."""
+    """Two parameters exchange their memory."""
     layers = [layer for layer in trainer.job.model.body if type(layer) is nn.Linear and not is_parametrized(layer)]
     weights = [layer.weight for layer in layers]
     if len(weights) < 2 or weights[0].dtype != weights[1].dtype:
         return False
-    one, two = weights[:2]
-    one.data, two.data = two.data, one.data
+    first, two = weights[:2]
+    first.data, two.data = two.data, first.data
     return None
 
 
 @TABLE.escapes(Detection.COUNTER)
 def swap_tensors(trainer: Trainer, chance: Random) -> None:
-    """torch.utils.swap_tensors puts new ones in the place of parameters, and the old ones are dropped."""
+    """torch.utils.swap_tensors replaces parameters by new ones, and the old ones are dropped."""
     parameter = chance.choice(trainer.job.large())
     parameter.grad = None
     other = nn.Parameter(torch.randn_like(parameter), requires_grad=parameter.requires_grad)
     torch.utils.swap_tensors(parameter, other)
     del other
-    _ = torch.full_like(parameter, 9)  # where the old one was, if nothing refers to it
+    _ = torch.full_like(parameter, 9)  # at the old address, if nothing refers to it any more
 
 
 @TABLE.escapes(Detection.COUNTER)
 def set_source(trainer: Trainer, chance: Random) -> None:
-    """tensor.set_() puts another storage behind parameters, and that is changed."""
+    """tensor.set_() replaces the storage of parameters, and the new storage is changed."""
     parameter = chance.choice(trainer.job.large())
     with torch.no_grad():
         parameter.set_(torch.randn_like(parameter))
@@ -238,7 +238,7 @@ def set_source(trainer: Trainer, chance: Random) -> None:
 
 @TABLE.quiet()
 def replace_slots(trainer: Trainer, chance: Random) -> bool | None:
-    """Puts other tensors into an optimizer's slots, and changes those."""
+    """Replaces tensors in an optimizer's slots, and changes the new ones."""
     for optimizer in trainer.job.optimizers:
         for slots in optimizer.state.values():
             for key, value in slots.items():
@@ -249,7 +249,7 @@ def replace_slots(trainer: Trainer, chance: Random) -> bool | None:
 
 @TABLE.quiet()
 def offload_and_back(trainer: Trainer, chance: Random) -> None:
-    """Moves weights into other memory and back into another, dropping what was there, as offloaders do."""
+    """Moves weights to other memory and back to a third, and drops the old memory, like offloaders."""
     for parameter in trainer.job.large():
         away = parameter.data.to(torch.float64)
         parameter.data = torch.empty(0, dtype=parameter.dtype)
@@ -258,9 +258,9 @@ def offload_and_back(trainer: Trainer, chance: Random) -> None:
 
 @TABLE.quiet()
 def change_what_is_not_lazy(trainer: Trainer, chance: Random) -> None:
-    """Changes buffers, small parameters and plain values, which were captured before save returned, if not by hand."""
+    """Changes buffers, small parameters and plain values. With fence="auto", they are captured before save returns."""
     job = trainer.job
-    trainer.escapes("change-what-is-not-lazy", lambda one: one.fence == "manual")  # by then buffers are
+    trainer.escapes("change-what-is-not-lazy", lambda value: value.fence == "manual")  # captured late only then
     with torch.no_grad():
         for buffer in job.model.buffers():
             buffer.add_(1)

@@ -1,4 +1,4 @@
-"""What loops do by the library's own verbs, in any order, rightly and wrongly."""
+"""Calls of the library's own verbs, in any order, correct and incorrect."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TABLE = Table()
 
 @TABLE.quiet(weight=12, basic=True)
 def save(trainer: Trainer, chance: Random) -> None:
-    """Saves, and goes on."""
+    """Saves, and continues."""
     trainer.save()
 
 
@@ -29,10 +29,10 @@ def save_by_hand(trainer: Trainer, chance: Random) -> None:
 
 @TABLE.quiet(weight=3)
 def save_and_wait(trainer: Trainer, chance: Random) -> None:
-    """Saves, and waits until it is durable."""
-    one = trainer.save()
-    if one is not None and one.save is not None:
-        one.save.committed.exception(60)
+    """Saves, and waits until the save is durable."""
+    save = trainer.save()
+    if save is not None and save.save is not None:
+        save.save.committed.exception(60)
 
 
 @TABLE.quiet(weight=6, basic=True)
@@ -43,7 +43,7 @@ def train(trainer: Trainer, chance: Random) -> None:
 
 @TABLE.quiet(weight=2)
 def fence_and_change(trainer: Trainer, chance: Random) -> None:
-    """Calls fence(), then changes everything, as is allowed."""
+    """Calls fence(), then changes everything, which is allowed."""
     trainer.checkpointer.fence()
     for tensor in trainer.job.lazy():
         tensor.detach().add_(1)
@@ -58,7 +58,7 @@ def wait(trainer: Trainer, chance: Random) -> None:
 
 @TABLE.quiet()
 def latest(trainer: Trainer, chance: Random) -> None:
-    """Asks for the newest checkpoint, and has it verified."""
+    """Finds the newest checkpoint, and verifies it."""
     newest = trainer.call("latest", trainer.checkpointer.latest)
     if newest is not None:
         newest.verify()
@@ -66,7 +66,7 @@ def latest(trainer: Trainer, chance: Random) -> None:
 
 @TABLE.quiet()
 def read_back(trainer: Trainer, chance: Random) -> bool | None:
-    """Opens the store beside the Checkpointer, and reads one tensor of what is there."""
+    """Opens the store beside the Checkpointer, and reads one tensor of a checkpoint."""
     steps = sorted(trainer.root.glob("step-*"))
     if not steps or trainer.setup.keep is not None:
         return False
@@ -77,10 +77,10 @@ def read_back(trainer: Trainer, chance: Random) -> bool | None:
 
 @TABLE.quiet(weight=2)
 def load(trainer: Trainer, chance: Random) -> bool | None:
-    """Goes back to the newest checkpoint; what does not fit must not change anything."""
-    known = [one for one in trainer.tries if not one.gone]
-    if any(one.kind != trainer.job.kind for one in known):
-        return False  # it would bring slots that this optimizer does not have
+    """Goes back to the newest checkpoint; a load that is refused must not change anything."""
+    known = [attempt for attempt in trainer.tries if not attempt.gone]
+    if any(save.kind != trainer.job.kind for save in known):
+        return False  # it would add slots that this optimizer does not have
     before = contents_of(trainer.state)
     try:
         report = trainer.checkpointer.load(trainer.state)
@@ -91,8 +91,8 @@ def load(trainer: Trainer, chance: Random) -> bool | None:
         if wrong:
             trainer.problem(f"a load was refused, and has changed {wrong[:4]}")
         return None
-    trainer.unsound = trainer.torn = False
-    (saved,) = (one for one in known if one.step == report.step)
+    trainer.inconsistent = trainer.torn = False
+    (saved,) = (save for save in known if save.step == report.step)
     wrong = differences(saved.wanted, contents_of(trainer.state))
     if wrong:
         trainer.problem(f"step {report.step} was loaded wrong: {wrong[:4]}")
@@ -101,10 +101,10 @@ def load(trainer: Trainer, chance: Random) -> bool | None:
 
 @TABLE.quiet()
 def rewind(trainer: Trainer, chance: Random) -> bool | None:
-    """Sets newer steps aside, and saves them anew from there."""
+    """Sets newer steps aside, and saves again from there."""
     trainer.settle()
     trainer.look()
-    steps = sorted(int(at.name.removeprefix("step-")) for at in trainer.root.glob("step-*"))
+    steps = sorted(int(path.name.removeprefix("step-")) for path in trainer.root.glob("step-*"))
     if not steps:
         return False
     back_to = chance.choice(steps)
@@ -115,27 +115,27 @@ def rewind(trainer: Trainer, chance: Random) -> bool | None:
         except fs.NoCheckpointError:
             if trainer.setup.keep is None or (trainer.root / f"step-{back_to:08d}").exists():
                 raise
-            return False  # retention has removed it, which runs behind a commit
+            return False  # retention, which runs after a commit, has removed it
         return True
 
     if trainer.call("rewind", go_back) is False:
         return None
-    for one in trainer.tries:
-        one.gone = one.gone or one.step > back_to
+    for attempt in trainer.tries:
+        attempt.gone = attempt.gone or attempt.step > back_to
     trainer.newest = back_to
     return None
 
 
 @TABLE.quiet()
 def reopen(trainer: Trainer, chance: Random) -> None:
-    """Closes the Checkpointer, and makes another one in the same store."""
+    """Closes the Checkpointer, and creates another one for the same store."""
     trainer.call("close", trainer.checkpointer.close)
     trainer.checkpointer = trainer.opened()
 
 
 @TABLE.quiet()
 def use_after_close(trainer: Trainer, chance: Random) -> None:
-    """Closes the Checkpointer, is refused by name, and makes another one."""
+    """Closes the Checkpointer, whose verbs are then refused by name, and creates another one."""
     trainer.call("close", trainer.checkpointer.close)
     for verb in (trainer.checkpointer.latest, trainer.checkpointer.fence, trainer.checkpointer.wait):
         try:
@@ -143,14 +143,14 @@ def use_after_close(trainer: Trainer, chance: Random) -> None:
         except fs.ClosedError:
             continue
         trainer.problem("a closed Checkpointer works")
-    trainer.train()  # its hooks are gone
+    trainer.train()  # its hooks are removed
     trainer.checkpointer = trainer.opened()
 
 
 @TABLE.quiet()
 def second_writer(trainer: Trainer, chance: Random) -> None:
-    """Another Checkpointer of the same store, which has its writer: it may look, and is refused to save."""
-    one = trainer.save()
+    """A second Checkpointer for a store that has a writer: it may read, and its saves are refused."""
+    save = trainer.save()
     other = trainer.opened()
     other.latest()
     try:
@@ -160,14 +160,14 @@ def second_writer(trainer: Trainer, chance: Random) -> None:
         pass
     finally:
         other.close()
-    if one is not None and one.save is None and not one.excused:
+    if save is not None and save.save is None and not save.excused:
         trainer.problem("the first writer could not save")
 
 
 @TABLE.quiet()
 def save_old_step(trainer: Trainer, chance: Random) -> bool | None:
-    """Saves a step that is there, which is refused."""
-    if not any(one.save is not None and one.failure is None and not one.gone for one in trainer.tries):
+    """Saves a step that exists, which is refused."""
+    if not any(attempt.save is not None and attempt.failure is None and not attempt.gone for attempt in trainer.tries):
         return False
     trainer.settle()
     if not list(trainer.root.glob("step-*")):
@@ -179,14 +179,14 @@ def save_old_step(trainer: Trainer, chance: Random) -> bool | None:
     except fs.StepExistsError:
         pass
     except fs.DamagedError:
-        if not trainer.unsound:
+        if not trainer.inconsistent:
             raise
     return None
 
 
 @TABLE.quiet()
 def save_what_cannot_be(trainer: Trainer, chance: Random) -> None:
-    """Saves something that cannot be saved, which is refused by name, and changes nothing for the next save."""
+    """Saves an object that cannot be saved, which is refused by name and does not affect the next save."""
     try:
         trainer.checkpointer.save(trainer.newest + 1, {**trainer.state, "odd": object()})
         trainer.problem("an object was saved")
@@ -195,7 +195,7 @@ def save_what_cannot_be(trainer: Trainer, chance: Random) -> None:
     except fs.StateError:
         pass
     except fs.DamagedError:
-        if not trainer.unsound:
+        if not trainer.inconsistent:
             raise
 
 

@@ -1,4 +1,4 @@
-"""What a seed stands for: a job of several ranks, the moves that they make, and when it is begun anew, on how many."""
+"""The setup that a seed determines: a job of several ranks, their moves, and each restart with its number of ranks."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from hostile.ranks.states import BESIDE, STEPPING, TRAINED
 
 SIZES = (4, 3, 2, 5)
 MOVES_MAX = 9
-NAMED_WEIGHT = 10  # of moves that are asked for by name
-DEADLINE_S = 6.0  # half of it without a sign of life, and a rank is taken for dead
+NAMED_WEIGHT = 10  # of moves that are selected by name
+DEADLINE_S = 6.0  # a rank that is silent for half of it counts as dead
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """How the job saves, and what. `seed` is of its weights."""
+    """What the job saves, and how. `seed` is that of its weights."""
 
     kinds: tuple[str, ...]
     large: bool
@@ -48,7 +48,7 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """The job from one start to its end: of how many ranks, their moves (position, name, seed), and how it ends."""
+    """The job from a start to its end: the number of ranks, their moves (position, name, seed), and how it ends."""
 
     size: int
     moves: tuple[tuple[int, str, int], ...]
@@ -56,33 +56,33 @@ class Life:
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
-    """A seed, unfolded. Each move has a seed of its own, so that it does the same without those before it."""
+class LoopPlan:
+    """A decoded seed. Each move has a seed of its own, so that it does the same if earlier moves are left out."""
 
     seed: int
     setup: Setup
     moves: tuple[tuple[str, int], ...]
     size: int = 4
 
-    def only(self, positions: Collection[int]) -> Drawn:
-        return dataclasses.replace(self, moves=tuple(self.moves[at] for at in sorted(positions)))
+    def only(self, positions: Collection[int]) -> LoopPlan:
+        return dataclasses.replace(self, moves=tuple(self.moves[position] for position in sorted(positions)))
 
     def lives(self) -> list[Life]:
-        """The moves, cut behind each that ends the job; the next is as large as that move's seed says."""
-        found, size, begun = [], self.size, 0
-        for at, (name, seed) in enumerate(self.moves):
+        """The moves, divided after each move that ends the job, whose seed determines the size of the next job."""
+        collected, size, begun = [], self.size, 0
+        for index, (name, seed) in enumerate(self.moves):
             ending = MOVES[name].ending
             if ending is not Ending.NONE:
-                found.append(Life(size, self._numbered(begun, at + 1), ending))
-                size, begun = Random(seed).choice([other for other in SIZES if other != size]), at + 1
-        return [*found, Life(size, self._numbered(begun, len(self.moves)), Ending.NONE)]
+                collected.append(Life(size, self._numbered(begun, index + 1), ending))
+                size, begun = Random(seed).choice([other for other in SIZES if other != size]), index + 1
+        return [*collected, Life(size, self._numbered(begun, len(self.moves)), Ending.NONE)]
 
     def _numbered(self, begin: int, end: int) -> tuple[tuple[int, str, int], ...]:
-        return tuple((at, *self.moves[at]) for at in range(begin, end))
+        return tuple((index, *self.moves[index]) for index in range(begin, end))
 
 
-def draw(seed: int, names: Sequence[str] | None = None, size: int = 4) -> Drawn:
-    """What `seed` stands for. `names`: draw from these moves alone, beside those that every loop makes."""
+def draw(seed: int, names: Sequence[str] | None = None, size: int = 4) -> LoopPlan:
+    """The setup of `seed`. `names`: draw only these moves, and those that every loop makes."""
     chance = Random(f"hostile ranks {seed}")
     setup = _setup(chance)
     table = [move for move in MOVES.values() if move.basic or names is None or move.name in names]
@@ -92,7 +92,7 @@ def draw(seed: int, names: Sequence[str] | None = None, size: int = 4) -> Drawn:
     drawn = chance.choices(table, weights, k=count)
     moves = [(move.name, chance.randrange(1 << 32)) for move in drawn]
     moves.insert(chance.randint(0, 1), ("save", chance.randrange(1 << 32)))
-    return Drawn(seed, setup, tuple(moves), size)
+    return LoopPlan(seed, setup, tuple(moves), size)
 
 
 def _setup(chance: Random) -> Setup:

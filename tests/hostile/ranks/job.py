@@ -1,6 +1,6 @@
-"""Jobs of real processes: forked from one that has imported torch and has no threads, and used for many loops.
+"""Jobs of real processes, forked from one that has imported torch and has no threads, and reused for many loops.
 
-A job whose ranks have been killed, or do not come back, is ended; the next of that size is forked anew.
+A job whose ranks were killed or do not answer is ended, and the next job of that size is forked again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import IO, Any
 from hostile.ranks.draw import Life, Setup
 from hostile.ranks.moves import Ending
 
-HANGS_S = 120.0  # for a life of a job to come to its end
+HANGS_S = 120.0  # the longest time for one life of a job
 
 
 @dataclass(slots=True, eq=False)
@@ -40,18 +40,18 @@ class Rank:
 
 @dataclass(slots=True)
 class Told:
-    """What one life's ranks have told, by rank; `ended`: how those ended that are no more."""
+    """The reports of one life's ranks, by rank; `ended`: how the ranks ended that no longer exist."""
 
     tries: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
     loads: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
     rewound: list[int] = field(default_factory=list)
-    escaped: set[tuple[str, str]] = field(default_factory=set)  # from saves of a position, by what: ranks may die since
+    escaped: set[tuple[str, str]] = field(default_factory=set)  # (position of the saves, move)
     reports: dict[int, dict[str, Any]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
 
 class Keeper:
-    """The process that keeps the jobs' store, as an agent does: it outlives all ranks."""
+    """The process with the job's key-value store; like a launcher's agent, it outlives all ranks."""
 
     def __init__(self) -> None:
         here, there = Pipe()
@@ -84,63 +84,63 @@ def _keep(line: Connection) -> None:
 class Job:
     """`size` ranks of one group."""
 
-    def __init__(self, keeper: Keeper, size: int, mutation: str = "") -> None:
+    def __init__(self, agent: Keeper, size: int, mutation: str = "") -> None:
         self.size = size
-        keeper.jobs += 1
+        agent.jobs += 1
         self.ranks: list[Rank] = []
         for rank in range(size):
             here, there = Pipe()
-            said = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  # for as long as the rank lives
+            file = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  # for as long as the rank lives
             pid = os.fork()
             if pid == 0:
                 for other in self.ranks:
                     other.line.close()
                 here.close()
-                keeper.line.close()
-                _be(there, said, (keeper.port, f"job{keeper.jobs}"), (rank, size), mutation)
+                agent.line.close()
+                _be(there, file, (agent.port, f"job{agent.jobs}"), (rank, size), mutation)
             there.close()
-            self.ranks.append(Rank(pid, here, said))
+            self.ranks.append(Rank(pid, here, file))
 
     def play(self, setup: Setup, life: Life, number: int, root: Path, hangs_s: float = HANGS_S) -> Told:
-        """One life. Ranks that do not come to its end, or die without being killed by the test, are a problem."""
-        told = Told({rank: [] for rank in range(self.size)}, {rank: [] for rank in range(self.size)})
+        """One life. A rank that does not reach its end, or dies without being killed by the test, is a problem."""
+        events = Told({rank: [] for rank in range(self.size)}, {rank: [] for rank in range(self.size)})
         for rank in self.ranks:
             rank.line.send((setup, life, number, root))
-        lines = {rank.line: at for at, rank in enumerate(self.ranks)}
+        lines = {rank.line: index for index, rank in enumerate(self.ranks)}
         deadline = time.monotonic() + hangs_s
         while lines and (left_s := deadline - time.monotonic()) > 0:
             for line in wait(list(lines), left_s):
-                at = lines[line]  # type: ignore[index]
+                position = lines[line]  # type: ignore[index]
                 try:
                     verb, words = line.recv()  # type: ignore[union-attr]
                 except (EOFError, ConnectionResetError):
                     del lines[line]  # type: ignore[arg-type]
-                    self._ended(at, life, told)
+                    self._ended(position, life, events)
                     deadline = min(deadline, time.monotonic() + hangs_s / 2)
                     continue
-                _note(told, at, verb, words)
+                _note(events, position, verb, words)
                 if verb == "report":
                     del lines[line]  # type: ignore[arg-type]
         if lines:
-            self._hung(sorted(lines.values()), told)
-        return told
+            self._hung(sorted(lines.values()), events)
+        return events
 
-    def _ended(self, at: int, life: Life, told: Told) -> None:
-        rank = self.ranks[at]
+    def _ended(self, position: int, life: Life, events: Told) -> None:
+        rank = self.ranks[position]
         _, status = os.waitpid(rank.pid, 0)
         rank.status = code = os.waitstatus_to_exitcode(status)
         if code in (-signal.SIGKILL, -signal.SIGALRM) and life.ending is Ending.KILLED:
             return
         how = f"of {signal.Signals(-code).name}" if code < 0 else f"with {code}"
-        told.problems.append(f"it died {how}: rank {at}\n{rank.words()}")
+        events.problems.append(f"it died {how}: rank {position}\n{rank.words()}")
 
-    def _hung(self, late: list[int], told: Told) -> None:
+    def _hung(self, late: list[int], events: Told) -> None:
         alive = [rank for rank in self.ranks if rank.status is None]
         for rank in alive:
-            os.kill(rank.pid, signal.SIGUSR1)  # says where every thread is
+            os.kill(rank.pid, signal.SIGUSR1)  # prints the stack of every thread
         time.sleep(0.5)
-        words = "\n".join(f"--- rank {at}\n{self.ranks[at].words()}" for at in late)
-        told.problems.append(f"it hung: ranks {late}\n{words}")
+        words = "\n".join(f"--- rank {index}\n{self.ranks[index].words()}" for index in late)
+        events.problems.append(f"it hung: ranks {late}\n{words}")
 
     def end(self) -> None:
         for rank in self.ranks:
@@ -151,29 +151,29 @@ class Job:
             rank.said.close()
 
 
-def _note(told: Told, at: int, verb: str, words: dict[str, Any]) -> None:
+def _note(events: Told, i: int, verb: str, words: dict[str, Any]) -> None:
     if verb == "try":
-        told.tries[at].append(words)
+        events.tries[i].append(words)
     elif verb == "load":
-        told.loads[at].append(words)
+        events.loads[i].append(words)
     elif verb == "rewound":
-        told.rewound.append(words["step"])
-        told.loads[at] = [load for load in told.loads[at] if load["step"] <= words["step"]]  # others are saved anew
+        events.rewound.append(words["step"])
+        events.loads[i] = [load for load in events.loads[i] if load["step"] <= words["step"]]  # others are saved anew
     elif verb == "escaped":
-        told.escaped.add((words["position"], words["name"]))
+        events.escaped.add((words["position"], words["name"]))
     else:
-        told.reports[at] = words
-        told.problems.extend(words["problems"])
+        events.reports[i] = words
+        events.problems.extend(words["problems"])
 
 
 def _be(
-    line: Connection, said: IO[str], board: tuple[int, str], place: tuple[int, int], mutation: str
+    line: Connection, stream: IO[str], board: tuple[int, str], place: tuple[int, int], mutation: str
 ) -> None:
     """This process is a rank from here on, and does not return."""
-    os.dup2(said.fileno(), 1)
-    os.dup2(said.fileno(), 2)
-    faulthandler.enable(said)
-    faulthandler.register(signal.SIGUSR1, said)
+    os.dup2(stream.fileno(), 1)
+    os.dup2(stream.fileno(), 2)
+    faulthandler.enable(stream)
+    faulthandler.register(signal.SIGUSR1, stream)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     code = 1
     try:
@@ -183,7 +183,7 @@ def _be(
         traceback.print_exc()
         sys.stderr.flush()
     finally:
-        os._exit(code)  # without the end of gloo's threads, which aborts one process in eight, whatever it has run
+        os._exit(code)  # skips the end of gloo's threads, which aborts one process in eight
 
 
 def _serve(line: Connection, board: tuple[int, str], place: tuple[int, int], mutation: str) -> None:
@@ -213,7 +213,7 @@ def _serve(line: Connection, board: tuple[int, str], place: tuple[int, int], mut
 
 
 class Jobs:
-    """Jobs of every size that is asked for, as long as they last."""
+    """Jobs of every size that is requested, reused as long as they work."""
 
     def __init__(self, mutation: str = "") -> None:
         self._keeper, self._mutation = Keeper(), mutation
@@ -225,7 +225,7 @@ class Jobs:
         return self._jobs[size]
 
     def drop(self, size: int) -> None:
-        """Its ranks were killed, or are not to be trusted any more."""
+        """Its ranks were killed, or may be in a bad state."""
         self._jobs.pop(size).end()
 
     def end(self) -> None:

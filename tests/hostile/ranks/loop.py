@@ -1,7 +1,7 @@
-"""One rank of a loop: makes the moves that were drawn, and tells of each save what was to be saved, and how it ended.
+"""One rank of a loop: makes the drawn moves, and reports the expected contents and the outcome of each save.
 
-All ranks run the same moves with the same chances; a move knows whose part is whose. What a rank tells goes to whoever
-started it as soon as it is known, since it may be killed; that one looks at the files.
+All ranks run the same moves with the same random numbers; a move decides which rank does which part. A rank sends each
+report to its parent process as soon as possible, since it may be killed. The parent checks the files.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from interrupts import Struck
 
 import flowstone as fs
-from flowstone.events import Event
-from flowstone.pipeline.pacing import Captures
-from flowstone.ranks import agreement, wire
+from flowstone.events.phases import Event
+from flowstone.ranks import agreement, exchange
+from flowstone.save.pacing import Captures
 from hostile.ranks.draw import DEADLINE_S, Life, Setup
 from hostile.ranks.moves import MOVES, Ending
 from hostile.ranks.oracle import Contents, contents_of
 from hostile.ranks.states import Job
 from hostile.trainer import descriptors, short
+from interrupts import Struck
 
 _Result = TypeVar("_Result")
-ENDS_S = 4 * DEADLINE_S  # for a save to come to its end, once a thread waits; for a call to return
+ENDS_S = 4 * DEADLINE_S  # the longest time for a save, once a thread waits, and for a call
 Tell = Callable[[str, dict[str, Any]], None]
 
 
@@ -43,10 +43,10 @@ Tell = Callable[[str, dict[str, Any]], None]
 class Try:
     """A call of save.
 
-    position  of the move that made it; others at the same place belong to it, whatever their step
+    position  of the move that made it; saves at the same position belong together, whatever their step
     escaped   moves that may have changed bytes of it on this rank before they were captured
-    excused   why it may fail though nothing escaped
-    error     why the call did not return
+    excused   the reason why it may fail although nothing escaped
+    error     the reason why the call did not return
     """
 
     position: str
@@ -72,11 +72,11 @@ class Try:
 
 
 class Loop:
-    """One rank's loop under way. Moves are functions of it.
+    """One rank's running loop. Moves are functions of it.
 
-    newest   the highest step that any rank has been told to save; the same on all
-    unsettled  why saves may fail until all ranks are together again
-    drifted  replicas are not the same on all ranks, so that no save may be committed
+    newest   the highest step that any rank was told to save; the same on all
+    unsettled  the reason why saves may fail until all ranks have met again
+    drifted  replicas are not the same on all ranks, so no save may be committed
     known    a save of this layout was committed, and nothing has happened since
     has_writer  a save by these Checkpointers was committed: the store is locked
     """
@@ -98,7 +98,7 @@ class Loop:
         self.open()
 
     def open(self) -> None:
-        """On all ranks. The rank that had the lock has closed its Checkpointer."""
+        """On all ranks. The rank with the lock has closed its Checkpointer."""
         self.checkpointer, self.has_writer = self.opened(), False
 
     def opened(self, path: Path | None = None, **options: Any) -> fs.Checkpointer:
@@ -119,7 +119,7 @@ class Loop:
     # Verbs
 
     def call(self, verb: str, act: Callable[[], _Result]) -> _Result | None:
-        """What a verb returns; None where it raises, by name. It comes back in bounded time."""
+        """The result of a verb; None if it raises, by name. It returns in bounded time."""
         started = time.monotonic()
         try:
             return act()
@@ -139,53 +139,53 @@ class Loop:
         state: dict[str, Any] | None = None, excuse: str = "",
         around: Callable[[Callable[[], fs.Save]], fs.Save] | None = None,
     ) -> Try:
-        """Save the state as it is, and tell of it before. On all ranks that take part, at the same place."""
+        """Save the present state, and report it before the call. On all ranks that take part, at the same position."""
         self.passed_over()
-        one = Try(f"{self.position}.{self.calls}", self.newest if step is None else step)
-        one.excused += [*self.unsettled, *([excuse] if excuse else []), *(["drift"] if self.drifted else [])]
+        entry = Try(f"{self.position}.{self.calls}", self.newest if step is None else step)
+        entry.excused += [*self.unsettled, *([excuse] if excuse else []), *(["drift"] if self.drifted else [])]
         contents: Contents = contents_of(self.job.parts())
         note = {"kinds": list(self.setup.kinds), "steps": self.job.steps}
-        self.tell("try", {"position": one.position, "step": one.step, "contents": contents, "note": note})
-        self.tries.append(one)
+        self.tell("try", {"position": entry.position, "step": entry.step, "contents": contents, "note": note})
+        self.tries.append(entry)
         self.counts["saves"] += 1
-        self.known = self.known and not one.excused
+        self.known = self.known and not entry.excused
         whole = self.job.state if state is None else state
-        begin = lambda: self.checkpointer.save(one.step, whole, fence=fence)  # noqa: E731
+        begin = lambda: self.checkpointer.save(entry.step, whole, fence=fence)  # noqa: E731
         started = time.monotonic()
         try:
-            one.save = around(begin) if around else begin()
+            entry.save = around(begin) if around else begin()
         except fs.FlowstoneError as error:
-            one.error = error
+            entry.error = error
             if isinstance(error, fs.SaveFailedError):
-                one.excused.append("an earlier one had failed")
+                entry.excused.append("an earlier one had failed")
         except Struck as error:
-            one.error = error
-            one.excused.append("struck")
+            entry.error = error
+            entry.excused.append("struck")
         taken = time.monotonic() - started
         if taken > ENDS_S:
-            self.problem(f"save of step {one.step} stood for {taken:.1f} s")
-        return one
+            self.problem(f"save of step {entry.step} stood for {taken:.1f} s")
+        return entry
 
     def passed_over(self) -> None:
-        """A save of which this rank, if no other, is no part."""
+        """A save in which at least this rank takes no part."""
         self.newest += 1
         self.calls += 1
 
     def excuse(self, reason: str) -> None:
-        """What is under way may fail."""
-        for one in self.tries:
-            if not one.done:
-                one.excused.append(reason)
+        """Saves in flight may fail."""
+        for attempt in self.tries:
+            if not attempt.done:
+                attempt.excused.append(reason)
 
     def escapes(self, name: str) -> None:
-        """From here on `name` changes, on this rank, what saves have not captured yet."""
-        for one in self.tries:
-            if one.open:
-                one.escaped.append(name)
-                self.tell("escaped", {"position": one.position, "name": name})
+        """From here on `name` changes, on this rank, data that saves have not captured yet."""
+        for attempt in self.tries:
+            if attempt.open:
+                attempt.escaped.append(name)
+                self.tell("escaped", {"position": attempt.position, "name": name})
 
     def disturb(self, reason: str) -> None:
-        """Ranks go different ways: until they are together again, saves may fail."""
+        """Ranks do different things: until they have met again, saves may fail."""
         self.known = False
         self.unsettled.append(reason)
 
@@ -193,7 +193,7 @@ class Loop:
         self.job.step()
 
     def settle(self) -> None:
-        """Until every save so far has come to its end, and every failure was told."""
+        """Wait until every save so far has ended, and every failure was reported."""
         for _ in range(len(self.tries) + 1):
             started = time.monotonic()
             try:
@@ -207,13 +207,13 @@ class Loop:
         self.problem("wait() goes on telling of failures")
 
     def together(self) -> None:
-        """All ranks have come here, and nothing is under way: the next save has to work."""
+        """All ranks have arrived here, and no save is in flight: the next save has to succeed."""
         self.call("wait", self.settle)
         dist.barrier()
         self.unsettled.clear()
 
     def in_step(self) -> None:
-        """The same for any call. A rank that was refused a save may still tell the others, which then lose one call."""
+        """The same for any call. A rank whose save was refused may notify the others, whose next call then fails."""
         behind = bool(self.unsettled)
         self.call("wait", self.settle)
         if behind:
@@ -221,14 +221,14 @@ class Loop:
         self.together()
 
     def made_alike(self) -> None:
-        """Replicas are the same everywhere."""
+        """Replicas are the same on all ranks."""
         self.together()
         if self.drifted:
             self.job.make_alike()
             self.drifted = False
 
     def make_known(self) -> None:
-        """A save of all is committed, so that all ranks know what each of them writes."""
+        """A save of all ranks is committed, so each rank knows which ranks write which pieces."""
         if not self.known:
             self.made_alike()
             self.save()
@@ -236,36 +236,36 @@ class Loop:
             self.known = self.has_writer = True
 
     def load(self, **options: Any) -> fs.LoadReport | None:
-        """All ranks go back to the newest checkpoint; what they hold then is told."""
+        """All ranks go back to the newest checkpoint, and report their state."""
         try:
             report = self.checkpointer.load(self.job.state, **options)
         except fs.NoCheckpointError:
-            if any(one.save is not None and one.failure is None for one in self.tries):
+            if any(attempt.save is not None and attempt.failure is None for attempt in self.tries):
                 self.problem("no checkpoint is found, and there was one")
             return None
         self.drifted = False
         self.job.steps = self.job.state["note"]["steps"]
-        least = max((one.step for one in self.tries if self.is_committed(one)), default=0)
+        least = max((attempt.step for attempt in self.tries if self.is_committed(attempt)), default=0)
         if "step" not in options and report.step < least:
             self.problem(f"step {report.step} was loaded, and {least} was committed")
         self.tell("load", {"step": report.step, "contents": contents_of(self.job.parts()), "steps": self.job.steps})
         return report
 
     @staticmethod
-    def is_committed(one: Try) -> bool:
-        return one.save is not None and one.save.committed.done() and one.save.committed.exception() is None
+    def is_committed(attempt: Try) -> bool:
+        return attempt.save is not None and attempt.save.committed.done() and attempt.save.committed.exception() is None
 
-    # The whole
+    # The complete loop
 
     def run(self) -> dict[str, Any]:
-        """What this rank says in the end."""
+        """The final report of this rank."""
         if self.number:
             self._guarded("beginning anew", self._begin_anew)
         for position, name, seed in self.life.moves:
             self.position = position
             self.said.append(f"{position} {name}")
             self.counts[f"made {name}"] += 1
-            if any(one.open for one in self.tries):
+            if any(attempt.open for attempt in self.tries):
                 self.counts[f"met {name}"] += 1
             self._guarded(f"{position} {name}", lambda name=name, seed=seed: MOVES[name].act(self, Random(seed)))
         self.position = -1
@@ -279,7 +279,7 @@ class Loop:
     def report(self) -> dict[str, Any]:
         return {
             "problems": self.problems, "said": self.said, "counts": dict(self.counts),
-            "tries": [self._ended(one) for one in self.tries],
+            "tries": [self._ended(attempt) for attempt in self.tries],
         }
 
     def _guarded(self, where: str, act: Callable[[], object]) -> None:
@@ -291,18 +291,18 @@ class Loop:
             self.problem(f"{where}: struck out of turn: {traceback.format_exc()}")
 
     def _begin_anew(self) -> None:
-        """In the store of a job that has ended somehow: bring back what is newest there."""
+        """After any end of the previous job: load the newest checkpoint of its store."""
         report = self.load()
         self.newest = 0 if report is None else report.step
 
     def _end(self) -> None:
-        """What has to work after whatever there was: a save, and a load of it."""
+        """Must succeed after any moves: a save, and a load of it."""
         self.made_alike()
-        one = self.save()
-        if one.save is None:
-            self.problem(f"the save after all was refused: {short(one.error) if one.error else ''}")
+        save = self.save()
+        if save.save is None:
+            self.problem(f"the save after all was refused: {short(save.error) if save.error else ''}")
         else:
-            error = one.save.committed.exception(ENDS_S)
+            error = save.save.committed.exception(ENDS_S)
             if error is not None:
                 self.problem(f"the save after all failed: {short(error)}")
         dist.barrier()
@@ -310,8 +310,8 @@ class Loop:
             for part in self.job.parts():
                 part.local.zero_()
         report = self.load()
-        if report is not None and report.step != one.step:
-            self.problem(f"step {one.step} was loaded as {report.step}")
+        if report is not None and report.step != save.step:
+            self.problem(f"step {save.step} was loaded as {report.step}")
 
     def _close(self) -> None:
         started = time.monotonic()
@@ -320,38 +320,38 @@ class Loop:
         if time.monotonic() - started > ENDS_S:
             self.problem(f"close() stood for {time.monotonic() - started:.1f} s")
 
-    def _ended(self, one: Try) -> dict[str, Any]:
-        """How a save ended, on this rank."""
-        error = one.failure
-        if one.save is not None and not one.save.committed.done():
+    def _ended(self, save: Try) -> dict[str, Any]:
+        """The outcome of a save on this rank."""
+        error = save.failure
+        if save.save is not None and not save.save.committed.done():
             how = "open"
         else:
             how = "committed" if error is None else "failed"
         return {
-            "position": one.position, "step": one.step, "escaped": one.escaped, "excused": one.excused, "how": how,
+            "position": save.position, "step": save.step, "escaped": save.escaped, "excused": save.excused, "how": how,
             "kind": "" if error is None else type(error).__name__, "said": "" if error is None else str(error),
             "named": isinstance(error, fs.FlowstoneError | Struck), "undecided": getattr(error, "undecided", False),
         }
 
 
 def play(setup: Setup, life: Life, number: int, root: Path, tell: Tell) -> dict[str, Any]:
-    """One life of a job, on this rank; checks that nothing of it stays in this process."""
+    """One life of a job, on this rank; checks that it leaves nothing open in this process."""
     opened, threads = descriptors(), threads_alive()
     held = mock.patch.object(Captures, "pace", return_value=setup.pace) if setup.pace else contextlib.nullcontext()
     with held:
-        found = Loop(setup, life, number, root, tell).run()
+        results = Loop(setup, life, number, root, tell).run()
     if life.ending is Ending.KILLED:
-        return found
+        return results
     gc.collect()
     if left := descriptors() - opened:
-        found["problems"].append(f"rank {dist.get_rank()}: descriptors were left open: {sorted(left)}")
+        results["problems"].append(f"rank {dist.get_rank()}: descriptors were left open: {sorted(left)}")
     for _ in range(100):
         if not (threads_alive() - threads):
             break
         time.sleep(0.01)
     else:
-        found["problems"].append(f"rank {dist.get_rank()}: threads go on: {sorted(threads_alive() - threads)}")
-    return found
+        results["problems"].append(f"rank {dist.get_rank()}: threads go on: {sorted(threads_alive() - threads)}")
+    return results
 
 
 def threads_alive() -> set[str]:
@@ -360,16 +360,16 @@ def threads_alive() -> set[str]:
 
 @contextlib.contextmanager
 def hasty() -> Iterator[None]:
-    """What waits for ranks that live and do not come gives up soon: these loops have many of those."""
+    """Shorten the waits for ranks that live and do not arrive, since these loops have many of them."""
     with (
-        mock.patch.object(wire, "UNANSWERED_S", 2.5), mock.patch.object(wire, "DEADLINE_MARGIN_S", 0.5),
+        mock.patch.object(exchange, "UNANSWERED_S", 2.5), mock.patch.object(exchange, "DEADLINE_MARGIN_S", 0.5),
         mock.patch.object(agreement, "LEAVE_S", 2.0),
     ):
         yield
 
 
 def killed_after(delay_s: float) -> None:
-    """This process is killed, in so long."""
+    """This process is killed after this time."""
     import signal
 
     signal.signal(signal.SIGALRM, signal.SIG_DFL)

@@ -1,4 +1,4 @@
-"""What a job's checkpoint has to hold, found without the library: what each rank held, and what files hold."""
+"""The expected contents of a job's checkpoint, determined without the library: each rank's tensors, and the files."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from format.plain_reader import read
 
+from format.plain_reader import read
 from hostile.oracle import NOT_COMPARED, digest, digest_of
 from hostile.ranks.states import Holding, Part
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A part as it was: where it lies in its tensor, and a digest of its bytes."""
+    """A part of a tensor: its place in the tensor, and a digest of its bytes."""
 
     shape: tuple[int, ...]
     local: tuple[int, ...]
@@ -28,11 +28,11 @@ class Seen:
 
 
 Contents = dict[str, Seen]
-"""What one rank holds, by name."""
+"""The parts that one rank holds, by name."""
 
 
 def contents_of(parts: Sequence[Part]) -> Contents:
-    """What a rank holds now."""
+    """The parts that a rank holds now."""
     return {
         part.name: Seen(
             part.shape, tuple(part.local.shape), part.offset, part.begin, part.holding, digest_of(part.local)
@@ -42,7 +42,7 @@ def contents_of(parts: Sequence[Part]) -> Contents:
 
 
 class Stored:
-    """A checkpoint's files, read by a reader that shares no code with the library."""
+    """A checkpoint's files, by a reader that shares no code with the library."""
 
     def __init__(self, directory: Path) -> None:
         tensors, self.replicated, self.per_rank = read(directory)
@@ -52,16 +52,16 @@ class Stored:
         self._digests: dict[tuple[object, ...], tuple[str, bytes]] = {}
 
     def differences(self, ranks: Mapping[int, Contents], *, saved: bool = True) -> list[str]:
-        """What is not as the ranks hold it. `saved`: all was saved from there; else loaded into there.
+        """Differences between the files and the ranks' parts, after a save (`saved`) or after a load.
 
-        A buffer is to be the lowest rank's that has it.
+        A buffer must have the value of the lowest rank that has it.
         """
         lines = []
         names: set[str] = set()
         for rank, contents in sorted(ranks.items()):
             for name, seen in contents.items():
                 stored = name
-                if not saved and "@" in name:  # rank r of so many takes what rank r modulo those that saved had
+                if not saved and "@" in name:  # rank r gets the objects of rank r modulo the number of ranks that saved
                     section, _, rest = name.partition("@")
                     number, dot, rest = rest.partition(".")
                     stored = f"{section}@{int(number) % self.ranks(section)}{dot}{rest}"
@@ -77,7 +77,7 @@ class Stored:
         return sorted(lines)
 
     def ranks(self, section: str) -> int:
-        """How many have saved what each keeps for itself."""
+        """The number of ranks that have saved objects of their own."""
         return len(self.per_rank[section])
 
     def _differs(self, name: str, seen: Seen) -> str:
@@ -101,7 +101,7 @@ def _section(name: str) -> str:
 
 
 def steps_in(root: Path) -> dict[int, Path]:
-    return {int(at.name.removeprefix("step-")): at for at in sorted(root.glob("step-*")) if "." not in at.name}
+    return {int(path.name.removeprefix("step-")): path for path in sorted(root.glob("step-*")) if "." not in path.name}
 
 
 def note_of(stored: Stored) -> Any:

@@ -1,4 +1,4 @@
-"""What one rank of a hostile job trains: sections of every kind in which a state lies on ranks, and what each holds."""
+"""The state of one rank in a hostile job: sections with every kind of layout over ranks, and their parts."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 import flowstone as fs
 from hostile.states import LAZY_FROM_BYTES, OPTIMIZERS
 
-WIDTH = 160  # a layer of it has 100 KiB, which is captured lazily where it is whole
-TALL = 1283  # rows that no number of ranks divides
+WIDTH = 160  # its layer has 100 KiB, which is captured lazily if it is not sharded
+TALL = 1283  # rows, divisible by no number of ranks
 STAGES = 5
-STEPPING = ("adamw", "adamw-foreach", "adamw-fused", "amsgrad", "sgd", "rmsprop")  # whose slots are of every layout
+STEPPING = ("adamw", "adamw-foreach", "adamw-fused", "amsgrad", "sgd", "rmsprop")  # slots can have any layout
 Holding = Literal["part", "replica", "buffer"]
-"""How a rank holds a tensor: a part that no other has, or one that is the same on all that have it, or may differ."""
+"""The role of a tensor on a rank: a part that no other rank has, a replica, or a value that may differ."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What this rank holds of the tensor called `name`: a box of it, or elements of it in their order.
+    """The part of the tensor called `name` that this rank holds: a box, or a range of its elements.
 
     local  its memory, a plain tensor
     """
@@ -39,11 +39,11 @@ class Part:
     shape: tuple[int, ...]
     offset: tuple[int, ...]
     holding: Holding
-    begin: int | None = None  # of elements, where it is no box
+    begin: int | None = None  # first element, if it is not a box
 
 
 class Net(nn.Module):
-    """Layers that are lazy, one that is not, and statistics that each rank has of its own batches."""
+    """Layers that are lazy, one that is not, and statistics of each rank's own batches."""
 
     def __init__(self, *, large: bool) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Tall(nn.Module):
 
 
 class Loader:
-    """Knows what it has handed out, on this rank."""
+    """A loader that records the batches that it has returned on this rank."""
 
     def __init__(self, rank: int) -> None:
         self.left = [rank, 1]
@@ -74,9 +74,9 @@ class Loader:
 
 
 class Job:
-    """One rank's side of the state. The same `kinds` and `optimizer` make the same state on any number of ranks.
+    """One rank's part of the state. The same `kinds` and `optimizer` make the same state on any number of ranks.
 
-    large  what each rank has to write is more than one request, so that some of it stays uncaptured for a while
+    large  each rank has to write more than one request, so that some data stays uncaptured for a while
     """
 
     def __init__(self, kinds: Sequence[str], optimizer: str, seed: int, *, large: bool) -> None:
@@ -91,11 +91,11 @@ class Job:
         self.state["note"] = {"kinds": list(kinds), "steps": 0}
 
     def parts(self) -> list[Part]:
-        """Everything that a checkpoint of all ranks holds from this one."""
+        """All parts that a checkpoint of all ranks takes from this one."""
         return [part for source in self.sources for part in source()]
 
     def lazy(self, *, replicas: bool = True) -> list[torch.Tensor]:
-        """What is captured after `save` has returned; without `replicas`, only what no other rank has."""
+        """The tensors that are captured after `save` returns; without `replicas`, only those on no other rank."""
         return [
             part.local for part in self.parts()
             if part.local.nbytes >= LAZY_FROM_BYTES and part.holding != "buffer" and part.name.split(".")[0] != "plain"
@@ -104,7 +104,7 @@ class Job:
 
     @torch.no_grad()
     def step(self) -> None:
-        """A step of every optimizer. Replicas stay alike; statistics are each rank's own."""
+        """A step of every optimizer. Replicas stay equal; statistics differ between ranks."""
         self.steps += 1
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
@@ -119,7 +119,7 @@ class Job:
 
     @torch.no_grad()
     def make_alike(self) -> None:
-        """Replicas become what the lowest rank has that has them all; a collective."""
+        """Replicas get the values of the lowest rank that has all of them; a collective."""
         for part in self.parts():
             if part.holding == "replica" and part.name.split(".")[0] in EVERYWHERE:
                 dist.broadcast(part.local, 0)
@@ -138,7 +138,7 @@ class Job:
 
 @functools.cache
 def mesh_of(*shape: int) -> DeviceMesh:
-    """Made once in a process: each has groups of its own, which stay."""
+    """Created once in a process, because each creates groups that stay."""
     return init_device_mesh("cpu", shape)
 
 
@@ -147,7 +147,7 @@ def two_dimensions(size: int) -> tuple[int, int] | None:
 
 
 def held(name: str, tensor: torch.Tensor, holding: Holding) -> Part:
-    """Of a tensor under its name; DTensors say by themselves which part it is."""
+    """The part of a tensor under its name; a DTensor knows its part."""
     if not isinstance(tensor, DTensor):
         return Part(name, tensor.detach(), tuple(tensor.shape), (0,) * tensor.ndim, holding)
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -179,7 +179,7 @@ def names_of(path: str, module: nn.Module) -> dict[int, str]:
 
 
 def _trained(job: Job, section: str, module: nn.Module, holding: Holding) -> None:
-    """A module and its optimizer, side by side in the state."""
+    """A module and its optimizer, both in the state."""
     job.state[section] = module
     optimizer = job.optimize(f"{section}_optimizer", module)
     job.sources.append(lambda: of_module(section, module, holding))
@@ -187,12 +187,12 @@ def _trained(job: Job, section: str, module: nn.Module, holding: Holding) -> Non
 
 
 def _whole(job: Job) -> None:
-    """The same everywhere, as DDP has it; statistics differ."""
+    """Equal on all ranks, like under DDP, except for statistics."""
     _trained(job, "whole", Net(large=job.large), "replica")
 
 
 def _fsdp(job: Job) -> None:
-    """As FSDP2 has it."""
+    """Sharded by FSDP2."""
     module = Tall(large=job.large)
     mesh = mesh_of(job.size)
     fully_shard(module.tall, mesh=mesh)
@@ -201,7 +201,7 @@ def _fsdp(job: Job) -> None:
 
 
 def _mesh(job: Job) -> None:
-    """DTensors over columns, or in two dimensions: by rows, and replicated."""
+    """DTensors sharded by columns, or in two dimensions: by rows, and replicated."""
     module = Tall(large=job.large)
     shape = two_dimensions(job.size)
     mesh = mesh_of(*(shape or (job.size,)))
@@ -217,7 +217,7 @@ def _distribute(layer: nn.Module, mesh: DeviceMesh, placements: list[Placement])
 
 
 def _flat(job: Job) -> None:
-    """Tensors laid end to end, of which each rank has a range of elements, and so have slots: ZeRO."""
+    """A flat tensor of which each rank has a range of elements, also of the slots: ZeRO."""
     rows = 2000 if job.large else 211
     members = [("first", (rows, 300)), ("second", (999,)), ("third", (rows, 221))]
     count = sum(math.prod(shape) for _, shape in members)
@@ -249,7 +249,7 @@ def _flat(job: Job) -> None:
 
 
 def _shards(job: Job) -> None:
-    """Parts of tensors that are declared by hand; no optimizer has them."""
+    """Parts of tensors that are declared by hand, without an optimizer."""
     rows = [rank * TALL // job.size for rank in range(job.size + 1)]
     begin, end = rows[job.rank], rows[job.rank + 1]
     local = torch.randn(TALL, 70)[begin:end].clone()
@@ -258,7 +258,7 @@ def _shards(job: Job) -> None:
 
 
 def _own(job: Job) -> None:
-    """A model, an optimizer and a loader of each rank's own."""
+    """A separate model, optimizer and loader on each rank."""
     torch.manual_seed(100 + job.rank)
     module, path = Net(large=job.large), f"own@{job.rank}"
     optimizer = job.optimize("", module)
@@ -271,12 +271,12 @@ def _own(job: Job) -> None:
 def _stages(job: Job) -> None:
     """Layers under their global numbers, each on one rank."""
     layers = {f"{number}": nn.Linear(WIDTH, 2500 if job.large else WIDTH) for number in range(STAGES)}
-    mine = nn.ModuleDict({name: one for name, one in layers.items() if int(name) % job.size == job.rank})
+    mine = nn.ModuleDict({name: layer for name, layer in layers.items() if int(name) % job.size == job.rank})
     _trained(job, "stages", mine, "part")
 
 
 def _views(job: Job) -> None:
-    """Shards of two tensors, of other types, that are views of one memory."""
+    """Shards of two tensors with different types that are views of the same memory."""
     rows = 240 // job.size
     flat, shape, offset = torch.randn(rows * 100), (240, 100), (rows * job.rank, 0)
     shards = {"rows": flat.view(rows, 100), "bits": flat.view(torch.int32).view(rows, 100)}
@@ -285,14 +285,14 @@ def _views(job: Job) -> None:
 
 
 def _plain(job: Job) -> None:
-    """Tensors that no optimizer steps, the same on all ranks."""
+    """Tensors that no optimizer steps, equal on all ranks."""
     table = torch.randn(30_000)
     job.state["plain"] = {"table": table, "words": ["the", "same"]}
     job.sources.append(lambda: iter([held("plain.table", table, "replica")]))
 
 
 def _rng(job: Job) -> None:
-    """Generators, which move by themselves."""
+    """Generators, which change by themselves."""
     job.state["rng"] = fs.rng()
 
 
@@ -300,6 +300,6 @@ MAKERS: Mapping[str, Callable[[Job], None]] = {
     "whole": _whole, "fsdp": _fsdp, "mesh": _mesh, "flat": _flat, "shards": _shards, "own": _own, "stages": _stages,
     "views": _views, "plain": _plain, "rng": _rng,
 }
-EVERYWHERE = frozenset({"whole", "whole_optimizer", "plain"})  # what every rank has whole
+EVERYWHERE = frozenset({"whole", "whole_optimizer", "plain"})  # sections that every rank has in full
 TRAINED = ("whole", "fsdp", "mesh", "flat", "own", "stages")
 BESIDE = ("shards", "plain", "rng", "views")

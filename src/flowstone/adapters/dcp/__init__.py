@@ -1,11 +1,11 @@
-"""torch.distributed.checkpoint (DCP) through Flowstone: what `dcp.save` writes is an ordinary Flowstone checkpoint.
+"""torch.distributed.checkpoint (DCP) through Flowstone: `dcp.save` writes ordinary Flowstone checkpoints.
 
     dcp.save(state_dict, storage_writer=FlowstoneWriter("runs/gpt/step-100"))
     dcp.load(state_dict, storage_reader=FlowstoneReader("runs/gpt/step-100"))
 
-`FlowstoneWriter` stands where `FileSystemWriter` does, `FlowstoneReader` for `FileSystemReader`, `FlowstoneStager` for
-`DefaultStager`. Which rank writes what is the planner's part, and what ranks tell each other is DCP's; docs/DCP.md has
-the lines to change, and what differs.
+`FlowstoneWriter` replaces `FileSystemWriter`, `FlowstoneReader` replaces `FileSystemReader`, and `FlowstoneStager`
+replaces `DefaultStager`. DCP's planner still decides which rank writes which tensor, and DCP still does all
+communication. docs/DCP.md has the lines to change, and the differences.
 """
 
 from flowstone.adapters.dcp.reader import FlowstoneReader

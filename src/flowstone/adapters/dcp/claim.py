@@ -1,4 +1,5 @@
-"""A claim: one process at a time saves to a target. It ends with the process."""
+"""A claim is a lock on a file, by which only one process at a time saves to a target (the directory of a checkpoint).
+"""
 
 from __future__ import annotations
 
@@ -14,20 +15,22 @@ from flowstone.store.forks import forget_in_children
 from flowstone.store.lock import LOCK_NAME
 from flowstone.store.os_errors import translated
 
-_TRIES = 16  # to lock a file that others remove meanwhile
-_FLOCK = struct.Struct("hhqqi4x")  # struct flock: type, whence, start, length, process
+_TRIES = 16  # attempts to lock a file that other processes may remove meanwhile
+_FLOCK = struct.Struct("hhqqi4x")  # struct flock: type, whence, start, length, process id
 _WRITE_LOCK = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
 
 
 def claim_file(name: str) -> str:
-    """The lock file of a draft, beside it."""
+    """The name of the lock file for `name`, the directory of an unfinished checkpoint. The file is beside that
+    directory.
+    """
     return f".{LOCK_NAME}-{name}"
 
 
 def is_claimed(parent: Path, name: str) -> bool:
-    """Whether a claim on a draft is held, by this process or another. Asking takes nothing.
+    """Whether a process holds the claim on the unfinished checkpoint in the directory `name`. Takes no lock.
 
-    raises  StorageError where the system does not tell
+    raises  StorageError  the system cannot tell
     """
     with translated(parent, "read", claim_file(name)):
         try:
@@ -35,20 +38,23 @@ def is_claimed(parent: Path, name: str) -> bool:
         except FileNotFoundError:
             return False
         try:
-            found = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _WRITE_LOCK)
-            return bool(_FLOCK.unpack(found)[0] != fcntl.F_UNLCK)
+            lock = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _WRITE_LOCK)
+            return bool(_FLOCK.unpack(lock)[0] != fcntl.F_UNLCK)
         finally:
             os.close(fd)
 
 
-class Claim:
-    """Held from construction until `release`, or until one is constructed with `take_over` in the same process: then a
-    save that has failed before it has nothing to clean up any more.
+class SaveClaim:
+    """The claim on one target (the directory of a checkpoint). It is held from construction until `release`, or until
+    the process ends.
 
-    A lock file beside the target, which goes with the claim; the name is one of a store's leftovers. The lock is that
-    of an open file: two claims of one process exclude each other too, and a child that is forked closes its copy.
+    With `take_over`, the constructor takes the claim from an earlier, failed save of this process.
 
-    raises  LockedError where there is another save to the same target
+    The claim is a locked file beside the target, which is removed with the claim. If it stays, a store treats it as a
+    leftover. The lock belongs to the open file, so it also excludes a second claim of this process. A forked child
+    closes its copy of the file.
+
+    raises  LockedError  another save writes to the same target
     """
 
     def __init__(self, parent: Path, name: str, *, take_over: bool = False) -> None:
@@ -56,7 +62,7 @@ class Claim:
         self._key = os.path.realpath(self._path)
         self._fd: int | None = None
         forget_in_children(self)
-        earlier = _held().get(self._key)
+        earlier = _claims().get(self._key)
         if take_over and earlier is not None:
             earlier.release()
         with translated(parent, "lock", self._path.name):
@@ -65,13 +71,13 @@ class Claim:
                 with suppress(FileExistsError):
                     self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
                 if self._fd is not None and self._lock_own():
-                    _held()[self._key] = self
+                    _claims()[self._key] = self
                     return
                 self.release()
         raise self._refusal()
 
     def _lock_own(self) -> bool:
-        """Lock the file that was made; False if another one has its name by now."""
+        """Lock the new file. Returns False if another process has replaced the file."""
         assert self._fd is not None
         try:
             return self._lock(self._fd)
@@ -80,7 +86,7 @@ class Claim:
             raise
 
     def _remove_dead(self) -> None:
-        """Remove a lock file that nothing holds."""
+        """Remove a lock file that no process holds."""
         try:
             fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except FileNotFoundError:
@@ -92,7 +98,7 @@ class Claim:
             os.close(fd)
 
     def _lock(self, fd: int) -> bool:
-        """Lock an open file; whether it is the one that has the name."""
+        """Lock an open file. Returns whether the path is still a name of this file."""
         try:
             fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _WRITE_LOCK)
         except (BlockingIOError, PermissionError) as error:
@@ -103,7 +109,7 @@ class Claim:
         try:
             mine, there = os.fstat(fd), os.stat(self._path, follow_symlinks=False)
         except OSError:
-            return False  # safe: what cannot be looked at is not taken for ours
+            return False  # then the file counts as that of another process
         return (mine.st_dev, mine.st_ino) == (there.st_dev, there.st_ino)
 
     @property
@@ -111,30 +117,30 @@ class Claim:
         return self._fd is not None and self._has_name(self._fd)
 
     def _refusal(self) -> LockedError:
-        saver = "another process" if _held().get(self._key) is None else "this process already"
+        saver = "another process is" if _claims().get(self._key) is None else "this process is already"
         return LockedError(
-            f"{saver} saves to the same checkpoint: {self._path} is locked",
-            next="wait until it is done, or save to another path",
+            f"{saver} saving to the same checkpoint: {self._path} is locked",
+            next="wait until that save is done, or save to another path",
         )
 
     def release(self) -> None:
         if self._fd is None:
             return
         if self._has_name(self._fd):
-            with suppress(OSError):  # safe: the file says nothing, and the next one removes it
+            with suppress(OSError):  # the file has no content, and the next claim removes it
                 os.unlink(self._path)
         self.forget()
 
     def forget(self) -> None:
-        """Close the file, and leave its name: in a forked child, and where another holds it."""
+        """Close the file without removing it. Called in a forked child, and if another claim has the name now."""
         fd, self._fd = self._fd, None
         if fd is not None:
             os.close(fd)
-        if _held().get(self._key) is self:
-            del _held()[self._key]
+        if _claims().get(self._key) is self:
+            del _claims()[self._key]
 
 
 @cache
-def _held() -> dict[str, Claim]:
-    """The claims of this process, by the lock file's path. No lock of a file tells which of them it may take over."""
+def _claims() -> dict[str, SaveClaim]:
+    """The claims of this process, by the path of the lock file. Needed for `take_over`."""
     return {}

@@ -1,4 +1,4 @@
-"""The constructor arguments of FileSystemWriter and FileSystemReader: each is honoured, or refused by name."""
+"""The constructor arguments of FileSystemWriter and FileSystemReader. Each one is applied, or raises an error."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _FORMATS = ("torch_save", "safetensors")
 
 
 class WriterOptions(msgspec.Struct, frozen=True):
-    """What a FlowstoneWriter was made with, as far as it is no path.
+    """The options of a FlowstoneWriter, other than its path.
 
-    budget_bytes      memory through which bytes go to the files
-    accept_pickled    bytes that a planner of the user's has made are stored as they are
+    budget_bytes      size of the staging memory between the state and the files
+    accept_pickled    whether to store bytes that a custom planner makes of objects, unchanged
     """
 
     overwrite: bool
@@ -29,53 +29,57 @@ class WriterOptions(msgspec.Struct, frozen=True):
 def check_layout(
     single_file_per_rank: object, sync_files: object, extensions: Sequence[object] | None, serialization_format: object
 ) -> None:
-    """Raise ArgumentError for a layout or a durability that Flowstone does not write."""
+    """Raise ArgumentError if the arguments ask for a layout of files, or a kind of durability, that Flowstone does not
+    write.
+    """
     if not single_file_per_rank:
         raise ArgumentError(
-            "single_file_per_rank=False asks for a file for each tensor, which Flowstone does not write",
-            next="leave it out: each rank writes one segment, of which any tensor is read by itself",
+            "single_file_per_rank=False is not supported: Flowstone does not write one file per tensor",
+            next="leave it out: each rank writes one file, and any tensor in that file can be read separately",
         )
     if not sync_files:
         raise ArgumentError(
-            "sync_files=False asks for checkpoints that a power loss may tear",
+            "sync_files=False is not supported: after a power loss, such a checkpoint could be incomplete",
             next="leave it out: every commit is durable",
         )
     if extensions:
         raise ArgumentError(
-            f"_extensions holds {len(extensions)} stream transform(s), which Flowstone does not apply",
-            next="leave them out: a part of a tensor could not be read by itself through them",
+            f"_extensions is not supported: it holds {len(extensions)} stream transform(s)",
+            next="leave _extensions out: of a transformed tensor, no part could be read by itself",
         )
     name = getattr(serialization_format, "value", serialization_format)
     if name is not None and name not in _FORMATS:
         raise ArgumentError(
-            f"serialization_format {serialization_format!r} is unknown", expected=", ".join(_FORMATS),
-            next="leave it out: segments are safetensors files",
+            f"serialization_format {serialization_format!r} is unknown",
+            expected=", ".join(_FORMATS), next="leave it out: Flowstone always writes safetensors files",
         )
 
 
 def check_registry(registry: object) -> None:
-    """Raise ArgumentError for extensions that a reader is to undo."""
+    """Raise ArgumentError if a registry of extensions was given."""
     if registry is not None:
         raise ArgumentError(
-            "_extension_registry names stream transforms, which no Flowstone checkpoint has", next="leave it out"
+            "_extension_registry is not supported: Flowstone checkpoints have no stream transforms", next="leave it out"
         )
 
 
 def engine_options(engine: EngineOptions | None, thread_count: object) -> EngineOptions:
-    """How bytes move. `thread_count` threads copy and digest them, where it is more than DCP's default of one."""
+    """The engine's options. If `thread_count` is above DCP's default of 1, it is the number of threads that copy and
+    compute digests.
+    """
     count = whole_number("thread_count", thread_count)
     if not 1 <= count <= WORKERS_MAX:
-        raise ArgumentError(f"thread_count {count} is not within 1..{WORKERS_MAX}", next="leave it out")
+        raise ArgumentError(f"thread_count must be 1 to {WORKERS_MAX}, got {count}", next="leave it out")
     if engine is not None:
         if not isinstance(engine, EngineOptions):
-            raise ArgumentError(f"engine {engine!r:.60} is not an EngineOptions", next="write fs.EngineOptions(...)")
+            raise ArgumentError(f"engine must be EngineOptions, got {engine!r:.60}", next="write fs.EngineOptions(...)")
         return engine
     return EngineOptions(workers=count) if count > 1 else EngineOptions()
 
 
 def staging_bytes(per_thread_copy_ahead: object, thread_count: object) -> int:
-    """Memory between the state and the files: no less than what was asked to be copied ahead of them."""
+    """The size of the staging memory in bytes: at least `per_thread_copy_ahead` for each thread."""
     ahead = whole_number("per_thread_copy_ahead", per_thread_copy_ahead)
     if ahead < 0:
-        raise ArgumentError(f"per_thread_copy_ahead {ahead} is negative", next="leave it out")
+        raise ArgumentError(f"per_thread_copy_ahead must be at least 0, got {ahead}", next="leave it out")
     return max(FIRST_ARENA_BYTES, ahead * whole_number("thread_count", thread_count))

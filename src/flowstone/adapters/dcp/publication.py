@@ -1,4 +1,6 @@
-"""The coordinator's part of a save: what all ranks have written becomes one checkpoint, in the order of ORDERING.md."""
+"""The coordinator's part of a save: commit the segments of all ranks as one checkpoint, in the order of
+docs/ORDERING.md.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,10 @@ from flowstone.commit import publish, removal
 from flowstone.commit.entries import new_superseded_directory, step_of
 from flowstone.commit.manifests import read_marker
 from flowstone.commit.read import encode_sections, join_objects
+from flowstone.coordination.rank_zero import check_visible, io_of
 from flowstone.errors import StorageError
 from flowstone.format.manifest import MARKER_NAME, Manifest, SegmentRow
 from flowstone.log import log
-from flowstone.pipeline.rank_zero import check_visible, io_of
 from flowstone.plan.global_index import global_index
 from flowstone.plan.write import check_tensors
 from flowstone.store.local import LocalStore
@@ -29,19 +31,19 @@ from flowstone.table.pieces import Alias, Pieces, TensorColumns
 
 
 def begin(store: LocalStore, target: Target) -> None:
-    """Make an empty draft for the ranks to write into, in a directory that is there; what a dead save has left of one
-    goes.
+    """Create an empty directory for the unfinished checkpoint, in which the ranks write. The parent directory exists.
+    Removes the directory of a dead save.
     """
     check_lock(store, target)
     if store.exists(target.draft_directory):
-        removal.empty(store, target.draft_directory)
-    publish.begin(store, target.step, _identity(target))
+        removal.empty_directory(store, target.draft_directory)
+    publish.begin_draft(store, target.step, _identity(target))
 
 
 def discard(store: LocalStore, target: Target) -> None:
-    """Remove a draft that is not to be published."""
+    """Remove the directory of an unfinished checkpoint that will not be published."""
     if store.exists(target.draft_directory):
-        removal.empty(store, target.draft_directory)
+        removal.empty_directory(store, target.draft_directory)
 
 
 def _identity(target: Target) -> str:
@@ -49,7 +51,7 @@ def _identity(target: Target) -> str:
 
 
 def check_lock(store: LocalStore, target: Target) -> None:
-    """Raise LockedError where the target lies in a store that a Checkpointer writes into."""
+    """Raise LockedError if the target is in a store that a Checkpointer is writing to."""
     if store.exists(MARKER_NAME):
         store.lock(_holder(target))
         store.unlock()
@@ -63,21 +65,22 @@ def commit(
     store: LocalStore, target: Target, receipts: Sequence[RankReceipt], sections: Mapping[str, object],
     aliases: Sequence[Alias] = (), *, identity: str | None = None,
 ) -> Manifest:
-    """Publish what the ranks have written: durable on return, in the place of what was there.
+    """Publish the segments of all ranks as a checkpoint, which replaces an earlier one at the same target. Durable on
+    return.
 
-    sections  everything that is no tensor
-    identity  of the checkpoint, which no other one has; None: a new one
-    aliases   further names of what was written
+    sections  all values other than tensors
+    identity  the checkpoint's unique id; None: a new one
+    aliases   further names of the tensors
     raises    CoverageError, CollisionError, StorageError, LockedError
     """
     layouts = [_pieces_of(receipt) for receipt in receipts]
-    _check_whole(layouts)
+    _check_complete(layouts)
     segments: list[SegmentRow] = []
     columns: list[NDArray[np.uint32]] = []
     for receipt in receipts:
         check_visible(store, target.draft_directory, receipt.rank, receipt.segments)
         columns.append((receipt.segment + len(segments)).astype(np.uint32))
-        segments += [replace(row, id=len(segments) + at) for at, row in enumerate(receipt.segments)]
+        segments += [replace(row, id=len(segments) + number) for number, row in enumerate(receipt.segments)]
     frame, piece_order, chunk_order = global_index(
         [pieces.compact() for pieces in layouts], [np.arange(len(pieces)) for pieces in layouts], aliases,
         np.concatenate(columns),
@@ -93,17 +96,17 @@ def commit(
 
 
 def _publish(store: LocalStore, target: Target, made: publish.Publication, identity: str) -> Manifest:
-    """The commit. In a store, its lock is held meanwhile."""
+    """Commit the checkpoint. If the target is in a store, the store's lock is held meanwhile."""
     is_store = store.exists(MARKER_NAME)
     if is_store:
         store.lock(_holder(target))
     try:
         owner = read_marker(store).store if is_store and step_of(target.name) is not None else ""
         draft = publish.Draft(target.step, identity, target.draft_directory)
-        manifest = publish.record(store, draft, owner, made)
+        manifest = publish.write_draft(store, draft, owner, made)
         replaced = store.replace(target.draft_directory, target.name, new_superseded_directory(target.step))
         store.sync_directory()
-        if replaced is not None:  # only now: a rename that is not durable could bring it back
+        if replaced is not None:  # removed only now, as a power loss could undo a rename that is not durable
             _remove(store, replaced)
         return manifest
     finally:
@@ -112,11 +115,11 @@ def _publish(store: LocalStore, target: Target, made: publish.Publication, ident
 
 
 def _remove(store: LocalStore, replaced: str) -> None:
-    """Remove what was replaced. The new checkpoint is committed, whatever becomes of the old one."""
+    """Remove the replaced checkpoint. An error is only logged, since the new checkpoint is already committed."""
     try:
-        removal.empty(store, replaced)
+        removal.empty_directory(store, replaced)
     except StorageError as error:
-        log.warning("the checkpoint that was replaced is in %s/%s: %s", store.location, replaced, error)
+        log.warning("could not remove the replaced checkpoint %s/%s: %s", store.location, replaced, error)
 
 
 def _pieces_of(receipt: RankReceipt) -> Pieces:
@@ -124,14 +127,14 @@ def _pieces_of(receipt: RankReceipt) -> Pieces:
     return Pieces(TensorColumns(receipt.names, dtypes, receipt.shapes), receipt.parts, receipt.boxes)
 
 
-def _check_whole(layouts: Sequence[Pieces]) -> None:
-    """Raise unless all ranks together write each element of each tensor once."""
+def _check_complete(layouts: Sequence[Pieces]) -> None:
+    """Raise an error unless all ranks together write each element of each tensor exactly once."""
     boxes: dict[int, Box] = {}
-    at = 0
+    row = 0
     for pieces in layouts:
-        boxes |= {at + position: box for position, box in pieces.part_boxes()}
-        at += len(pieces)
+        boxes |= {row + position: box for position, box in pieces.part_boxes()}
+        row += len(pieces)
     columns = [(p.names, p.dtypes, p.shapes) for p in layouts]
-    names, dtypes, shapes = (tuple(one for part in column for one in part) for column in zip(*columns, strict=True))
+    names, dtypes, shapes = (tuple(value for part in column for value in part) for column in zip(*columns, strict=True))
     joined = Pieces.cut(TensorColumns(names, dtypes, shapes), boxes)
-    check_tensors(joined, boxes, alone=True)
+    check_tensors(joined, boxes, is_complete=True)

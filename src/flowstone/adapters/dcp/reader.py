@@ -1,4 +1,4 @@
-"""FlowstoneReader: the storage reader of torch.distributed.checkpoint, in the place of FileSystemReader."""
+"""FlowstoneReader: a storage reader for torch.distributed.checkpoint, used instead of FileSystemReader."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import io
 import os
 import uuid
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -13,27 +14,27 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from flowstone.adapters.dcp.derived import derive
-from flowstone.adapters.dcp.layout import Leaves, leaves_of, metadata_of, references
+from flowstone.adapters.dcp.dcp_names import derive_dcp_names
+from flowstone.adapters.dcp.dcp_record import Leaves, leaves_of, metadata_of, references
 from flowstone.adapters.dcp.options import check_registry
-from flowstone.adapters.dcp.reading import Stored, read_tensors
+from flowstone.adapters.dcp.reading import NamedCheckpoint, read_tensors
 from flowstone.adapters.dcp.target import is_local
 from flowstone.adapters.dcp.values import bytes_of
-from flowstone.checkpoint import Checkpoint, open_checkpoint
 from flowstone.config import EngineOptions
 from flowstone.errors import ArgumentError, NoCheckpointError, RankError, UnsupportedStateError
+from flowstone.reading.checkpoint import Checkpoint, open_checkpoint
 from flowstone.store.local import LocalStore
 
 
 class FlowstoneReader(StorageReader):
-    """Reads any Flowstone checkpoint, saved by this adapter or not, for `dcp.load`.
+    """Reads any Flowstone checkpoint for `dcp.load`, whether this adapter saved it or not.
 
-    path             of the checkpoint; or of a store, whose newest one it is then
-    accept_pickled   give the planner bytes that a planner of the user's has made, if the checkpoint holds some.
-                     DCP's planners unpickle them: for checkpoints that you trust
-    engine           how bytes move
+    path             a checkpoint, or a store (its newest checkpoint)
+    accept_pickled   whether to give bytes that a custom planner stored back to the planner, which unpickles them. Only
+                     for checkpoints that you trust
+    engine           options of the I/O engine
 
-    Each chunk of bytes is verified as it is read. May be pickled.
+    Each chunk is verified when it is read. A reader can be pickled.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class FlowstoneReader(StorageReader):
         self._checkpoint: Checkpoint | None = None
         self._store: LocalStore | None = None
         self._leaves = Leaves(None, {})
-        self._names: Mapping[str, str] = {}  # of tensors, in DCP and in the index
+        self._names: Mapping[str, str] = {}  # DCP's name of a tensor -> its name in the index
 
     def __getstate__(self) -> dict[str, object]:
         return self.__dict__ | {"_checkpoint": None, "_store": None, "_leaves": Leaves(None, {}), "_names": {}}
@@ -63,50 +64,53 @@ class FlowstoneReader(StorageReader):
         self._close()
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """What is in the checkpoint. Raises NoCheckpointError, NotAStoreError, DamagedError."""
+        """DCP's metadata of the checkpoint. Raises NoCheckpointError, NotAStoreError, DamagedError."""
         if kwargs.get("rank") is not None:
             raise NoCheckpointError(
-                f"no rank has a checkpoint of its own in {self.path}", next="read the error above: it is the cause"
+                f"{self.path} has no per-rank metadata, which DCP asks for after another error",
+                next="correct the cause of the earlier error",
             )
         if self.path is None:
             raise ArgumentError(
-                "there is no path to load from",
+                "no path to load from was given",
                 next="write FlowstoneReader(path), or dcp.load(..., checkpoint_id=path)",
             )
         self._close()
         self._store = LocalStore(os.path.abspath(self.path), self._engine)
         self._checkpoint = open_checkpoint(self._store)
         self._leaves, self._names = _leaves_and_names(self._checkpoint)
-        metadata = metadata_of(self._checkpoint.index, self._names, self._leaves)
-        metadata.storage_meta = StorageMeta(
-            checkpoint_id=self.checkpoint_id, save_id=self._checkpoint.manifest.id, load_id=self.load_id
+        return replace(
+            metadata_of(self._checkpoint.index, self._names, self._leaves),
+            storage_meta=StorageMeta(self.checkpoint_id, self._checkpoint.manifest.id, self.load_id),
         )
-        return metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        if self._checkpoint is None:  # the metadata came from another reader of the same path
+        if self._checkpoint is None:  # another reader of the same path has read the metadata
             self.read_metadata()
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        plan.storage_data = self._open.manifest.id
-        return plan
+        return replace(plan, storage_data=self._open.manifest.id)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Raises RankError where ranks read different checkpoints: a store has got a newer one in between."""
+        """Return the plans unchanged. Raises RankError if ranks read different checkpoints, for example after a commit
+        in between.
+        """
         for rank, plan in enumerate(plans):
             if plan.storage_data not in (None, plans[0].storage_data):
                 raise RankError(
-                    f"rank {rank} reads another checkpoint in {self.path} than the first rank", rank=rank, phase="plan",
-                    next="give the path of one checkpoint, not that of the store",
+                    f"rank {rank} reads another checkpoint in the store {self.path} than the first rank",
+                    rank=rank, phase="plan", next="give the path of one checkpoint instead of the path of the store",
                 )
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill the planner's tensors, then give it the objects. Raises DamagedError, which names what has changed."""
+        """Fill the planner's tensors, then give it the objects. Raises DamagedError, which names the tensors that were
+        changed.
+        """
         checkpoint = self._open
         objects = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
         tensors = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
-        read_tensors(Stored(checkpoint, self._names), tensors, planner)
+        read_tensors(NamedCheckpoint(checkpoint, self._names), tensors, planner)
         for item in objects:
             self._load_object(checkpoint, item, planner)
         self._close()
@@ -117,7 +121,10 @@ class FlowstoneReader(StorageReader):
     def _load_object(self, checkpoint: Checkpoint, item: ReadItem, planner: LoadPlanner) -> None:
         name = item.storage_index.fqn
         if name not in self._leaves.objects:
-            raise NoCheckpointError(f"no object {name!r} in {checkpoint.path}", next="correct the planner")
+            raise NoCheckpointError(
+                f"{checkpoint.path} has no object {name!r}, which the load planner requests",
+                next="correct the load planner",
+            )
         node = self._leaves.objects[name]
         if name in self._leaves.pickled:
             planner.load_bytes(item, self._bytes_as_they_are(name, node))
@@ -127,7 +134,7 @@ class FlowstoneReader(StorageReader):
     def _bytes_as_they_are(self, name: str, node: object) -> io.BytesIO:
         if not self._accept_pickled or not isinstance(node, bytes):
             raise UnsupportedStateError(
-                f"the object {name!r} is bytes that a planner has made, and planners run what is in such bytes",
+                f"the object {name!r} was pickled by a custom planner, and unpickling it could run any code",
                 next="if you trust the checkpoint, pass accept_pickled=True to FlowstoneReader",
             )
         return io.BytesIO(node)
@@ -148,10 +155,10 @@ class FlowstoneReader(StorageReader):
 
 
 def _leaves_and_names(checkpoint: Checkpoint) -> tuple[Leaves, Mapping[str, str]]:
-    """What DCP calls the values of a checkpoint, and what the index calls its tensors."""
+    """The values of a checkpoint under DCP's names; and, for its tensors: DCP's name -> name in the index."""
     leaves = leaves_of(checkpoint)
     if leaves is None:
-        derived = derive(checkpoint)
+        derived = derive_dcp_names(checkpoint)
         return derived.leaves, derived.names
     hidden = {ref.name for ref in references(leaves.objects.values())}
     return leaves, {name: name for name in checkpoint.index.rows() if name not in hidden}

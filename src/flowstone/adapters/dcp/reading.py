@@ -1,4 +1,4 @@
-"""What a load plan names, read straight into the tensors of the state: the ranges that are wanted, and verified."""
+"""Read the data of a load plan directly into the tensors of the state, and verify it."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from msgspec.structs import replace
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
-from flowstone.checkpoint import Checkpoint, no_tensor
 from flowstone.errors import MismatchError
-from flowstone.stage.overlap import LoadTargets, candidates
+from flowstone.reading.checkpoint import Checkpoint, no_tensor
+from flowstone.stage.overlap import LoadTargets, find_overlap_groups
 from flowstone.stage.read_pieces import read_pieces
 from flowstone.stage.shared_memory import refuse_conflicts
-from flowstone.state import tensors
-from flowstone.state.untie import Keys, ReplaceableEntries, new_memory
 from flowstone.table.box import Box
 from flowstone.table.pieces import Memory, Piece, Pieces, Places
+from flowstone.torch import tensors
+from flowstone.torch.untie import Keys, ReplaceableEntries, new_memory
 
 
-class _Wanted(msgspec.Struct, frozen=True, eq=False):
-    """One read item, and the tensor that it fills.
+class _TensorRead(msgspec.Struct, frozen=True, eq=False):
+    """An item of DCP's load plan, and the tensor that it fills.
 
-    replaces  the entry of the planner's state that `target` is put into after the read; None: it is there already
+    replaces  where to put `target` in the planner's state after the read; None: `target` is already there
     """
 
     item: ReadItem
@@ -36,30 +36,31 @@ class _Wanted(msgspec.Struct, frozen=True, eq=False):
     replaces: tuple[ReplaceableEntries, Keys] | None = None
 
 
-class Stored(msgspec.Struct, frozen=True, eq=False):
-    """What is read from. `names`: of tensors, in DCP and in the index."""
+class NamedCheckpoint(msgspec.Struct, frozen=True, eq=False):
+    """The checkpoint to read from. `names`: DCP's name of a tensor -> its name in the index."""
 
     checkpoint: Checkpoint
     names: Mapping[str, str]
 
 
-def read_tensors(stored: Stored, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
-    """Fill what the planner resolves the items to, and commit each. Blocks.
+def read_tensors(stored: NamedCheckpoint, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
+    """Fill the planner's tensors for these items, and call the planner's `commit_tensor` for each. Blocks.
 
-    raises  DamagedError, which names what has changed; NoTensorError, MismatchError before anything has
+    raises  DamagedError  bytes are damaged; the error names the tensors that were changed
+            NoTensorError, MismatchError  raised before any tensor is changed
     """
-    wanted = [_wanted(stored, item, planner) for item in items]
-    unlike = _tied_unlike(stored, wanted)
+    reads = [_wanted(stored, item, planner) for item in items]
+    unlike = _differing_ties(stored, reads)
     if unlike and isinstance(planner, DefaultLoadPlanner):
-        wanted = _untie(planner, wanted, unlike)
-    _fill(stored.checkpoint, [one for one in wanted if one.piece.box.elements])
-    for one in wanted:
-        planner.commit_tensor(one.item, one.target)
-        if one.replaces is not None:
-            one.replaces[0].put(one.replaces[1], one.target)
+        reads = _untie(planner, reads, unlike)
+    _fill(stored.checkpoint, [read for read in reads if read.piece.box.elements])
+    for read in reads:
+        planner.commit_tensor(read.item, read.target)
+        if read.replaces is not None:
+            read.replaces[0].put(read.replaces[1], read.target)
 
 
-def _wanted(stored: Stored, item: ReadItem, planner: LoadPlanner) -> _Wanted:
+def _wanted(stored: NamedCheckpoint, item: ReadItem, planner: LoadPlanner) -> _TensorRead:
     name, index = item.storage_index.fqn, stored.checkpoint.index
     if name not in stored.names:
         raise no_tensor(name, stored.names)
@@ -71,49 +72,51 @@ def _wanted(stored: Stored, item: ReadItem, planner: LoadPlanner) -> _Wanted:
     box, shape = Box(offset, tuple(item.lengths)), index.tensors.shapes[row]
     if tuple(target.shape) != box.shape or not box.inside(shape):
         raise MismatchError(
-            f"{name!r} is stored with shape {shape}, and {box} of it is to go into a tensor of shape "
+            f"the planner reads {box} of {name!r}, stored with shape {shape}, into a tensor of shape "
             f"{tuple(target.shape)}", next="correct the planner, or the shape of that tensor",
         )
-    return _Wanted(item, target, Piece(name, dtype, shape, box), tensors.memory_of(target), row)
+    return _TensorRead(item, target, Piece(name, dtype, shape, box), tensors.memory_of(target), row)
 
 
-def _tied_unlike(stored: Stored, wanted: Sequence[_Wanted]) -> list[int]:
-    """Positions of the items that fill the same memory as an earlier one, with other stored values."""
+def _differing_ties(stored: NamedCheckpoint, reads: Sequence[_TensorRead]) -> list[int]:
+    """The positions of the items that fill the same memory as an earlier item, but with different stored values."""
     first: dict[object, int] = {}
     unlike: list[int] = []
-    for at, one in enumerate(wanted):
-        memory = one.memory
-        identity = memory.address, memory.shape, memory.strides_bytes, memory.device, one.target.dtype
-        row = first.setdefault(identity, one.row)
-        if row != one.row and one.piece.box.elements and not stored.checkpoint.index.equal(row, one.row):
-            unlike.append(at)
+    for position, read in enumerate(reads):
+        memory = read.memory
+        identity = memory.address, memory.shape, memory.strides_bytes, memory.device, read.target.dtype
+        row = first.setdefault(identity, read.row)
+        if row != read.row and read.piece.box.elements and not stored.checkpoint.index.equal(row, read.row):
+            unlike.append(position)
     return unlike
 
 
-def _untie(planner: DefaultLoadPlanner, wanted: Sequence[_Wanted], unlike: Sequence[int]) -> list[_Wanted]:
-    """The same, with memory of their own for those that can be replaced in the planner's state."""
-    entries, found = ReplaceableEntries(planner.original_state_dict), list(wanted)
-    names = [one.item.dest_index.fqn for one in wanted]
+def _untie(planner: DefaultLoadPlanner, reads: Sequence[_TensorRead], unlike: Sequence[int]) -> list[_TensorRead]:
+    """Read the items at the positions `unlike` into new memory, if the planner's state can hold a new tensor for them.
+    """
+    entries, result = ReplaceableEntries(planner.original_state_dict), list(reads)
+    names = [read.item.dest_index.fqn for read in reads]
     keys = [planner.mappings.get(name, (name,)) for name in names]
-    replaceable = entries.among(zip(keys, [one.target for one in wanted], strict=True))
+    replaceable = entries.find_replaceable(zip(keys, [read.target for read in reads], strict=True))
     items = Counter(names)
-    for at in unlike:
-        one = wanted[at]
-        if keys[at] in replaceable and items[names[at]] == 1:  # no part of a tensor
-            target = new_memory(one.target)
-            found[at] = replace(one, target=target, memory=tensors.memory_of(target), replaces=(entries, keys[at]))
-    return found
+    for position in unlike:
+        read = reads[position]
+        if keys[position] in replaceable and items[names[position]] == 1:  # the item is not a part of a tensor
+            target = new_memory(read.target)
+            replaces = entries, keys[position]
+            result[position] = replace(read, target=target, memory=tensors.memory_of(target), replaces=replaces)
+    return result
 
 
-def _fill(checkpoint: Checkpoint, wanted: Sequence[_Wanted]) -> None:
-    if not wanted:
+def _fill(checkpoint: Checkpoint, reads: Sequence[_TensorRead]) -> None:
+    if not reads:
         return
-    pieces, places = Pieces.of([one.piece for one in wanted]), Places.of([one.memory for one in wanted])
-    rows, source = [one.row for one in wanted], checkpoint.source
+    pieces, places = Pieces.of([item.piece for item in reads]), Places.of([item.memory for item in reads])
+    rows, source = [item.row for item in reads], checkpoint.source
 
     def read(positions: Sequence[int], fresh: Places) -> None:
-        read_pieces(source, pieces.take(positions), fresh, [rows[at] for at in positions], into_state=False)
+        read_pieces(source, pieces.take(positions), fresh, [rows[position] for position in positions], into_state=False)
 
     targets = LoadTargets(pieces, places, checkpoint.index, rows)
-    refuse_conflicts(targets, candidates(targets), read)
+    refuse_conflicts(targets, find_overlap_groups(targets), read)
     read_pieces(source, pieces, places, rows)

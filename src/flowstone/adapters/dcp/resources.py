@@ -1,4 +1,4 @@
-"""What a writer keeps between saves, and what a save under way holds. None of it is pickled."""
+"""The resources of a writer, between saves and during a save. They are never pickled."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from flowstone import _native
+from flowstone._native import Arena
 from flowstone.adapters.dcp import publication
-from flowstone.adapters.dcp.claim import Claim
-from flowstone.adapters.dcp.layout import sections_of
+from flowstone.adapters.dcp.claim import SaveClaim
+from flowstone.adapters.dcp.dcp_record import sections_of
 from flowstone.adapters.dcp.options import WriterOptions
-from flowstone.adapters.dcp.segments import Held, RankReceipt, SegmentWriter, held_nothing
+from flowstone.adapters.dcp.segments import CapturedItems, RankReceipt, SegmentWriter, no_items
 from flowstone.adapters.dcp.stager import FlowstoneStager
 from flowstone.adapters.dcp.target import Target
 from flowstone.errors import FlowstoneError
@@ -22,15 +22,16 @@ from flowstone.stage.arena import open_write_arena
 from flowstone.store.local import LocalStore
 
 
-class Resources:
-    """A store, memory, the plan of the last save; and on the coordinator the draft that is not committed yet.
+class WriterResources:
+    """A writer's store, memory and last plan; on the coordinator also the unfinished checkpoint.
 
-    DCP tells no writer that a save has failed: what is left of one goes with the next save, or with the writer.
+    DCP does not report a failed save to the writer. The unfinished checkpoint of such a save is removed by the next
+    save, or at the end of the writer.
     """
 
     def __init__(self) -> None:
         self._store: LocalStore | None = None
-        self._arena: _native.Arena | None = None
+        self._arena: Arena | None = None
         self._stager: FlowstoneStager | None = None
         self._segments = SegmentWriter()
         self._target: Target | None = None
@@ -54,7 +55,7 @@ class Resources:
         return self._target
 
     def open(self, target: Target, options: WriterOptions) -> None:
-        """Get ready to write to `target`."""
+        """Prepare to write to `target`."""
         if self._store is None or self._store.root != target.parent:
             self._close_store()
             self._store = LocalStore(target.parent, options.engine)
@@ -63,24 +64,25 @@ class Resources:
         self._target = target
 
     def begin_draft(self, ranks: int) -> None:
-        """Make the draft that `ranks` ranks write into.
+        """Create the directory in which `ranks` ranks write an unfinished checkpoint.
 
-        raises  LockedError where another process saves to the same target, or a Checkpointer writes beside it
+        raises  LockedError  another process saves to the same target, or a Checkpointer writes to the same store
         """
         store, target = self.store, self.target
         store.make_directory()
-        claim = Claim(target.parent, target.draft_directory, take_over=True)
-        self._abandon, self._is_alone = weakref.finalize(self, _abandon, store, target, claim), ranks == 1
+        claim = SaveClaim(target.parent, target.draft_directory, take_over=True)
+        self._abandon, self._is_alone = weakref.finalize(self, _end_save, store, target, claim), ranks == 1
         publication.begin(store, target)
 
-    def write(self, held: Held, *, rank: int) -> RankReceipt:
-        """Write this rank's segments; durable on return."""
+    def write(self, captured: CapturedItems, *, rank: int) -> RankReceipt:
+        """Write this rank's segments. They are durable on return."""
         assert self._arena is not None, "opened with the local plan"
-        return self._segments.write(self.store, self.target, held, self._arena, rank=rank)
+        return self._segments.write(self.store, self.target, captured, self._arena, rank=rank)
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Around what a rank does: where no other one writes into the draft, it goes with a failure."""
+        """Context of a rank's writes. After a failure, it removes the unfinished checkpoint if there is only one rank.
+        """
         try:
             yield
         except BaseException:
@@ -90,28 +92,30 @@ class Resources:
 
     @contextmanager
     def committing(self) -> Iterator[None]:
-        """Around what the coordinator does once all have written: the draft goes with it, whatever becomes of it."""
+        """Context of the coordinator's commit. At its end, the unfinished checkpoint's directory is removed in any
+        case.
+        """
         try:
             yield
         finally:
             self.discard_draft()
 
     def commit(self, metadata: Metadata, receipts: Sequence[RankReceipt], rank: int, *, identity: str) -> None:
-        """Publish what all ranks have written, under an identity that no other checkpoint has."""
+        """Publish the segments of all ranks as a checkpoint with the id `identity`."""
         objects = {name: node for receipt in receipts for name, node in receipt.objects.items()}
         pickled = [name for receipt in receipts for name in receipt.pickled]
         sections = sections_of(metadata, objects, pickled)
-        written = receipts or [self.write(held_nothing(), rank=rank)]
+        written = receipts or [self.write(no_items(), rank=rank)]
         publication.commit(self.store, self.target, written, sections, identity=identity)
 
     def discard_draft(self) -> None:
-        """Remove what a save that was not committed has left."""
+        """Remove the unfinished checkpoint of a save that was not committed."""
         if self._abandon is not None:
             self._abandon()
             self._abandon = None
 
     def close(self) -> None:
-        """Give memory and engine back."""
+        """Release the memory and the engine."""
         self.discard_draft()
         if self._stager is not None:
             self._stager.close()
@@ -127,9 +131,9 @@ class Resources:
             self._store = None
 
 
-def _abandon(store: LocalStore, target: Target, claim: Claim) -> None:
-    """The end of a save, committed or not."""
-    with suppress(FlowstoneError):  # safe: a draft is never read, and the next save to the same target empties it
+def _end_save(store: LocalStore, target: Target, claim: SaveClaim) -> None:
+    """Remove what is left of a save, committed or not."""
+    with suppress(FlowstoneError):  # readers ignore what stays, and the next save to the same target removes it
         if claim.is_held:
             publication.discard(store, target)
     claim.release()

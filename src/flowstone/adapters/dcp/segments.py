@@ -1,6 +1,6 @@
-"""One rank's part of a save: what its plan names is captured, and written as one segment, by the pipeline's own stages.
+"""One rank's part of a save: take the items of the rank's plan, and write them as one segment (a safetensors file).
 
-    SavePlan --held_of--> Held --write--> RankReceipt      on every rank; durable once the receipt is there
+    SavePlan --resolve_items--> CapturedItems --write--> RankReceipt      on every rank; durable once the receipt exists
 """
 
 from __future__ import annotations
@@ -16,30 +16,32 @@ from numpy.typing import NDArray
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
-from flowstone import _native
+from flowstone._native import Arena
 from flowstone.adapters.dcp.target import Target
-from flowstone.commit.manifests import inside
+from flowstone.commit.manifests import path_inside
 from flowstone.config import NAME_BYTES_MAX
 from flowstone.errors import FlowstoneError, MismatchError
 from flowstone.format.manifest import IoRecord, SegmentRow
-from flowstone.format.objects import unsupported
+from flowstone.format.objects import unsupported_error
 from flowstone.plan.write import WritePlan, Writer, plan_writes
-from flowstone.stage.capture import Headers, WriteTarget, start_capture, watch_sources
-from flowstone.state import describe, tensors
+from flowstone.stage.capture import SegmentHeaders, WriteTarget, start_capture, watch_sources
+from flowstone.state import describe
 from flowstone.state.names import valid_name
 from flowstone.store.base import UNPACED, Store
 from flowstone.table.box import Box
 from flowstone.table.pieces import Memory, Piece, Pieces, Places
+from flowstone.torch import tensors
 
 
-class Held(msgspec.Struct, frozen=True, eq=False):
-    """What a rank is to write.
+class CapturedItems(msgspec.Struct, frozen=True, eq=False):
+    """The data that a rank will write.
 
-    pieces, places  parallel: what there is, and where it lies
-    rows            of each item of the plan: its piece; -1 for an object, and for a part without elements
-    objects         of each item that is no tensor, by its name: its node, as format/objects.py encodes it
-    pickled         names of those that are bytes which a planner of the user's has made
-    keep            what owns the memory
+    pieces          the pieces: this rank's parts of tensors
+    places          the memory of each piece
+    rows            for each item of the plan: its number in `pieces`; -1 for an object, and for a part without elements
+    objects         the other items: name -> value in its stored form (format/objects.py)
+    pickled         names of objects that are bytes made by a custom planner
+    keep            owners of the memory
     """
 
     pieces: Pieces
@@ -51,12 +53,14 @@ class Held(msgspec.Struct, frozen=True, eq=False):
 
 
 class RankReceipt(msgspec.Struct, frozen=True, eq=False):
-    """What a rank has written, as the coordinator learns it. Travels as DCP lets results travel.
+    """Describes, for the coordinator, what a rank wrote. DCP sends it like any result of a write.
 
-    names, dtypes, shapes, parts, boxes  the pieces' columns
-    segment         of each piece: its position among `segments`
-    offsets         of each piece, in bytes in that segment's file
-    digests         of all chunks
+    names, dtypes, shapes  the tensors of which the rank wrote pieces (parts)
+    parts           for each piece: the position of its tensor in `names`
+    boxes           for each piece: the region of the tensor that it covers
+    segment         for each piece: the position of its segment in `segments`
+    offsets         for each piece: its offset in bytes in that segment's file
+    digests         digests of all chunks
     """
 
     rank: int
@@ -74,17 +78,17 @@ class RankReceipt(msgspec.Struct, frozen=True, eq=False):
     io: IoRecord
 
 
-def held_of(plan: SavePlan, planner: SavePlanner, *, accept_pickled: bool) -> Held:
-    """Ask the planner for all that the plan names.
+def resolve_items(plan: SavePlan, planner: SavePlanner, *, accept_pickled: bool) -> CapturedItems:
+    """Ask the planner for the data of all items of the plan.
 
-    raises  UnsupportedStateError, by name: a tensor or an object that cannot be stored
+    raises  UnsupportedStateError  a tensor or an object cannot be stored; the error names it
     """
     pieces: list[Piece] = []
     memory: list[Memory] = []
     rows: list[int] = []
     values: dict[str, object] = {}
-    is_usual = _takes_values_as_they_are(planner)
-    value_of = _looked_up if is_usual else _made_into_bytes if accept_pickled else _refused
+    is_usual = _uses_default_bytes(planner)
+    value_of = _object_of if is_usual else _bytes_of if accept_pickled else _refuse_bytes
     for item in plan.items:
         if item.type == WriteItemType.BYTE_IO:
             values[item.index.fqn] = value_of(planner, item)
@@ -98,88 +102,93 @@ def held_of(plan: SavePlan, planner: SavePlanner, *, accept_pickled: bool) -> He
             memory.append(place)
     described = describe(values, anew=True)
     pieces += described.pieces
-    memory += [described.places.memory(at, piece) for at, piece in enumerate(described.pieces)]
+    memory += [described.places.memory(number, piece) for number, piece in enumerate(described.pieces)]
     _check_names(pieces)
-    return Held(
+    return CapturedItems(
         Pieces.of(pieces), Places.of(memory), rows, described.objects, () if is_usual else tuple(values),
         (values, memory, described),
     )
 
 
 def _piece_of(item: WriteItem, resolved: object) -> tuple[Piece, Memory]:
-    """The piece that a write item is, and where it lies."""
-    name, said = item.index.fqn, item.tensor_data
-    assert said is not None, "only objects have none"
+    """The piece (part of a tensor) that a write item describes, and its memory."""
+    name, data = item.index.fqn, item.tensor_data
+    assert data is not None, "only objects have none"
     if not isinstance(resolved, torch.Tensor):
-        raise unsupported(name, resolved, "is no tensor, and its planner said that it is one", "correct the planner")
+        raise unsupported_error(
+            name, resolved, "is not a tensor, but the planner says that it is one", "correct the planner"
+        )
     tensor = tensors.resolved(resolved.detach())
     dtype = tensors.check_tensor(tensor, name)
-    box = Box(tuple(said.chunk.offsets), tuple(said.chunk.sizes))
+    box = Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
     if tuple(tensor.shape) != box.shape:
         raise MismatchError(
-            f"the planner resolves {name!r} to a tensor of another shape than it has planned", expected=box.shape,
-            found=tuple(tensor.shape), next="correct the planner, or flatten the state anew",
+            f"the planner resolves {name!r} to a tensor whose shape differs from its plan",
+            expected=box.shape, found=tuple(tensor.shape),
+            next="correct the save planner, or do not replace or resize tensors between planning and writing",
         )
-    return Piece(name, dtype, tuple(said.size), box), tensors.memory_of(tensor)
+    return Piece(name, dtype, tuple(data.size), box), tensors.memory_of(tensor)
 
 
-def _takes_values_as_they_are(planner: SavePlanner) -> bool:
-    """Whether the bytes that a planner makes of objects are DCP's usual ones: then we ask for the objects instead."""
+def _uses_default_bytes(planner: SavePlanner) -> bool:
+    """Whether the planner serializes objects as DCP's default planner does. If so, Flowstone stores the objects
+    themselves.
+    """
     own = type(planner)
     return isinstance(planner, DefaultSavePlanner) and all(
         getattr(own, name) is getattr(DefaultSavePlanner, name) for name in ("resolve_data", "transform_object")
     )
 
 
-def _looked_up(planner: SavePlanner, item: WriteItem) -> object:
+def _object_of(planner: SavePlanner, item: WriteItem) -> object:
     return cast("DefaultSavePlanner", planner).lookup_object(item.index)
 
 
-def _made_into_bytes(planner: SavePlanner, item: WriteItem) -> object:
+def _bytes_of(planner: SavePlanner, item: WriteItem) -> object:
     made = planner.resolve_data(item)
     if not isinstance(made, io.BytesIO):
-        raise unsupported(item.index.fqn, made, "is no io.BytesIO, as DCP wants it", "correct the planner")
+        raise unsupported_error(item.index.fqn, made, "is not the io.BytesIO that DCP expects", "correct the planner")
     return made.getvalue()
 
 
-def _refused(planner: SavePlanner, item: WriteItem) -> NoReturn:
-    raise unsupported(
-        item.index.fqn, planner, "is made into bytes by a planner of its own, so that it could be any code",
-        "leave resolve_data and transform_object to DefaultSavePlanner for what is no tensor; or pass "
-        "accept_pickled=True to FlowstoneWriter and FlowstoneReader, to keep the bytes as they are",
+def _refuse_bytes(planner: SavePlanner, item: WriteItem) -> NoReturn:
+    raise unsupported_error(
+        item.index.fqn, planner, "is turned into bytes by a custom planner, and loading such bytes could run any code",
+        "do not override resolve_data and transform_object of DefaultSavePlanner for objects; or pass "
+        "accept_pickled=True to FlowstoneWriter and FlowstoneReader to store the bytes unchanged",
     )
 
 
 def _check_names(pieces: Sequence[Piece]) -> None:
     for piece in pieces:
         if not piece.name or not valid_name(piece.name) or len(piece.name.encode()) > NAME_BYTES_MAX:
-            raise unsupported(
-                f"{piece.name:.100}", piece.name, "cannot be the name of a tensor",
-                f"rename it: text of 1 to {NAME_BYTES_MAX} bytes without NUL",
+            raise unsupported_error(
+                f"{piece.name:.100}", piece.name, "is not a valid name of a tensor",
+                f"rename the tensor: a name is text of 1 to {NAME_BYTES_MAX} bytes without NUL",
             )
 
 
 class SegmentWriter:
-    """Writes one rank's segments, save after save: of the same pieces by the same plan."""
+    """Writes one rank's segments. Reuses the plan as long as the pieces (parts of tensors) stay the same."""
 
     def __init__(self) -> None:
         self._plan: WritePlan | None = None
-        self._headers = Headers()
+        self._headers = SegmentHeaders()
         self._rank = -1
 
     def write(
-        self, store: Store, target: Target, held: Held, arena: _native.Arena, *, rank: int
+        self, store: Store, target: Target, captured: CapturedItems, arena: Arena, *, rank: int
     ) -> RankReceipt:
-        """Blocks until the rank's segments are durable.
+        """Write the rank's segments. Returns once they are durable.
 
-        raises  StorageError, FullError, ...: nothing of it is left then
+        raises  StorageError, FullError, ...; the segments are removed before
         """
-        plan = self._plan_of(held.pieces, rank=rank)
-        sources = watch_sources(plan, held.places, self._headers, watch="auto", seed=target.step)
+        plan = self._plan_of(captured.pieces, rank=rank)
+        sources = watch_sources(plan, captured.places, self._headers, watch="auto", seed=target.step)
         writing = start_capture(WriteTarget(store, target.draft_directory, arena), sources, UNPACED, reserved=True)
         rows = [
-            SegmentRow(at, None, file.name, file.bytes, file.header_bytes, header)
-            for at, (file, header) in enumerate(zip(plan.segments, sources.headers, strict=True))
+            SegmentRow(number, None, file.name, file.bytes, file.header_bytes, header)
+            for number, (file, header) in enumerate(zip(plan.segments, sources.headers, strict=True))
         ]
         receipt = writing.receipt()
         if receipt.error is not None:
@@ -190,27 +199,27 @@ class SegmentWriter:
         numbers, _ = pieces.part_numbers()
         return RankReceipt(
             rank, pieces.names, tuple(dtype.name for dtype in pieces.dtypes), tuple(map(tuple, pieces.shapes)),
-            pieces.parts, numbers, tuple(rows), plan.segment, sources.offsets, receipt.digests, held.objects,
-            held.pickled, receipt.io,
+            pieces.parts, numbers, tuple(rows), plan.segment, sources.offsets, receipt.digests, captured.objects,
+            captured.pickled, receipt.io,
         )
 
     def _plan_of(self, pieces: Pieces, *, rank: int) -> WritePlan:
-        known = self._plan
-        if known is None or self._rank != rank or known.pieces != pieces:
-            # Whether all ranks together write each element once is found out before the commit.
-            self._plan = known = plan_writes(pieces, writer=Writer(rank), alone=False)
-            self._headers, self._rank = Headers(), rank
-        return known
+        plan = self._plan
+        if plan is None or self._rank != rank or plan.pieces != pieces:
+            # Not complete: the commit checks that all ranks together write each element once.
+            self._plan = plan = plan_writes(pieces, writer=Writer(rank), is_complete=False)
+            self._headers, self._rank = SegmentHeaders(), rank
+        return plan
 
 
 def _remove(store: Store, directory: str, names: Sequence[str]) -> None:
     for name in names:
         try:
-            store.remove(inside(directory, name))
+            store.remove(path_inside(directory, name))
         except FlowstoneError:
-            continue  # safe: a draft is never read, and the next save to the same target empties it
+            continue  # readers ignore a file that stays, and the next save to the same target removes it
 
 
-def held_nothing() -> Held:
-    """What is written of a state in which there is nothing."""
-    return Held(Pieces.of([]), Places.of([]), (), {}, (), ())
+def no_items() -> CapturedItems:
+    """What a rank with an empty state writes."""
+    return CapturedItems(Pieces.of([]), Places.of([]), (), {}, (), ())

@@ -1,4 +1,4 @@
-"""A state that is still being staged."""
+"""A staged (copied) state, of which some copies may still be running."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import Any
 
 
 class StagedState(dict[str, Any]):
-    """The staged state, of which the first look waits until all of it is copied: by DCP, on the thread that saves.
+    """The staged state, a dict. The first access to it, by DCP on the saving thread, waits until everything is copied.
 
-    Pickled, as for the executor of a process, it is a plain dict. A look raises what the copy has failed of.
+    If it is pickled, as for a process executor, it becomes a plain dict. If a copy has failed, an access raises that
+    error.
     """
 
     def __init__(self, state: dict[str, Any], wait: Callable[[], None]) -> None:
@@ -30,7 +31,7 @@ class StagedState(dict[str, Any]):
         return dict, (dict(self.items()),)
 
 
-def _looking(name: str) -> Any:
+def _waiting_method(name: str) -> Any:
     method = getattr(dict, name)
 
     @wraps(method)
@@ -46,4 +47,4 @@ for _name in (
     "__reversed__", "__ror__", "__setitem__", "clear", "copy", "get", "items", "keys", "pop", "popitem", "setdefault",
     "update", "values",
 ):
-    setattr(StagedState, _name, _looking(_name))
+    setattr(StagedState, _name, _waiting_method(_name))

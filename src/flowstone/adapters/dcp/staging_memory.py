@@ -1,4 +1,4 @@
-"""Memory that states are staged in: shared with other processes, kept from save to save."""
+"""Memory for staged (copied) states. It is shared with other processes, and reused from save to save."""
 
 from __future__ import annotations
 
@@ -12,43 +12,44 @@ from typing import Any
 
 import torch
 
-from flowstone import _native
+from flowstone._native import GuardedCopy
 from flowstone.errors import BudgetError, StateChangedError
 
-_POPULATE_WRITE = 23  # linux/mman.h, MADV_POPULATE_WRITE
-_POPULATE_BYTES = 8 << 20  # for so much at a time other threads cannot map memory: a few ms
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE in linux/mman.h
+_POPULATE_BYTES = 8 << 20  # bytes for each call, which takes a few ms; meanwhile other threads cannot map memory
 _WAIT_S = 1.0
 
 
 class StagingMemory:
-    """Room for one staged state.
+    """Memory for one staged state.
 
-    Its pages belong to a memory file, so that another process which is handed a tensor in it maps that, and no byte is
-    copied. For states of a device it is pinned instead, and not shared.
+    Its pages belong to a file in memory. A process that receives a staged tensor maps that file, instead of copying the
+    tensor. For states on a device, the memory is pinned instead, and not shared.
 
-    raises  BudgetError where the system has no memory for it
+    raises  BudgetError  the system does not have enough memory
     """
 
     def __init__(self, size_bytes: int, *, pinned: bool) -> None:
         self.bytes, self.is_pinned = size_bytes, pinned
-        self._held: list[weakref.ref[torch.Tensor]] = []
-        self._copy: _native.GuardedCopy | None = None
+        self._users: list[weakref.ref[torch.Tensor]] = []
+        self._copy: GuardedCopy | None = None
         self._sources: Sequence[tuple[torch.Tensor, str]] = ()
         try:
             self._memory = _pinned(size_bytes) if pinned else _shared(size_bytes)
-        except (RuntimeError, MemoryError, OSError) as error:  # the first is torch's for the second
+        except (RuntimeError, MemoryError, OSError) as error:  # torch raises RuntimeError if memory is short
             raise BudgetError(
-                "there is no memory for a staged state", needed=f"{size_bytes} bytes",
+                "not enough memory for a staged state", needed=f"{size_bytes} bytes",
                 next="save synchronously with dcp.save, or give the process more memory",
             ) from error
 
     def __del__(self) -> None:
-        self._settle()
+        self._finish_copy()
 
     def parts(self, offsets: Sequence[int], sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Tensors like `sources`, each so many bytes from the start, in one storage."""
-        # What hands a state to another process moves its storages into shared memory. A shared one stays where it is;
-        # the pinned one has to, too, so that of staged tensors is another one over it.
+        """Tensors like `sources`, at these offsets (in bytes) of one storage."""
+        # When a state is sent to another process, torch moves its storages into shared memory. A storage that is shared
+        # already stays where it is. A pinned one must not be moved, either, so staged tensors use another storage for
+        # the same memory.
         whole = torch.from_numpy(self._memory.numpy()) if self.is_pinned else self._memory
         sizes = [source.numel() * source.element_size() for source in sources]
         return [
@@ -56,30 +57,33 @@ class StagingMemory:
             for begin, size, source in zip(offsets, sizes, sources, strict=True)
         ]
 
-    def hold(self, tensors: Sequence[torch.Tensor]) -> None:
-        """In use until these are gone."""
-        self._held = list(map(weakref.ref, tensors))
+    def set_users(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Mark the memory as in use until these tensors no longer exist."""
+        self._users = list(map(weakref.ref, tensors))
 
-    def fill(self, copy: _native.GuardedCopy, sources: Sequence[tuple[torch.Tensor, str]]) -> None:
-        """It is being filled, from tensors that must stay until then; each with its path in the state."""
+    def fill(self, copy: GuardedCopy, sources: Sequence[tuple[torch.Tensor, str]]) -> None:
+        """Note that `copy` is filling the memory from `sources` (each with its path), which are kept alive until then.
+        """
         self._copy, self._sources = copy, sources
 
     def wait(self) -> None:
-        """Until it is filled.
+        """Wait until the memory is filled.
 
-        raises  StateChangedError  a tensor's memory was taken away before it was copied
+        raises  StateChangedError  the memory of a tensor was freed before the tensor was copied
         """
         sources = self._sources
-        gone = self._settle()
+        gone = self._finish_copy()
         if gone is not None:
             name = sources[gone][1]
             raise StateChangedError(
                 f"the memory of '{name}' was freed before it was staged", path="", offset=0, length=0, names=(name,),
-                gone=True, next="resize no tensor of the state while it is saved, or pass FlowstoneStager(guard=False)",
+                gone=True, next="do not resize tensors during a save, or pass FlowstoneStager(guard=False)",
             )
 
-    def _settle(self) -> int | None:
-        """Wait for the copy; then its sources may go. Returns which of them was gone before."""
+    def _finish_copy(self) -> int | None:
+        """Wait for the copy, then drop its sources. Returns the position of a source that was freed too early; None if
+        none was.
+        """
         copy = self._copy
         if copy is None:
             return None
@@ -90,7 +94,7 @@ class StagingMemory:
 
     @property
     def is_free(self) -> bool:
-        return not any(one() is not None for one in self._held) and (self._copy is None or self._copy.wait(0))
+        return not any(ref() is not None for ref in self._users) and (self._copy is None or self._copy.wait(0))
 
 
 def _pinned(size_bytes: int) -> torch.Tensor:
@@ -98,9 +102,11 @@ def _pinned(size_bytes: int) -> torch.Tensor:
 
 
 def _shared(size_bytes: int) -> torch.Tensor:
-    """Every page is there on return: one that the system could not give later would end the process.
+    """Shared memory with all pages allocated. If a page could not be allocated later, on access, the process would be
+    killed.
 
-    Where the process may not have files of that size (`ulimit -f`), it is not shared, and torch copies it for others.
+    If the process may not create files of that size (`ulimit -f`), the memory is not shared, and torch copies it for
+    other processes.
     """
     fd = os.memfd_create("flowstone-staged", os.MFD_CLOEXEC)
     try:
@@ -115,7 +121,8 @@ def _shared(size_bytes: int) -> torch.Tensor:
     finally:
         os.close(fd)
     for begin in range(0, size_bytes, _POPULATE_BYTES):
-        # In one call for many pages: half the time of touching them. Kernels before 5.14 refuse, and it is done later.
+        # One call for many pages takes half the time of touching each page. Kernels before 5.14 refuse the call; there,
+        # pages are allocated when they are first accessed.
         length = min(_POPULATE_BYTES, size_bytes - begin)
         _libc().madvise(ctypes.c_void_p(storage.data_ptr() + begin), ctypes.c_size_t(length), _POPULATE_WRITE)
     return torch.empty(0, dtype=torch.uint8).set_(storage)

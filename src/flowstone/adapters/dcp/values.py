@@ -1,4 +1,4 @@
-"""Values of stored objects, made anew: what a planner is given in place of an object's bytes."""
+"""Rebuild the values of stored objects, and serialize them for a planner."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ from typing import cast
 
 import torch
 
-from flowstone.checkpoint import Checkpoint
 from flowstone.errors import UnsupportedStateError
 from flowstone.format.inner_objects import INNER, inner_state
-from flowstone.format.objects import Named, Provided, TensorRef
-from flowstone.state.classes import form_of_node, make
-from flowstone.state.constants import constant_free, value_of
+from flowstone.format.objects import NamedConstant, ProviderRecord, TensorRef
+from flowstone.reading.checkpoint import Checkpoint
+from flowstone.state.classes import form_of_node, make_object
+from flowstone.state.constants import constant_of, resolve_constants
 
 
 def bytes_of(checkpoint: Checkpoint, name: str, node: object) -> io.BytesIO:
-    """The stream that torch.save makes of an object's value: what planners read. No stored byte is in it unseen."""
+    """The value of a stored object as a stream of torch.save, which planners expect. The stream is built only from
+    values that were parsed.
+    """
     stream = io.BytesIO()
     torch.save(_value(checkpoint, node, name), stream)
     stream.seek(0)
@@ -26,25 +28,24 @@ def bytes_of(checkpoint: Checkpoint, name: str, node: object) -> io.BytesIO:
 
 
 def _value(checkpoint: Checkpoint, node: object, path: str) -> object:
-    """The value of a node. Its tensors are read, and verified."""
+    """The value that a stored object `node` represents. Its tensors are read and verified."""
     kind = type(node)
     if isinstance(node, TensorRef):
         return _referred(checkpoint, node)
-    if isinstance(node, Named):
-        return value_of(node, path)
-    if isinstance(node, Provided) and node.kind == INNER:
+    if isinstance(node, NamedConstant):
+        return constant_of(node, path)
+    if isinstance(node, ProviderRecord) and node.kind == INNER:
         return _value(checkpoint, inner_state(node, path), path)
-    if isinstance(node, Provided):
+    if isinstance(node, ProviderRecord):
         if not node.parts and form_of_node(node) is not None:
-            return make(node, lambda item: _value(checkpoint, item, path))
+            return make_object(node, lambda item: _value(checkpoint, item, path))
         remedy = "" if node.parts else "register its class with fs.register_class(), or "
         raise UnsupportedStateError(
-            f"DCP cannot load '{path}', an object of {node.kind}",
-            next=f"{remedy}load it with fs.Checkpointer",
+            f"DCP cannot load '{path}', an object of the type {node.kind}", next=f"{remedy}load it with fs.Checkpointer"
         )
     if isinstance(node, dict):
         pairs = [
-            (constant_free(key, path), _value(checkpoint, item, path))
+            (resolve_constants(key, path), _value(checkpoint, item, path))
             for key, item in cast("Mapping[object, object]", node).items()
         ]
         if kind is Counter:
@@ -55,7 +56,7 @@ def _value(checkpoint: Checkpoint, node: object, path: str) -> object:
         if isinstance(node, deque):
             return deque(items, node.maxlen)
         return tuple(items) if kind is tuple else items
-    return constant_free(node, path)
+    return resolve_constants(node, path)
 
 
 def _referred(checkpoint: Checkpoint, ref: TensorRef) -> object:

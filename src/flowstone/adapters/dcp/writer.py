@@ -1,4 +1,4 @@
-"""FlowstoneWriter: the storage writer of torch.distributed.checkpoint, in the place of FileSystemWriter."""
+"""FlowstoneWriter: a storage writer for torch.distributed.checkpoint, used instead of FileSystemWriter."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from flowstone.adapters.dcp.options import WriterOptions, check_layout, engine_options, staging_bytes
-from flowstone.adapters.dcp.resources import Resources
-from flowstone.adapters.dcp.segments import held_of
+from flowstone.adapters.dcp.resources import WriterResources
+from flowstone.adapters.dcp.segments import resolve_items
 from flowstone.adapters.dcp.target import check_target, is_local, target_of
 from flowstone.config import EngineOptions
 from flowstone.errors import ArgumentError
@@ -24,22 +24,23 @@ from flowstone.errors import ArgumentError
 class FlowstoneWriter(StorageWriter):
     """Writes Flowstone checkpoints for `dcp.save` and `dcp.async_save`.
 
-    The checkpoint id (`path`, or that of the call) is the directory that becomes the checkpoint, as with
-    FileSystemWriter. Its step is the number at the end of the directory's name, else 0, unless `step` says it.
-    `fs.open(path)` reads it; in a directory called step-00000100 (eight digits) beside others, it is a step of a store.
+    The checkpoint id (`path`, or the one in the call) is the directory of the checkpoint, as with FileSystemWriter. The
+    checkpoint's step is `step`, or else the number at the end of the directory's name, or else 0. `fs.open(path)` reads
+    the checkpoint. A directory with a name such as step-00000100 (eight digits) is a step of a store.
 
-    Of FileSystemWriter's arguments, `overwrite` means what it does there, but what is replaced stays until the new
-    checkpoint is committed; `thread_count` threads copy and digest; at least `per_thread_copy_ahead` bytes for each of
-    them are copied ahead of the file. Staging memory is always kept (`cache_staged_state_dict`). Segments are
-    safetensors files, whichever `serialization_format`. ArgumentError for sync_files=False, single_file_per_rank=False
-    and _extensions: a commit is durable, of one segment for each rank, without transforms.
+    FileSystemWriter's arguments are accepted. With `overwrite`, the replaced checkpoint stays until the new one is
+    committed. `thread_count` is the number of threads that copy and compute digests. At least `per_thread_copy_ahead`
+    bytes for each thread are copied before they are written. Staging memory is always reused
+    (`cache_staged_state_dict`). Files are safetensors, whatever the `serialization_format`. sync_files=False,
+    single_file_per_rank=False and _extensions raise ArgumentError, because every commit is durable, and each rank
+    writes one file without transforms.
 
-    step             of the checkpoints; None: as above
-    accept_pickled   keep bytes that a planner of the user's makes of objects as they are, instead of refusing them
-    engine           how bytes move
+    step             step of the checkpoints; None: the number at the end of the directory's name
+    accept_pickled   whether to store bytes that a custom planner makes of objects; otherwise they are an error
+    engine           options of the I/O engine
 
-    A writer that is kept for all saves keeps its memory, engine and plan. Without them it may be pickled. It stages
-    for `dcp.async_save` by a FlowstoneStager of its own; `close` gives the memory back.
+    Use one writer for all saves, since it reuses its memory, engine and plan. A pickled copy of a writer does not have
+    these. For `dcp.async_save`, a writer has a FlowstoneStager of its own. `close` releases the memory.
     """
 
     def __init__(
@@ -56,12 +57,12 @@ class FlowstoneWriter(StorageWriter):
         )
         self.path = path
         self.save_id = str(uuid.uuid4())
-        self._resources = Resources()
+        self._resources = WriterResources()
         self._rank = 0
         self._is_coordinator = False
 
     def __getstate__(self) -> dict[str, object]:
-        return self.__dict__ | {"_resources": Resources()}
+        return self.__dict__ | {"_resources": WriterResources()}
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str] | None:
@@ -79,7 +80,7 @@ class FlowstoneWriter(StorageWriter):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return is_local(checkpoint_id)
 
-    # What dcp.async_save asks of a stager, which a writer is where it is given no other
+    # The interface of a stager: by default, dcp.async_save uses the writer as its stager
 
     _synchronize_after_execute = False
 
@@ -88,29 +89,30 @@ class FlowstoneWriter(StorageWriter):
         return self._synchronize_after_execute
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """A copy of the state in memory that is kept from save to save. See FlowstoneStager."""
+        """Copy the state into memory that is reused from save to save. See FlowstoneStager."""
         return cast("dict[str, Any]", self._resources.stager.stage(state_dict))
 
     def synchronize_staging(self) -> None:
-        """Nothing: the state may change once `stage` has returned."""
+        """Does nothing, since the state may change once `stage` has returned."""
 
     def close(self) -> None:
-        """Give memory and engine back. The next save takes them anew."""
+        """Release the memory and the engine. The next save allocates them again."""
         self._resources.close()
 
-    # In the order in which DCP calls them
+    # The methods in the order in which DCP calls them
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if not kwargs.get("use_collectives", True):
             raise ArgumentError(
-                "use_collectives=False makes a checkpoint of each rank's own, which no rank commits for all",
-                next="leave it out, or let each rank save to a path of its own with no_dist=True",
+                "use_collectives=False is not supported: no rank would commit the checkpoint for all ranks",
+                next="leave it out, or let each rank save to its own path with no_dist=True",
             )
         rank = kwargs.get("rank")
         self._is_coordinator = is_coordinator
         self._rank = rank if rank is not None else dist.get_rank() if dist.is_initialized() else 0
         self._resources.discard_draft()
-        # Of each save anew: `reset` is not called where the writer has the path, and identities have to differ.
+        # A new id for each save: DCP does not call `reset` if the writer has the path, and each checkpoint needs a
+        # different id.
         self.save_id = str(uuid.uuid4())
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -121,28 +123,32 @@ class FlowstoneWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Make the draft: no rank writes before all have their plan."""
+        """Create the directory of the unfinished checkpoint. This is done here because no rank writes before all ranks
+        have their plans.
+        """
         self._resources.begin_draft(len(plans))
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write one segment with all of this rank's tensors; durable when the future is done, which it is on return."""
+        """Write one segment with all of this rank's tensors. On return the segment is durable, and the returned future
+        is done.
+        """
         done: Future[list[WriteResult]] = Future()
         if not plan.items:
             done.set_result([])
             return done
         with self._resources.writing():
-            held = held_of(plan, planner, accept_pickled=self._options.accept_pickled)
-            receipt = self._resources.write(held, rank=self._rank)
-        lengths = held.pieces.lengths().tolist()
+            captured = resolve_items(plan, planner, accept_pickled=self._options.accept_pickled)
+            receipt = self._resources.write(captured, rank=self._rank)
+        lengths = captured.pieces.lengths().tolist()
         done.set_result([
             WriteResult(index=item.index, size_in_bytes=lengths[row] if row >= 0 else 0, storage_data=receipt)
-            for item, row in zip(plan.items, held.rows, strict=True)
+            for item, row in zip(plan.items, captured.rows, strict=True)
         ])
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Commit what all ranks have written. The checkpoint is durable when this returns."""
+        """Commit the segments of all ranks. The checkpoint is durable on return."""
         receipts = [rank[0].storage_data for rank in results if rank]
         metadata.storage_data = {}
         metadata.storage_meta = self.storage_meta()

@@ -1,10 +1,10 @@
-"""Compressed gradients for DistributedDataParallel, which a journal logs in their compressed form.
+"""Compressed gradients for DistributedDataParallel. A journal (`every_step`) logs such gradients in compressed form.
 
     compression = TopKGradients(model, ratio=0.01)
     model.register_comm_hook(compression, exchange)
 
-docs/COMPRESSED_GRADIENTS.md says what comes back after a crash. torch's distributed package is imported with the first
-name that needs it.
+docs/COMPRESSED_GRADIENTS.md says what is restored after a crash. torch.distributed is imported on first use of a name
+that needs it.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""DeepSpeed through Flowstone: `save_checkpoint` writes an ordinary Flowstone checkpoint, of all ranks at once.
+"""DeepSpeed through Flowstone: `save_checkpoint` writes one ordinary Flowstone checkpoint for all ranks.
 
     engine, optimizer, _, _ = deepspeed.initialize(...)
     flowstone.adapters.deepspeed.attach(engine)
     engine.save_checkpoint("runs/gpt")
     engine.load_checkpoint("runs/gpt")
 
-`attach` puts a `CheckpointEngine` of ours into the engine. Which rank saves what is DeepSpeed's part; docs/DEEPSPEED.md
-has the lines to change, and what differs. Jobs that have `datastates_ckpt` in DeepSpeed's configuration call
+`attach` replaces the engine's `CheckpointEngine`. DeepSpeed still decides what each rank saves; docs/DEEPSPEED.md has
+the lines to change, and the differences. Jobs with `datastates_ckpt` in DeepSpeed's configuration call
 `fill_datastates_slot()` before `deepspeed.initialize` instead.
 """
 

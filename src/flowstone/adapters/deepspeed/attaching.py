@@ -1,20 +1,20 @@
-"""`attach`: from then on an engine of DeepSpeed saves and loads through Flowstone."""
+"""`attach`: makes a DeepSpeed engine save and load through Flowstone."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from flowstone.adapters.framework import Framework
+from flowstone.adapters.framework import SupportedFramework
 from flowstone.config import Keep
 from flowstone.errors import ArgumentError
-from flowstone.events import OnEvent
+from flowstone.events.phases import OnEvent
 
 if TYPE_CHECKING:
     from flowstone.adapters.deepspeed.plugin import FlowstoneCheckpointEngine
 
 
-DEEPSPEED = Framework("deepspeed", "deepspeed==0.19.8", ("0.19.8",))
+DEEPSPEED = SupportedFramework("deepspeed", "deepspeed==0.19.8", ("0.19.8",))
 _METHODS = {
     "save_checkpoint": ("save_dir", "tag", "client_state", "save_latest"), "step": (),
     "load_checkpoint": ("load_dir", "tag"), "_commit_decoupled_checkpoint": (),
@@ -33,23 +33,23 @@ def attach(
     engine: Any, *, keep: Keep | int | None = None, budget_bytes: int | None = None, saves_in_flight: int = 2,
     on_event: OnEvent | None = None,
 ) -> FlowstoneCheckpointEngine:
-    """Let `engine.save_checkpoint` and `engine.load_checkpoint` go through Flowstone. All ranks call this.
+    """Make `engine.save_checkpoint` and `engine.load_checkpoint` use Flowstone. All ranks call this.
 
-    engine   what `deepspeed.initialize` has returned first
-    others   those of a Checkpointer
+    engine   the DeepSpeed engine, which is the first value that `deepspeed.initialize` returns
+    others   the other arguments are options of the Checkpointer
 
     returns  the engine's new `checkpoint_engine`; its `wait()` returns once all saves are durable
-    raises   FrameworkError  DeepSpeed is missing, or of a version with another interface
-             ArgumentError   this is no engine of it, or one that keeps state where Flowstone does not see it
+    raises   FrameworkError  DeepSpeed is not installed, or has an unknown interface
+             ArgumentError   `engine` is not a DeepSpeed engine, or Flowstone cannot access its state
     """
     version, kind = check_interface({})
     if not isinstance(engine, kind):
         raise ArgumentError(
-            f"{type(engine).__name__} is no engine of DeepSpeed",
-            next="give what deepspeed.initialize(...) returns first",
+            f"engine must be a DeepSpeed engine, got {type(engine).__name__}",
+            next="give the first value that deepspeed.initialize(...) returns",
         )
     if hasattr(engine.save_checkpoint, "of_deepspeed"):
-        raise ArgumentError("this engine saves through Flowstone already", next="call attach once for each engine")
+        raise ArgumentError("this engine already saves through Flowstone", next="call attach once per engine")
     options = {
         "keep": keep, "budget_bytes": budget_bytes, "saves_in_flight": saves_in_flight, "on_event": on_event,
     }
@@ -59,9 +59,9 @@ def attach(
 
 
 def check_interface(more: Mapping[str, Sequence[str]]) -> tuple[str, Any]:
-    """DeepSpeed's version, and the class of its engines. Raises FrameworkError where they are not what is known.
+    """DeepSpeed's version, and its engine class. Raises FrameworkError if their interface is unknown.
 
-    more  further methods of an engine that are replaced
+    more  further methods of the engine that are replaced, with the names of their parameters
     """
     version = str(DEEPSPEED.load("deepspeed").__version__)
     kind = DEEPSPEED.load("deepspeed.runtime.engine").DeepSpeedEngine
@@ -72,19 +72,19 @@ def check_interface(more: Mapping[str, Sequence[str]]) -> tuple[str, Any]:
 
 
 def adopt(engine: Any, version: str, options: dict[str, Any], former: Any) -> FlowstoneCheckpointEngine:
-    """Put a plug-in around the engine's own verbs.
+    """Replace the engine's CheckpointEngine, and wrap its methods for saving and loading.
 
-    former  reads and writes what is no checkpoint of ours
-    raises  ArgumentError  the engine keeps state where Flowstone does not see it
+    former  DeepSpeed's own CheckpointEngine, which is still used for files that are not Flowstone's
+    raises  ArgumentError  the engine has state that Flowstone cannot access
     """
     from flowstone.adapters.deepspeed.plugin import FlowstoneCheckpointEngine
 
     if engine.zero_nvme_offload_optimizer():
         raise ArgumentError(
-            "the optimizer's state is offloaded to NVMe, in files that Flowstone does not see",
+            "the optimizer's state is offloaded to NVMe, in files that Flowstone cannot save",
             next="offload to the CPU, or let DeepSpeed save this job",
         )
     plugin = FlowstoneCheckpointEngine(engine, version, options, former)
-    engine.save_checkpoint = plugin.around(engine.save_checkpoint)
-    engine.load_checkpoint = plugin.before(engine.load_checkpoint)
+    engine.save_checkpoint = plugin.wrap_save(engine.save_checkpoint)
+    engine.load_checkpoint = plugin.wrap_load(engine.load_checkpoint)
     return plugin

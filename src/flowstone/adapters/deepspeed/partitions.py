@@ -1,4 +1,4 @@
-"""The partitions of ZeRO's optimizers: which elements of which parameter lie where, on each of any number of ranks."""
+"""The partitions of ZeRO's optimizers: which range of which parameter is in which rank's flat tensor."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any, TypeAlias
 import torch
 
 Shapes: TypeAlias = "dict[str, tuple[int, ...]]"
-"""The parameters that are flattened together, in the order in which they lie there."""
+"""The parameters that are flattened together, in order."""
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """A run of a parameter's elements.
+class FlatPart:
+    """A range of a parameter's elements in a rank's flat partition. All numbers count elements.
 
-    first     the first of them, in the flattened parameter
-    begin     where that lies in the flat partition
-    elements  how many
+    first     offset of the range in the flattened parameter
+    begin     offset of the range in the flat partition
+    elements  length of the range
     """
 
     name: str
@@ -29,52 +29,56 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Flat:
-    """One flat tensor of a rank: of an optimizer's group, or of a part of a group.
+class FlatTensor:
+    """One flat tensor of a rank, for an optimizer's group or a part of one.
 
     group     the group's number
-    shapes    of the parameters that are flattened together
-    parts     what this rank has of them
-    elements  with padding
+    shapes    shapes of the parameters that are flattened together
+    parts     this rank's parts of them
+    elements  number of elements, including padding
     """
 
     group: int
     shapes: Shapes
-    parts: tuple[Part, ...]
+    parts: tuple[FlatPart, ...]
     elements: int
 
 
-def of_a_run(shapes: Shapes, paddings: Sequence[int], low: int, high: int) -> tuple[Part, ...]:
-    """Stages 1 and 2 flatten all parameters, one behind the other, and cut that into a run for each rank.
+def parts_of_run(shapes: Shapes, paddings: Sequence[int], low: int, high: int) -> tuple[FlatPart, ...]:
+    """The parts that one rank has with stages 1 and 2. These stages flatten all parameters together, and cut them into
+    one range for each rank.
 
-    paddings   elements behind each parameter that are none
-    low, high  the run
+    paddings   number of padding elements after each parameter
+    low, high  this rank's range, from element `low` to element `high` - 1
     """
     parts, begin = [], 0
     for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
         elements = math.prod(shape)
         first, last = max(low, begin), min(high, begin + elements)
         if first < last:
-            parts.append(Part(name, first - begin, first - low, last - first))
+            parts.append(FlatPart(name, first - begin, first - low, last - first))
         begin += elements + padding
     return tuple(parts)
 
 
-def of_each(shapes: Shapes, rank: int, ranks: int) -> tuple[tuple[Part, ...], int]:
-    """Stage 3 cuts each parameter by itself, into equal parts, the last of them padded: parts, and their length."""
+def parts_of_each_parameter(shapes: Shapes, rank: int, ranks: int) -> tuple[tuple[FlatPart, ...], int]:
+    """The parts that one rank has with stage 3, and their total length. Stage 3 cuts each parameter into equal parts;
+    the last part is padded.
+    """
     parts, begin = [], 0
     for name, shape in shapes.items():
         elements = math.prod(shape)
         length = -(-elements // ranks)
         ours = min(length, elements - rank * length)
         if ours > 0:
-            parts.append(Part(name, rank * length, begin, ours))
+            parts.append(FlatPart(name, rank * length, begin, ours))
         begin += length
     return tuple(parts), begin
 
 
-def of_this_rank(engine: Any) -> list[Flat] | None:
-    """How an engine of DeepSpeed has partitioned its optimizer; None where that is not known, or not ZeRO alone."""
+def flats_of_this_rank(engine: Any) -> list[FlatTensor] | None:
+    """How an engine has partitioned its optimizer on this rank. None if that is not known, or not done by ZeRO alone.
+    """
     optimizer = engine.optimizer
     if engine.mp_world_size != 1 or engine.has_moe_layers or engine.zero_elastic_checkpoint():
         return None
@@ -91,23 +95,25 @@ def of_this_rank(engine: Any) -> list[Flat] | None:
         paddings = [[0] * len(group) for group in groups]
     else:
         return None
-    found = []
+    flats = []
     for number, (group, master) in enumerate(zip(groups, masters, strict=True)):
         shapes, length = _shapes(group, names), master.numel()
         low = torch.distributed.get_rank(group=optimizer.real_dp_process_group[number]) * length
-        found.append(Flat(number, shapes, of_a_run(shapes, paddings[number], low, low + length), length))
-    return found
+        flats.append(FlatTensor(number, shapes, parts_of_run(shapes, paddings[number], low, low + length), length))
+    return flats
 
 
-def _of_stage_3(optimizer: Any, names: Mapping[Any, str]) -> list[Flat]:
+def _of_stage_3(optimizer: Any, names: Mapping[Any, str]) -> list[FlatTensor]:
     rank = torch.distributed.get_rank(group=optimizer.dp_process_group)
     ranks = torch.distributed.get_world_size(group=optimizer.dp_process_group)
-    found = []
+    flats = []
     for number, group in enumerate(optimizer.fp16_groups):
         shapes = _shapes(group, names)
-        found.append(Flat(optimizer.sub_group_to_group_id[number], shapes, *of_each(shapes, rank, ranks)))
-    return found
+        flats.append(
+            FlatTensor(optimizer.sub_group_to_group_id[number], shapes, *parts_of_each_parameter(shapes, rank, ranks))
+        )
+    return flats
 
 
 def _shapes(group: Iterable[Any], names: Mapping[Any, str]) -> Shapes:
-    return {names[one]: tuple(getattr(one, "ds_shape", one.shape)) for one in group}
+    return {names[parameter]: tuple(getattr(parameter, "ds_shape", parameter.shape)) for parameter in group}

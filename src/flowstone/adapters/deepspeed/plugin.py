@@ -1,4 +1,6 @@
-"""The CheckpointEngine that DeepSpeed calls: files of all ranks become one checkpoint, committed in the background."""
+"""The CheckpointEngine for DeepSpeed. It saves the files of all ranks as one checkpoint, which is committed in the
+background.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +17,15 @@ from typing import Any
 import torch
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 
-from flowstone.adapters.deepspeed.other_ranks import for_this_rank, model_file_names, of_rank
+from flowstone.adapters.deepspeed.merged_weights import reads_pointers
+from flowstone.adapters.deepspeed.other_ranks import file_for_this_rank, file_of_rank, model_file_names
 from flowstone.adapters.deepspeed.pointers import Pointer, has_latest, publish, read_pointer, set_latest
 from flowstone.adapters.deepspeed.stored_files import SECTIONS, file_names, read_file, section_of
-from flowstone.adapters.deepspeed.values import encoded
-from flowstone.adapters.deepspeed.whole_weights import reads_pointers
-from flowstone.checkpoint import Checkpoint, open_checkpoint
+from flowstone.adapters.deepspeed.values import encode_state
 from flowstone.checkpointer import Checkpointer
 from flowstone.errors import DamagedError, FlowstoneError, SaveFailedError
-from flowstone.runtime.ending import Ending, without_frames
+from flowstone.reading.checkpoint import Checkpoint, open_checkpoint
+from flowstone.runtime.exit_hook import ExitHook, without_frames
 from flowstone.state import PerRank
 
 _JOB = "deepspeed"
@@ -31,7 +33,9 @@ _JOB = "deepspeed"
 
 @dataclass(eq=False)
 class _Publication:
-    """What follows a commit. `done` is set once it has, or has failed with `error`."""
+    """A checkpoint that becomes visible to DeepSpeed after its commit. At the end `done` is set; after a failure,
+    `error` is set before.
+    """
 
     directory: Path
     tag: str
@@ -40,17 +44,21 @@ class _Publication:
     done: threading.Event = field(default_factory=threading.Event)
     error: FlowstoneError | None = None
 
+    def end(self, error: FlowstoneError | None) -> None:
+        self.error = error
+        self.done.set()
+
 
 class FlowstoneCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
-    """In the place of DeepSpeed's own: see `attach`.
+    """Replaces DeepSpeed's own CheckpointEngine: see `attach`.
 
     engine   the DeepSpeedEngine
-    version  of DeepSpeed
-    options  of the Checkpointer of each directory that is saved into
-    former   the CheckpointEngine that reads and writes what is no checkpoint of ours
+    version  DeepSpeed's version
+    options  options for the Checkpointers, of which each directory has one
+    former   the CheckpointEngine that is used for files that are not Flowstone's
 
-    `save_checkpoint` returns once the save has been planned, and small tensors are copied. Parameters and optimizer
-    state are captured while training goes on; the engine's next step waits for that, and not for the disk.
+    `save_checkpoint` returns once the save is planned, and small tensors are copied. Parameters and optimizer state are
+    captured while training continues; the engine's next step waits for the capture, not for the disk.
     """
 
     def __init__(self, engine: Any, version: str, options: dict[str, Any], former: Any) -> None:
@@ -58,67 +66,70 @@ class FlowstoneCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self.name = "FlowstoneCheckpointEngine"
         self._engine, self._version, self._options = weakref.ref(engine), version, options
         self._former = former
-        self._files: dict[str, dict[str, Any]] | None = None  # of the save that DeepSpeed is in
+        self._files: dict[str, dict[str, Any]] | None = None  # the files of the running save; None: no save is running
         self._checkpointer: Checkpointer | None = None
         self._directory: Path | None = None
         self._loaded: tuple[Path, Pointer] | None = None
         self._publications: list[_Publication] = []
         self._pid = os.getpid()
-        self._end = Ending(self.cleanup)  # `latest` names the last checkpoint, even where the job has not waited for it
+        # closes at exit, so that `latest` names the last checkpoint, even if the job did not wait for it
+        self._end = ExitHook(self.cleanup)
         self._end.before_threads_end()
 
     @property
     def engine(self) -> Any:
-        """The engine, which holds this."""
+        """The DeepSpeed engine. (It has a reference to this object, which has only a weak one to it.)"""
         engine = self._engine()
         assert engine is not None, "an engine is there while it calls its plug-in"
         return engine
 
-    # What DeepSpeed calls
+    # Methods that DeepSpeed calls
 
     def create(self, info: Any) -> None:
         if self._files is None:
             self._former.create(info)
 
     def save(self, state_dict: Any, path: str) -> None:
-        if self._files is None:  # save_16bit_model: a file for other programs
+        if self._files is None:  # a file for other programs, from save_16bit_model
             self._former.save(state_dict, path)
             return
-        self._files[Path(path).name] = encoded(state_dict)
+        self._files[Path(path).name] = encode_state(state_dict)
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """What a file holds for this rank: of a checkpoint of ours, verified; of DeepSpeed's own, as it reads it."""
+        """The content of a file for this rank. It is read from a Flowstone checkpoint, and verified; any other file is
+        read by DeepSpeed.
+        """
         place = Path(path)
-        known = place if place.exists() else of_rank(place, 0)  # fewer ranks may have saved
-        if not known.exists() or read_pointer(known) is None:
+        source = place if place.exists() else file_of_rank(place, 0)  # fewer ranks than now may have saved
+        if not source.exists() or read_pointer(source) is None:
             return self._former.load(path, map_location)
-        return for_this_rank(self.engine, self._checkpoint_of(known), place.name)
+        return file_for_this_rank(self.engine, self._checkpoint_of(source), place.name)
 
     def _saved_file(self, path: str) -> Any:
-        """What the rank that has saved a file of ours put there."""
+        """The content of a file in a Flowstone checkpoint, as its rank saved it."""
         place = Path(path)
         return read_file(self._checkpoint_of(place), place.name)
 
     def _checkpoint_of(self, place: Path) -> Checkpoint:
-        """The checkpoint that a file stands for. Raises DamagedError."""
+        """The checkpoint that a pointer file names. Raises DamagedError."""
         pointer = read_pointer(place)
-        assert pointer is not None, "a file of ours"
+        assert pointer is not None, "a pointer file"
         store = place.parent.parent
         checkpoint = open_checkpoint(store, pointer.step)
         job = checkpoint.objects.get(_JOB)
         if not isinstance(job, dict) or job.get("tag") != pointer.tag:
             raise DamagedError(
-                f"step {pointer.step} of {store} is not what {place} was saved as", expected=f"tag {pointer.tag!r:.80}",
-                next="load another tag",
+                f"{place} refers to step {pointer.step} of {store}, but this step was saved with another tag",
+                expected=f"{pointer.tag!r:.80}", next="load another tag",
             )
         self._loaded = store.resolve(), pointer
         return checkpoint
 
     def commit(self, info: Any) -> bool:
-        return bool(self._former.commit(info))  # of save_16bit_model
+        return bool(self._former.commit(info))  # a commit for save_16bit_model
 
     def get_commit_info(self) -> None:
-        """DeepSpeed asks before an optimizer's step: the state may change once all of it is captured."""
+        """Called by DeepSpeed before an optimizer's step. Returns once all of the state is captured, and may change."""
         if self._checkpointer is not None:
             self._checkpointer.fence()
 
@@ -132,21 +143,21 @@ class FlowstoneCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         return bool(self._former.is_data_parallel_writer(dp_rank))
 
     def cleanup(self) -> None:
-        """Wait for saves in flight, and give the memory back; nothing in a forked process.
-
-        raises  what `wait` raises
+        """Wait for saves in flight, and release the memory. Does nothing in a forked child. Raises the errors of
+        `wait`.
         """
         if os.getpid() != self._pid:
             return
         if self._checkpointer is not None:
             checkpointer, self._checkpointer, self._directory = self._checkpointer, None, None
             checkpointer.close()
-        self._settle()
+        self._await_publications()
 
-    # What a job may call
+    # Methods that the job calls
 
     def wait(self) -> None:
-        """Wait until every save so far is durable, and `latest` names it. All ranks call this; a failure reaches all.
+        """Wait until all saves are durable, and `latest` names the last one. All ranks call this, and if a save has
+        failed, all raise an error.
 
         raises  SaveFailedError, StorageError
         """
@@ -160,18 +171,18 @@ class FlowstoneCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         if failure is not None:
             raise failure
         if failures.item():
-            raise SaveFailedError("another rank could not finish a save", next="see its error; save again")
+            raise SaveFailedError("a save failed on another rank", next="see its error, then save again")
 
     def finish(self) -> None:
-        """Wait until every save so far is durable on all ranks. Raises the failures of this rank alone."""
+        """Wait until every save so far is durable on all ranks. Raises only failures of this rank."""
         if self._checkpointer is not None:
             self._checkpointer.wait()
-        self._settle()
+        self._await_publications()
 
-    # What stands around the engine's own verbs
+    # Wrappers of the engine's own methods
 
-    def before(self, load_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
-        """The engine's `load_checkpoint`, once `latest` is the same for all ranks."""
+    def wrap_load(self, load_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap the engine's `load_checkpoint`, so that it first waits until all ranks see the same `latest`."""
 
         @functools.wraps(load_checkpoint)
         def loaded(*given: Any, **options: Any) -> Any:
@@ -182,14 +193,15 @@ class FlowstoneCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         loaded.of_deepspeed = load_checkpoint  # type: ignore[attr-defined]
         return loaded
 
-    def around(self, save_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
-        """The engine's `save_checkpoint`, after which what it has handed over is saved as one checkpoint."""
+    def wrap_save(self, save_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap the engine's `save_checkpoint`, so that all files of one call are stored as one checkpoint."""
 
         @functools.wraps(save_checkpoint)
         def saved(save_dir: str, tag: Any = None, client_state: Any = None, save_latest: bool = True,
                   **options: Any) -> Any:
             self._raise_failure()
-            directory = Path(os.path.abspath(save_dir))  # the job may change its directory before the commit
+            # absolute, as the job may change its working directory before the commit
+            directory = Path(os.path.abspath(save_dir))
             name = f"global_step{self.engine.global_steps}" if tag is None else str(tag)
             self._files = {}
             try:
@@ -205,7 +217,7 @@ class FlowstoneCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
     def _start(self, directory: Path, tag: str, files: dict[str, dict[str, Any]], save_latest: bool) -> None:
         engine = self.engine
-        checkpointer = self._opened(directory)
+        checkpointer = self._checkpointer_of(directory)
         state: dict[str, object] = {
             section: PerRank({name: content for name, content in files.items() if section_of(name) == section})
             for section in SECTIONS
@@ -219,8 +231,8 @@ class FlowstoneCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         if not _steps_by_itself(engine):
             checkpointer.fence()
 
-    def _opened(self, directory: Path) -> Checkpointer:
-        """The Checkpointer of a directory; steps above the one that was loaded are set aside."""
+    def _checkpointer_of(self, directory: Path) -> Checkpointer:
+        """The Checkpointer for a directory. If an earlier step was loaded, the steps above it are set aside."""
         place = directory.resolve()
         if self._checkpointer is None or self._directory != place:
             self.cleanup()
@@ -229,47 +241,52 @@ class FlowstoneCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             newest, pointer = self._checkpointer.latest(), self._loaded[1]
             if newest is not None and newest.step > pointer.step:
                 if self.engine.global_rank == 0 and has_latest(place):
-                    set_latest(place, pointer.tag)  # before the step that it names is set aside
+                    set_latest(place, pointer.tag)  # done before the step that `latest` names is set aside
                 self._checkpointer.rewind(pointer.step)
         self._loaded = None
         return self._checkpointer
 
-    def _settle(self) -> None:
+    def _await_publications(self) -> None:
         for publication in self._publications:
             publication.done.wait()
         self._raise_failure()
 
     def _raise_failure(self) -> None:
-        """Raise the first failure that was not raised yet; the next call raises the next one."""
-        for one in [one for one in self._publications if one.done.is_set()]:
-            self._publications.remove(one)
-            if one.error is not None:
-                raise one.error
+        """Raise the first failure that was not raised before. The next call raises the next failure."""
+        for publication in [publication for publication in self._publications if publication.done.is_set()]:
+            self._publications.remove(publication)
+            if publication.error is not None:
+                raise publication.error
 
 
 def _steps_by_itself(engine: Any) -> bool:
-    """Whether `engine.step()` is what updates, and asks `get_commit_info` before: a pipeline's schedule does not."""
+    """Whether `engine.step()` calls `get_commit_info` before it updates the state. The schedule of a pipeline does not.
+    """
     from deepspeed.runtime.pipe.engine import PipelineEngine
 
     return not isinstance(engine, PipelineEngine)
 
 
 def _publish(future: Future[Checkpoint], publication: _Publication, *, publishes: bool) -> None:
-    """After the commit, on the thread that made it: show the checkpoint to DeepSpeed. On rank 0 alone."""
+    """Called after the commit, on the thread that commits: make the checkpoint visible to DeepSpeed. Only rank 0 writes
+    files.
+    """
+    failure: FlowstoneError | None = None
     try:
         if publishes and not future.failed():  # type: ignore[attr-defined]
             files = [str(name) for own in file_names(future.result()) for name in own]
             publish(publication.directory, publication.tag, publication.step, files, latest=publication.latest)
     except Exception as error:
-        publication.error = _failure(publication, without_frames(error))
+        failure = _failure(publication, without_frames(error))
     finally:
-        publication.done.set()
+        publication.end(failure)
 
 
 def _failure(publication: _Publication, cause: BaseException) -> SaveFailedError:
     failure = SaveFailedError(
-        f"step {publication.step} is committed, and DeepSpeed does not find it under the tag {publication.tag!r:.80} "
-        f"in {publication.directory}", cause=str(cause), next="correct the cause, and save again",
+        f"step {publication.step} is committed, but could not be published to DeepSpeed under the tag "
+        f"{publication.tag!r:.80} in {publication.directory}", cause=str(cause),
+        next="correct the cause, and save again",
     )
     failure.__cause__ = cause
     return failure

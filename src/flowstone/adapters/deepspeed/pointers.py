@@ -1,4 +1,4 @@
-"""Small files where DeepSpeed looks for its own: each says in which checkpoint of the store its content is."""
+"""Pointer files, which exist in place of DeepSpeed's files. Each names the checkpoint that has the file's content."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ _LATEST = "latest"
 
 
 class Pointer(msgspec.Struct, frozen=True):
-    """Where a file's content is: the step of the store two directories above, and its directory's tag."""
+    """Says where a file's content is: in the checkpoint of this step, in the store two directories above. `tag`: the
+    name of the checkpoint's directory in DeepSpeed.
+    """
 
     step: int
     tag: str
 
 
 def read_pointer(path: Path) -> Pointer | None:
-    """What a file says; None if it is a file of DeepSpeed's own. Raises DamagedError."""
+    """Read a pointer file. None if it is a file of DeepSpeed itself. Raises DamagedError."""
     with translated(path.parent, "read", path.name), path.open("rb") as opened:
         start = opened.read(_BYTES_MAX)
     first = _FIRST.encode()
@@ -35,11 +37,13 @@ def read_pointer(path: Path) -> Pointer | None:
     try:
         return msgspec.json.decode(start[len(first) :], type=Pointer)
     except msgspec.DecodeError as error:
-        raise DamagedError(f"{path} is damaged", next="load another tag") from error
+        raise DamagedError(
+            f"{path} is damaged: it does not say where its checkpoint is", next="load another tag"
+        ) from error
 
 
 def publish(directory: Path, tag: str, step: int, names: Iterable[str], *, latest: bool) -> None:
-    """Make a committed checkpoint one that DeepSpeed finds: its files, durable, and then `latest`."""
+    """Make a committed checkpoint visible to DeepSpeed: write its pointer files durably, then the file `latest`."""
     place = directory / tag
     content = _FIRST + json.dumps({"step": step, "tag": tag}) + "\n"
     with translated(directory, "write", tag):
@@ -54,7 +58,7 @@ def publish(directory: Path, tag: str, step: int, names: Iterable[str], *, lates
 
 
 def set_latest(directory: Path, tag: str) -> None:
-    """Let `latest` name a tag; durable on return."""
+    """Let the file `latest` name a tag. Durable on return."""
     with translated(directory, "write", _LATEST):
         _write(directory / _LATEST, tag)
     _sync(directory)
@@ -70,7 +74,7 @@ def _sync(directory: Path) -> None:
 
 
 def _write(path: Path, content: str) -> None:
-    """Whole or not at all: DeepSpeed itself writes over an older `latest`, of which a crash can leave nothing."""
+    """Write a file atomically. (DeepSpeed itself overwrites `latest` in place, so a crash can leave it empty.)"""
     draft = path.with_name(f".{path.name}.flowstone-draft")
     with draft.open("w", encoding="utf-8") as opened:
         opened.write(content)

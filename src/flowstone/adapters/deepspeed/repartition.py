@@ -1,4 +1,4 @@
-"""What ZeRO has partitioned among ranks, for another number of them: each rank reads what becomes its own."""
+"""Divide ZeRO's state among another number of ranks. Each rank reads only the parts that it needs."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ from typing import Any
 
 import torch
 
-from flowstone.adapters.deepspeed.partitions import Flat, Part, Shapes, of_a_run, of_each
-from flowstone.adapters.deepspeed.values import decoded
-from flowstone.checkpoint import Checkpoint
+from flowstone.adapters.deepspeed.partitions import FlatPart, FlatTensor, Shapes, parts_of_each_parameter, parts_of_run
+from flowstone.adapters.deepspeed.values import decode_state
 from flowstone.errors import DamagedError, StateError
 from flowstone.format.assemble import assemble, tensor_names
 from flowstone.format.objects import TensorRef
-from flowstone.stage.fresh import live_values
+from flowstone.reading.checkpoint import Checkpoint
+from flowstone.stage.allocation import live_values
 
 _STATE = "optimizer_state_dict"
 _OF_PARTITIONS = frozenset({
     "base_optimizer_state", "single_partition_of_fp32_groups", _STATE, "fp32_flat_groups", "param_slice_mappings",
     "group_paddings", "param_alignment_paddings", "partition_count",
 })
-"""Entries of an optimizer's state that are of one rank among so many."""
+"""Entries of an optimizer's state that depend on the number of ranks."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
-    """Where a part is stored: of which rank, and of which of its flat tensors."""
+class _StoredPart:
+    """Where a part is stored: its rank, and the number of its flat tensor on that rank."""
 
     rank: int
     flat: int
-    part: Part
+    part: FlatPart
 
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """Elements of a stored flat tensor, and where they go in this rank's."""
+    """A range of elements of a stored flat tensor, to be copied to the offset `target` of this rank's flat tensor."""
 
     rank: int
     flat: int
@@ -46,49 +46,51 @@ class _Copy:
 
 
 class SavedPartitions:
-    """An optimizer's state as a checkpoint holds it: the partition of each rank, of which parts are read.
+    """An optimizer's state in a checkpoint, as the partitions of all ranks that saved. Each rank reads the ranges that
+    it needs.
 
-    states  of each rank, what its file has under `optimizer_state_dict`: stored objects
+    states  the `optimizer_state_dict` in each rank's file, as stored objects
     shapes  the parameters of each flat tensor
 
     raises  DamagedError  the files of the ranks contradict each other
-            StateError    they were saved in a form that has no parts
+            StateError    the state was saved in a form that cannot be divided again
     """
 
     def __init__(self, checkpoint: Checkpoint, states: Sequence[Mapping[str, Any]], shapes: Sequence[Shapes]) -> None:
         self._checkpoint, self._states, self._shapes = checkpoint, states, shapes
-        self._has_parts = _STATE in states[0]  # of each parameter: stage 3
+        self._has_parts = _STATE in states[0]  # with stage 3, each parameter is cut separately
         base = states[0][_STATE if self._has_parts else "base_optimizer_state"]
         if not isinstance(base, dict):
             raise StateError(
-                f"{checkpoint.path} was saved with elastic_checkpoint", next="load it on as many ranks as have saved it"
+                f"{checkpoint.path} was saved with elastic_checkpoint: only as many ranks as saved it can load it",
+                next="load with that number of ranks",
             )
         self._groups: list[dict[str, Any]] = base["param_groups"]
-        self._runs: dict[str, list[_Run]] = {}
+        self._runs: dict[str, list[_StoredPart]] = {}
         for number, group in enumerate(shapes):
             low = 0
             for rank in range(len(states)):
                 elements = self._elements(self._slots(rank, number)[""])
                 parts = self._parts(group, number, rank, low, low + elements)
                 for part in parts:
-                    self._runs.setdefault(part.name, []).append(_Run(rank, number, part))
+                    self._runs.setdefault(part.name, []).append(_StoredPart(rank, number, part))
                 low += elements
 
-    def of(self, flats: Sequence[Flat], paddings: object) -> dict[str, Any]:
-        """What DeepSpeed loads on a rank that has these flat tensors.
+    def state_for(self, flats: Sequence[FlatTensor], paddings: object) -> dict[str, Any]:
+        """The state that DeepSpeed loads on a rank with these flat tensors.
 
-        paddings  of this engine, where it has such
+        paddings  this engine's paddings, if it has any
 
-        raises    StateError    the engine has other parameters, or groups
-                  DamagedError  stored bytes are not what was written
+        raises    StateError    the engine has other parameters or groups than the checkpoint
+                  DamagedError  stored bytes do not match their digest
         """
         self._check(flats)
         slots = [self._cut(flat) for flat in flats]
-        order = sorted(range(len(flats)), key=lambda number: flats[number].group)  # stable: as torch numbers them
+        order = sorted(range(len(flats)), key=lambda number: flats[number].group)  # the sort is stable, like torch's
         members: list[list[int]] = [[] for _ in self._groups]
         for identifier, number in enumerate(order):
             members[flats[number].group].append(identifier)
-        masters = [found.pop("") for found in slots]
+        masters = [slot.pop("") for slot in slots]
         base = {
             "state": {identifier: slots[number] for identifier, number in enumerate(order)},
             "param_groups": [
@@ -96,17 +98,19 @@ class SavedPartitions:
                 for group, own in zip(self._groups, members, strict=True)
             ],
         }
-        found = self._value({key: one for key, one in self._states[0].items() if key not in _OF_PARTITIONS})
+        content = self._value({key: node for key, node in self._states[0].items() if key not in _OF_PARTITIONS})
         if self._has_parts:
-            return {**found, _STATE: base, "fp32_flat_groups": masters}
+            return {**content, _STATE: base, "fp32_flat_groups": masters}
         given = {} if paddings is None else {"param_alignment_paddings": paddings}
         return {
-            **found, "base_optimizer_state": base, "single_partition_of_fp32_groups": masters,
+            **content, "base_optimizer_state": base, "single_partition_of_fp32_groups": masters,
             "group_paddings": [0] * len(masters), **given,
         }
 
     def _slots(self, rank: int, flat: int) -> dict[str, Any]:
-        """What is stored of a flat tensor on a rank: its master weights under "", and the optimizer's slots."""
+        """The stored tensors of a flat tensor's state on a rank: the fp32 weights under "", and the optimizer's state,
+        such as exp_avg.
+        """
         state = self._states[rank]
         try:
             base = state[_STATE if self._has_parts else "base_optimizer_state"]
@@ -118,20 +122,22 @@ class SavedPartitions:
     def _elements(self, master: object) -> int:
         shape = self._checkpoint.tensors[master.name].shape if isinstance(master, TensorRef) else ()
         if len(shape) != 1:
-            raise self._contradiction("master weights are no flat tensor")
+            raise self._contradiction("the fp32 master weights of a parameter group are not one flat tensor")
         return shape[0]
 
-    def _parts(self, group: Shapes, number: int, rank: int, low: int, high: int) -> tuple[Part, ...]:
+    def _parts(self, group: Shapes, number: int, rank: int, low: int, high: int) -> tuple[FlatPart, ...]:
         if self._has_parts:
-            parts, elements = of_each(group, rank, len(self._states))
+            parts, elements = parts_of_each_parameter(group, rank, len(self._states))
             if elements != high - low:
-                raise self._contradiction(f"rank {rank} has {high - low} elements of a group, and not {elements}")
+                raise self._contradiction(
+                    f"rank {rank} has {high - low} elements of a parameter group instead of {elements}"
+                )
             return parts
         paddings = self._states[0].get("param_alignment_paddings")
-        return of_a_run(group, [0] * len(group) if paddings is None else paddings[number], low, high)
+        return parts_of_run(group, [0] * len(group) if paddings is None else paddings[number], low, high)
 
-    def _check(self, flats: Sequence[Flat]) -> None:
-        """Whether each group has the parameters that it was saved with."""
+    def _check(self, flats: Sequence[FlatTensor]) -> None:
+        """Raise StateError unless each group has the parameters with which it was saved."""
         owners = {member: number for number, group in enumerate(self._groups) for member in group["params"]}
         saved = {
             name: (owners[number], shape) for number, group in enumerate(self._shapes) for name, shape in group.items()
@@ -141,44 +147,44 @@ class SavedPartitions:
         if differing:
             name = differing[0]
             raise StateError(
-                f"the optimizer of this engine is not the one that {self._checkpoint.path} was saved with: "
+                f"the optimizer of this engine differs from the optimizer in {self._checkpoint.path}: "
                 f"{len(differing)} parameters differ, {name!r:.200} first",
-                saved=_told(saved.get(name)), here=_told(ours.get(name)),
+                saved=_shown_parameter(saved.get(name)), here=_shown_parameter(ours.get(name)),
                 next="load it into an engine with the same parameters in the same groups",
             )
 
-    def _cut(self, flat: Flat) -> dict[str, Any]:
-        """The slots of one of this rank's flat tensors."""
+    def _cut(self, flat: FlatTensor) -> dict[str, Any]:
+        """The state for one of this rank's flat tensors, put together from the stored partitions."""
         copies = self._copies(flat)
-        sources = list(dict.fromkeys((one.rank, one.flat) for one in copies))
-        if not sources:  # padding alone: what is no part of a parameter is that of the group's first
+        sources = list(dict.fromkeys((copy.rank, copy.flat) for copy in copies))
+        if not sources:  # the flat tensor has only padding, so other values are taken from the group's first parameter
             first = next(iter(flat.shapes))
             sources = [(run.rank, run.flat) for run in self._runs.get(first, ())[:1]]
         if not sources:
-            raise self._contradiction(f"they hold nothing of {flat.shapes.keys()}")
+            raise self._contradiction(f"no rank has elements of {', '.join(flat.shapes):.200}")
         stored = {source: self._slots(*source) for source in sources}
-        found: dict[str, Any] = {}
+        result: dict[str, Any] = {}
         for slot, node in stored[sources[0]].items():
             if isinstance(node, TensorRef) and self._checkpoint.tensors[node.name].shape:
                 made = _zeros(self._checkpoint, node, flat.elements)
-                for one in copies:
-                    self._read(made, stored[one.rank, one.flat].get(slot), one)
-                found[slot] = made
+                for copy in copies:
+                    self._read(made, stored[copy.rank, copy.flat].get(slot), copy)
+                result[slot] = made
             else:
-                found[slot] = self._same(slot, [slots.get(slot) for slots in stored.values()])
-        return found
+                result[slot] = self._same(slot, [slots.get(slot) for slots in stored.values()])
+        return result
 
-    def _copies(self, flat: Flat) -> list[_Copy]:
-        """What to read for a flat tensor; what lies side by side in both is one."""
+    def _copies(self, flat: FlatTensor) -> list[_Copy]:
+        """The copies that fill a flat tensor. Adjacent ranges are merged."""
         copies: list[_Copy] = []
         for part in flat.parts:
-            held = 0
+            count_found = 0
             for run in self._runs.get(part.name, ()):
                 first = max(part.first, run.part.first)
                 count = min(part.first + part.elements, run.part.first + run.part.elements) - first
                 if count <= 0:
                     continue
-                held += count
+                count_found += count
                 source, target = run.part.begin + first - run.part.first, part.begin + first - part.first
                 last = copies[-1] if copies else None
                 if last and (last.rank, last.flat, last.source + last.elements, last.target + last.elements) == (
@@ -187,49 +193,51 @@ class SavedPartitions:
                     copies[-1] = _Copy(last.rank, last.flat, last.source, last.target, last.elements + count)
                 else:
                     copies.append(_Copy(run.rank, run.flat, source, target, count))
-            if held != part.elements:
-                raise self._contradiction(f"they hold {held} of {part.elements} elements of {part.name!r:.200}")
+            if count_found != part.elements:
+                raise self._contradiction(
+                    f"together they have {count_found} of the {part.elements} elements of {part.name!r:.200}"
+                )
         return copies
 
-    def _read(self, into: torch.Tensor, node: object, one: _Copy) -> None:
+    def _read(self, into: torch.Tensor, node: object, copy: _Copy) -> None:
         shape = self._checkpoint.tensors[node.name].shape if isinstance(node, TensorRef) else ()
-        if not isinstance(node, TensorRef) or len(shape) != 1 or shape[0] < one.source + one.elements:
-            raise self._contradiction(f"a slot of rank {one.rank} is no flat tensor of its partition")
-        part = self._checkpoint.read(node.name, slice(one.source, one.source + one.elements))
-        into[one.target : one.target + one.elements] = part
+        if not isinstance(node, TensorRef) or len(shape) != 1 or shape[0] < copy.source + copy.elements:
+            raise self._contradiction(f"an optimizer tensor of rank {copy.rank} is not flat, or is too short")
+        part = self._checkpoint.read(node.name, slice(copy.source, copy.source + copy.elements))
+        into[copy.target : copy.target + copy.elements] = part
 
     def _same(self, slot: str, nodes: Sequence[object]) -> object:
-        """A value that is not of single elements, a count of steps: which is the same in all partitions."""
+        """A value other than a tensor, such as the step count. It must be equal in all partitions."""
         values = [self._value(node) for node in nodes]
         if any(not _equal(value, values[0]) for value in values):
-            raise self._contradiction(f"{slot!r:.60} differs between them")
+            raise self._contradiction(f"the value {slot!r:.60} of the optimizer differs between ranks")
         return values[0]
 
     def _value(self, node: Any) -> Any:
         return stored_value(self._checkpoint, node)
 
-    def _contradiction(self, what: str) -> DamagedError:
+    def _contradiction(self, reason: str) -> DamagedError:
         return DamagedError(
-            f"the partitions in {self._checkpoint.path} contradict each other: {what}",
-            next="load it on as many ranks as have saved it, or load another tag",
+            f"the partitions in {self._checkpoint.path} contradict each other: {reason}",
+            next="load it with as many ranks as saved it, or load another tag",
         )
 
 
 def stored_value(checkpoint: Checkpoint, node: Any) -> Any:
-    """A stored object as DeepSpeed had it, with all of its tensors."""
+    """A stored object as DeepSpeed expects it, with all its tensors."""
     tensors = {name: checkpoint.read(name) for name in tensor_names((), "", node)}
-    return decoded(assemble("", node, tensors, by_name=False, live=live_values()))
+    return decode_state(assemble("", node, tensors, by_name=False, live=live_values()))
 
 
 def frozen_fragment(
     checkpoint: Checkpoint, fragments: Sequence[TensorRef], shape: Sequence[int], rank: int, ranks: int
 ) -> torch.Tensor:
-    """This rank's part, padded, of a parameter that is not trained, which stage 3 partitions too.
+    """This rank's part, with padding, of a frozen parameter. Stage 3 partitions frozen parameters, too.
 
-    fragments  of each rank that has saved, its part
+    fragments  the stored parts, of all ranks that saved
     """
     elements = math.prod(shape)
-    (ours, length), saved = of_each({"": tuple(shape)}, rank, ranks), -(-elements // len(fragments))
+    (ours, length), saved = parts_of_each_parameter({"": tuple(shape)}, rank, ranks), -(-elements // len(fragments))
     made = _zeros(checkpoint, fragments[0], length)
     for part in ours:
         for number, fragment in enumerate(fragments):
@@ -251,5 +259,5 @@ def _equal(value: object, other: object) -> bool:
     return bool(value == other)
 
 
-def _told(one: tuple[int, tuple[int, ...]] | None) -> str:
-    return "absent" if one is None else f"in group {one[0]}, shape {one[1]}"
+def _shown_parameter(owner: tuple[int, tuple[int, ...]] | None) -> str:
+    return "absent" if owner is None else f"in group {owner[0]}, shape {owner[1]}"

@@ -1,4 +1,4 @@
-"""DeepSpeed's setting `datastates_ckpt`, which makes it import a package `datastates`: filled by Flowstone."""
+"""Provides the package `datastates`, which DeepSpeed imports if its configuration has `datastates_ckpt`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from flowstone.adapters.deepspeed.attaching import DEEPSPEED, adopt, check_interface
 from flowstone.config import Keep
 from flowstone.errors import ArgumentError
-from flowstone.events import OnEvent
+from flowstone.events.phases import OnEvent
 from flowstone.log import log
 
 if TYPE_CHECKING:
@@ -26,16 +26,16 @@ _SLOT_METHODS = {
     "cleanup": (), "get_commit_info": (), "is_decoupled": (),
 }
 _WITHOUT_MEANING = frozenset({"parser_threads", "pin_host_cache"})
-"""Settings of DataStates that say how its own threads and memory work."""
+"""Settings of DataStates for its own threads and memory, which are ignored."""
 
 
 class CheckpointEngine:
-    """What DeepSpeed makes where its configuration has `datastates_ckpt`, and calls for each file.
+    """The class that DeepSpeed creates with `datastates_ckpt` in its configuration, and calls for each file.
 
-    config  DeepSpeed's
-    rank    of this process
+    config  DeepSpeed's configuration
+    rank    this process's rank
 
-    raises  ArgumentError for a setting that is not known
+    raises  ArgumentError  there is an unknown setting
     """
 
     def __init__(self, config: Any, rank: int) -> None:
@@ -43,16 +43,16 @@ class CheckpointEngine:
         self.budget_bytes = _budget_bytes(config.datastates_config.config)
         self._plugin: FlowstoneCheckpointEngine | None = None
 
-    def belong_to(self, plugin: FlowstoneCheckpointEngine) -> None:
-        """From now on, files are those of this plug-in's engine."""
+    def attach_plugin(self, plugin: FlowstoneCheckpointEngine) -> None:
+        """Use this plugin for all files from now on."""
         self._plugin = plugin
 
     @property
     def plugin(self) -> FlowstoneCheckpointEngine:
         if self._plugin is None:
             raise ArgumentError(
-                "this CheckpointEngine belongs to no engine of DeepSpeed, so it does not know who saves what",
-                next="call fill_datastates_slot() before deepspeed.initialize(...), or save by a fs.Checkpointer",
+                "this CheckpointEngine is not attached to a DeepSpeed engine",
+                next="call fill_datastates_slot() before deepspeed.initialize(...), or save with fs.Checkpointer",
             )
         return self._plugin
 
@@ -63,12 +63,12 @@ class CheckpointEngine:
         return self.plugin.load(path, map_location)
 
     def wait(self, persist: bool = False) -> None:
-        """Wait until the state may change; with `persist`, until every save so far is durable on all ranks.
+        """Wait until the state may change. With `persist`, wait until every save so far is durable on all ranks.
 
         raises  SaveFailedError, StorageError
         """
         if self._plugin is None:
-            return  # nothing was saved
+            return  # nothing was saved yet
         if persist:
             self._plugin.finish()
         else:
@@ -83,15 +83,15 @@ def fill_datastates_slot(
     *, keep: Keep | int | None = None, budget_bytes: int | None = None, saves_in_flight: int = 2,
     on_event: OnEvent | None = None,
 ) -> None:
-    """Let engines whose configuration has `"datastates_ckpt": {}` save through Flowstone: those made from now on.
+    """Make engines created from now on with `"datastates_ckpt": {}` in their configuration save through Flowstone.
 
     All ranks call this before `deepspeed.initialize`. A second call replaces the options.
 
-    budget_bytes  None: `host_cache_size` of `datastates_ckpt`, in GiB, where it is there
-    others        those of a Checkpointer
+    budget_bytes  the memory budget; None: `host_cache_size` of `datastates_ckpt`, which is in GiB, if it is set
+    others        the other arguments are options of the Checkpointer
 
-    raises  FrameworkError  DeepSpeed is missing, or of a version with another interface
-            ArgumentError   a package `datastates` is installed, which this would hide
+    raises  FrameworkError  DeepSpeed is not installed, or has an unknown interface
+            ArgumentError   the package `datastates` is installed, so DeepSpeed would import that package
     """
     version, kind = check_interface({"_configure_checkpointing": ()})
     slot_kind = DEEPSPEED.load(_SLOT).DataStatesCheckpointEngine
@@ -112,15 +112,16 @@ def fill_datastates_slot(
 
 
 def _provide_package() -> None:
-    """Put a package into the process that DeepSpeed finds under that name. It is on no disk."""
-    found = sys.modules.get(_PACKAGE)
-    if getattr(found, "CheckpointEngine", None) is CheckpointEngine:
+    """Register a package that exists only in memory, under the name that DeepSpeed imports."""
+    existing = sys.modules.get(_PACKAGE)
+    if getattr(existing, "CheckpointEngine", None) is CheckpointEngine:
         return
     spec = find_spec(_PACKAGE)
     if spec is not None:
         places = [spec.origin] if spec.origin else list(spec.submodule_search_locations or ())
         raise ArgumentError(
-            "a package `datastates` is there, which DeepSpeed would import", found=", ".join(map(str, places)),
+            "DeepSpeed would import the installed package `datastates` instead of Flowstone",
+            found=", ".join(map(str, places)),
             next="uninstall it, or leave datastates_ckpt out and call flowstone.adapters.deepspeed.attach(engine)",
         )
     package = ModuleType(_PACKAGE, "Flowstone, where DeepSpeed looks for DataStates.")
@@ -130,29 +131,30 @@ def _provide_package() -> None:
 
 
 def _fill(engine: Any, slot_kind: type, version: str, options: Mapping[str, Any]) -> None:
-    """Give what DeepSpeed has made for `datastates_ckpt` the engine that it belongs to.
+    """Connect the CheckpointEngine that DeepSpeed has created for `datastates_ckpt` to its DeepSpeed engine.
 
-    DeepSpeed 0.19.8 calls nothing between a save and the end of a job, so that an update would change what is being
-    captured, and never writes `latest`: the plug-in of `attach` does what is missing.
+    DeepSpeed 0.19.8 does not call that CheckpointEngine before an update, which would change the state during the
+    capture, nor to write `latest`. The plugin of `attach` does both.
     """
     host = engine.checkpoint_engine
     own = getattr(host, "ckpt_engine", None) if isinstance(host, slot_kind) else None
     if not isinstance(own, CheckpointEngine):
         log.warning(
-            "fill_datastates_slot() does nothing for an engine of DeepSpeed that saves through a %s: "
+            "fill_datastates_slot() has no effect on a DeepSpeed engine that saves through a %s: "
             'its configuration needs "datastates_ckpt": {}', type(host).__name__,
         )
         return
     former = DEEPSPEED.load("deepspeed.runtime.checkpoint_engine").TorchCheckpointEngine(engine._config)
     budget_bytes = options["budget_bytes"] if options["budget_bytes"] is not None else own.budget_bytes
     plugin = adopt(engine, version, {**options, "budget_bytes": budget_bytes}, former)
-    own.belong_to(plugin)
+    own.attach_plugin(plugin)
     host.get_commit_info = plugin.get_commit_info
     host.cleanup = plugin.cleanup
 
 
 def _budget_bytes(settings: object) -> int | None:
-    """What `datastates_ckpt` says of memory. Raises ArgumentError."""
+    """The memory budget in bytes, from the settings of `datastates_ckpt`. None if it is not set. Raises ArgumentError.
+    """
     if not isinstance(settings, Mapping):
         return None
     unknown = settings.keys() - _WITHOUT_MEANING - {"host_cache_size"}
@@ -161,7 +163,7 @@ def _budget_bytes(settings: object) -> int | None:
     if unknown or not is_size:
         name = "host_cache_size" if not is_size else min(map(str, unknown))
         raise ArgumentError(
-            f"datastates_ckpt has a setting that is not known: {name} {settings.get(name)!r:.60}",
+            f"datastates_ckpt has an unknown or invalid setting: {name} {settings.get(name)!r:.60}",
             next='give "datastates_ckpt": {"host_cache_size": 16}, in GiB, or {}',
         )
     return None if gibibytes is None else int(gibibytes * (1 << 30))

@@ -1,4 +1,4 @@
-"""The files of DeepSpeed's that a checkpoint of ours holds: which rank has saved which, and what is in one."""
+"""DeepSpeed's files in a Flowstone checkpoint: which files each rank has, and their content."""
 
 from __future__ import annotations
 
@@ -6,41 +6,43 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from flowstone.adapters.deepspeed.values import decoded
-from flowstone.checkpoint import Checkpoint
+from flowstone.adapters.deepspeed.values import decode_state
 from flowstone.errors import NoTensorError
+from flowstone.reading.checkpoint import Checkpoint
 
 SECTIONS = ("model_states", "optim_states", "other_states")
 _KIND = re.compile(r"(model|optim)_states\.pt$")
 
 
 def section_of(name: str) -> str:
-    found = _KIND.search(name)
-    return "other_states" if found is None else f"{found[1]}_states"
+    match = _KIND.search(name)
+    return "other_states" if match is None else f"{match[1]}_states"
 
 
 def file_names(checkpoint: Checkpoint) -> list[list[object]]:
-    """What each rank has saved."""
-    found = checkpoint.contents.per_rank.get("files", ())
-    return [names if isinstance(names, list) else [] for names in found]
+    """For each rank, the names of its files."""
+    names_by_rank = checkpoint.contents.per_rank.get("files", ())
+    return [names if isinstance(names, list) else [] for names in names_by_rank]
 
 
 def read_file(checkpoint: Checkpoint, name: str) -> Any:
-    """A file's content, of the rank that saved it. Raises NoTensorError."""
+    """The content of a file, read from the rank that saved it. Raises NoTensorError."""
     rank = _saved_by(checkpoint, name)
-    return decoded(checkpoint.state_dict(section_of(name), rank=rank)[name])
+    return decode_state(checkpoint.state_dict(section_of(name), rank=rank)[name])
 
 
 def stored_file(checkpoint: Checkpoint, name: str) -> Mapping[str, Any]:
-    """The stored object of a file, in which no tensor is read yet. Raises NoTensorError."""
+    """The stored object of a file. Its tensors are not read. Raises NoTensorError."""
     rank = _saved_by(checkpoint, name)
     stored: Any = checkpoint.contents.per_rank[section_of(name)][rank]
-    found: Mapping[str, Any] = stored[name]
-    return found
+    content: Mapping[str, Any] = stored[name]
+    return content
 
 
 def _saved_by(checkpoint: Checkpoint, name: str) -> int:
     for rank, names in enumerate(file_names(checkpoint)):
         if name in names:
             return rank
-    raise NoTensorError(f"{checkpoint.path} has no {name}", next="load a tag that as many ranks have saved")
+    raise NoTensorError(
+        f"{checkpoint.path} has no file {name}", next="load a tag that was saved by as many ranks as this job has"
+    )

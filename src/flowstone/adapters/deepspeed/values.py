@@ -1,4 +1,4 @@
-"""What DeepSpeed hands over to be saved, as values that a checkpoint holds, and back: no pickle on either way."""
+"""Convert DeepSpeed's state to values that a checkpoint can store, and back. Uses no pickle."""
 
 from __future__ import annotations
 
@@ -16,25 +16,26 @@ _CLASSES: Mapping[str, str] = {
     "LossScaler": "deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler": "deepspeed.runtime.fp16.loss_scaler",
     "fragment_address": "deepspeed.utils.tensor_fragment", "SubparamShape": "deepspeed.checkpoint.utils",
 }
-"""Classes whose instances are their fields. No other one is ever looked up."""
+"""Classes that are stored as their fields, the only ones that a load creates."""
 _STAGE, _STAGE_MODULE = "ZeroStageEnum", "deepspeed.runtime.zero.config"
-LATE = frozenset({"module", "optimizer", "optimizer_state_dict", "frozen_param_fragments"})
-"""Entries whose tensors change at an optimizer's step alone: they are captured while training goes on."""
+CHANGED_BY_STEP = frozenset({"module", "optimizer", "optimizer_state_dict", "frozen_param_fragments"})
+"""Entries whose tensors change only at an optimizer step: they are captured while training continues."""
 
 
-def encoded(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What a file of DeepSpeed's would hold. Tensors that may change before the next step are copied.
+def encode_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert the content of one of DeepSpeed's files to values that can be stored. Tensors that may change before the
+    next step are copied.
 
-    A value that no checkpoint of ours can hold stays as it is: the save names it.
+    Values that cannot be stored stay unchanged, and the save raises an error that names them.
     """
     buffers = frozenset(state.get("buffer_names") or ())
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for key, value in state.items():
         if key == "module" and isinstance(value, Mapping):
-            found[key] = OrderedDict((name, _encoded(one, copies=name in buffers)) for name, one in value.items())
+            result[key] = OrderedDict((name, _encoded(item, copies=name in buffers)) for name, item in value.items())
         else:
-            found[key] = _encoded(value, copies=key not in LATE)
-    return found
+            result[key] = _encoded(value, copies=key not in CHANGED_BY_STEP)
+    return result
 
 
 def _encoded(value: Any, *, copies: bool) -> Any:
@@ -52,14 +53,14 @@ def _encoded(value: Any, *, copies: bool) -> Any:
     return value
 
 
-def decoded(value: Any) -> Any:
-    """The values as DeepSpeed had them."""
+def decode_state(value: Any) -> Any:
+    """Convert stored values back to DeepSpeed's form."""
     if isinstance(value, dict):
         if _TAG in value:
             return _instance(value[_TAG], value.get("fields"))
-        return _like(value, ((key, decoded(inner)) for key, inner in value.items()))
+        return _like(value, ((key, decode_state(inner)) for key, inner in value.items()))
     if type(value) in (list, tuple):
-        return type(value)(decoded(inner) for inner in value)
+        return type(value)(decode_state(inner) for inner in value)
     return value
 
 
@@ -71,11 +72,11 @@ def _instance(name: object, fields: Any) -> Any:
     module = _STAGE_MODULE if name == _STAGE else _CLASSES.get(str(name))
     if module is None:
         raise UnsupportedFormatError(
-            f"the checkpoint holds a {name!s:.60} of DeepSpeed, which is not known", next="update Flowstone"
+            f"the checkpoint holds an unknown type of DeepSpeed, {name!s:.60}", next="update Flowstone"
         )
     kind = getattr(importlib.import_module(module), str(name))
     if name == _STAGE:
         return kind(fields)
     made = object.__new__(kind)
-    vars(made).update(decoded(fields))
+    vars(made).update(decode_state(fields))
     return made

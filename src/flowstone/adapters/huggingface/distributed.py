@@ -1,4 +1,4 @@
-"""The kinds of distributed jobs, as Accelerate calls them, whose saving can be replaced."""
+"""The kinds of distributed jobs (with Accelerate's names) for which Flowstone can replace saving."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _REPLACED = frozenset({"NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_XPU",
 
 
 def check_distributed(accelerator: Any) -> None:
-    """Raise ArgumentError for engines that hold the state in forms of their own."""
+    """Raise ArgumentError for distributed engines that have the state in a form of their own."""
     kind = str(accelerator.distributed_type.value)
     if kind not in _REPLACED:
         raise ArgumentError(
-            f"use_flowstone does not replace how a job on {kind} saves", expected=", ".join(sorted(_REPLACED)),
-            next="leave its saving as it is",
+            f"use_flowstone does not support the distributed type {kind}", expected=", ".join(sorted(_REPLACED)),
+            next="do not call use_flowstone for this job",
         )

@@ -1,4 +1,6 @@
-"""What `from_pretrained` asks for beside a model's weights: its configurations and its tokenizer."""
+"""The documents: files that `from_pretrained` needs beside a model's weights, which are its configurations and its
+tokenizer.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +21,19 @@ from flowstone.log import log
 from flowstone.state import PerRank
 
 
-class Documents:
-    """A run's documents, which its checkpoints keep and an export writes. Made once, at the first save."""
+class ModelDocuments:
+    """The documents of a run. They are created once, at the first save. Checkpoints store them, and an export writes
+    them as files.
+    """
 
     def __init__(self) -> None:
         self._made: Mapping[str, bytes] | None = None
 
     def sections(self, model: nn.Module, processing: object, *, is_first: bool) -> dict[str, object]:
-        """The section of documents, for models of transformers: what the first rank makes, by `save_pretrained`.
+        """The section with the documents of a transformers model. The first rank creates them with `save_pretrained`.
 
-        Adapters have none: `from_pretrained` would make another base for them, of new weights.
+        Models with PEFT adapters have no documents, as `from_pretrained` would create a base model with new weights
+        from these.
 
         processing  a tokenizer or processor, or None
         """
@@ -36,65 +41,73 @@ class Documents:
         if not _is_pretrained(inner) or is_peft(inner) or getattr(inner, "_hf_peft_config_loaded", False):
             return {}
         if is_first and self._made is None:
-            self._made = _made(inner, processing)
+            self._made = _create_documents(inner, processing)
         return {DOCUMENTS_SECTION: PerRank(self._made if is_first else None)}
 
 
 def _is_pretrained(model: nn.Module) -> bool:
-    transformers = sys.modules.get("transformers")  # without it no model is one of its
+    transformers = sys.modules.get("transformers")  # if transformers is not imported, the model is none of its models
     return transformers is not None and isinstance(model, transformers.PreTrainedModel)
 
 
-def _made(model: Any, processing: object) -> dict[str, bytes]:
-    """The documents of each part that can be written; of two with one name, the first."""
+def _create_documents(model: Any, processing: object) -> dict[str, bytes]:
+    """The documents of configurations and tokenizer. Documents that cannot be written are left out; of two with the
+    same name, the first is used.
+    """
     parts: dict[str, Callable[[], Any]] = {
         "configuration": lambda: _configuration(model),
         "generation configuration": lambda: model.generation_config if model.can_generate() else None,
         "tokenizer or processor": lambda: processing,
     }
-    found: dict[str, bytes] = {}
+    documents: dict[str, bytes] = {}
     for name, part in parts.items():
         try:
-            found = {**_written(part()), **found}
-        except Exception as error:  # of code that is not ours; training must not end for the want of a document
+            documents = {**_saved_files(part()), **documents}
+        except Exception as error:  # any error of foreign code: a missing document must not end the training
             log.warning(
-                "the model's %s is not kept with its checkpoints, since save_pretrained failed: %.500s; "
-                "`flowstone export` takes it from --documents DIR", name, error,
+                "the model's %s is not stored in its checkpoints, because save_pretrained failed: %.500s; for an "
+                "export, put it into a directory DIR and give `flowstone export` the option --documents DIR", name,
+                error,
             )
-    if sum(map(len, found.values())) > DOCUMENTS_BYTES_MAX:
+    if sum(map(len, documents.values())) > DOCUMENTS_BYTES_MAX:
         log.warning(
-            "the model's configuration and tokenizer are not kept with its checkpoints: they have more than %d bytes; "
-            "`flowstone export` takes them from --documents DIR", DOCUMENTS_BYTES_MAX,
+            "the model's configuration and tokenizer are not stored in its checkpoints: they exceed %d bytes; for an "
+            "export, put them into a directory DIR and give `flowstone export` the option --documents DIR",
+            DOCUMENTS_BYTES_MAX,
         )
         return {}
-    return found
+    return documents
 
 
 def _configuration(model: Any) -> Any:
-    """Its configuration, with what the model's own `save_pretrained` adds to it."""
-    found = copy.deepcopy(model.config)
-    found.dtype = str(model.dtype).removeprefix("torch.")
-    found.architectures = [type(model).__name__.removeprefix("FSDP")]  # which FSDP2 puts before it
-    return found
+    """The model's configuration, with the fields that its `save_pretrained` adds."""
+    configuration = copy.deepcopy(model.config)
+    configuration.dtype = str(model.dtype).removeprefix("torch.")
+    # FSDP2 adds this prefix to the name of the class
+    configuration.architectures = [type(model).__name__.removeprefix("FSDP")]
+    return configuration
 
 
-def _written(part: Any) -> dict[str, bytes]:
-    """What its `save_pretrained` writes, but for what no document is."""
+def _saved_files(part: Any) -> dict[str, bytes]:
+    """Those files that `save_pretrained` writes which are documents: name -> content."""
     if part is None:
         return {}
-    found: dict[str, bytes] = {}
+    documents: dict[str, bytes] = {}
     with tempfile.TemporaryDirectory(prefix="flowstone-documents-") as directory:
         part.save_pretrained(directory)
         for name in sorted(os.listdir(directory)):
             path = Path(directory, name)
-            held = path.lstat()
-            if not (is_document(name) and stat.S_ISREG(held.st_mode)):
-                log.info("%.200s is not kept with the model's checkpoints: it is no document", name)
-            elif held.st_size > DOCUMENTS_BYTES_MAX:
+            status = path.lstat()
+            if not (is_document(name) and stat.S_ISREG(status.st_mode)):
+                log.info(
+                    "%.200s is not stored in the model's checkpoints: it is not a configuration or tokenizer file "
+                    "that an export needs", name,
+                )
+            elif status.st_size > DOCUMENTS_BYTES_MAX:
                 log.warning(
-                    "%.200s is not kept with the model's checkpoints: it has more than %d bytes; "
-                    "`flowstone export` takes it from --documents DIR", name, DOCUMENTS_BYTES_MAX,
+                    "%.200s is not stored in the model's checkpoints: it exceeds %d bytes; for an export, put it into "
+                    "a directory DIR and give `flowstone export` the option --documents DIR", name, DOCUMENTS_BYTES_MAX,
                 )
             else:
-                found[name] = path.read_bytes()
-    return found
+                documents[name] = path.read_bytes()
+    return documents

@@ -1,4 +1,4 @@
-"""The options of the Checkpointers that adapters open."""
+"""The options that adapters pass on to the Checkpointers that they create."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Literal
 
 from flowstone.checkpointer import Checkpointer
 from flowstone.config import EngineOptions, Keep, KeepRule
-from flowstone.events import OnEvent
+from flowstone.events.phases import OnEvent
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
-    """Arguments of a Checkpointer, with their meaning there."""
+class CheckpointerOptions:
+    """Arguments of a Checkpointer, with the same meaning."""
 
     budget_bytes: int | None = None
     on_error: Literal["raise", "continue"] = "raise"

@@ -1,4 +1,4 @@
-"""Where a Trainer's run resumes from."""
+"""Find the checkpoint that a Trainer's run resumes from."""
 
 from __future__ import annotations
 
@@ -8,105 +8,113 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from flowstone.adapters.huggingface.places import committed_at, own_newest, store_of, tell_of_later_own
-from flowstone.adapters.huggingface.run import Run
+from flowstone.adapters.huggingface.run import TrainerRun
 from flowstone.adapters.huggingface.sections import TRAINER_STATE
-from flowstone.arguments import shown
-from flowstone.checkpoint import Checkpoint, open_checkpoint
+from flowstone.adapters.huggingface.store_paths import (
+    committed_at,
+    newest_trainer_checkpoint,
+    store_of,
+    warn_of_later_trainer_checkpoint,
+)
 from flowstone.errors import ArgumentError, MismatchError, NoCheckpointError, StepExistsError
+from flowstone.reading.checkpoint import Checkpoint, open_checkpoint
+from flowstone.stores.arguments import shown
 
 _STATE_FILE = "trainer_state.json"
 
 
-class Resume:
-    """A checkpoint of ours that a run resumes from.
+class ResumePoint:
+    """A Flowstone checkpoint that a run resumes from.
 
-    folder  what the Trainer takes for the checkpoint: holds its trainer_state.json
+    folder  the folder that the Trainer gets as the checkpoint; it contains trainer_state.json
     """
 
-    def __init__(self, folder: str, checkpoint: Checkpoint, run: Run) -> None:
+    def __init__(self, folder: str, checkpoint: Checkpoint, run: TrainerRun) -> None:
         self.folder, self.run, self._checkpoint = folder, run, checkpoint
 
     def load(self, sections: Mapping[str, object]) -> None:
         self.run.load(self._checkpoint, sections)
 
 
-def resume_from(wanted: object, run: Run, *, will_save: bool, folder: str) -> Resume | str | None:
-    """The checkpoint that `resume_from_checkpoint` asks for: ours, or the path of one of the Trainer's own, or None.
+def resume_from(requested: object, run: TrainerRun, *, will_save: bool, folder: str) -> ResumePoint | str | None:
+    """The checkpoint from which to resume: a Flowstone checkpoint, the path of one that the Trainer itself wrote, or
+    None.
 
-    wanted     as the Trainer takes it: a path, True for the newest, or None
-    will_save  whether this run is to save anything
-    folder     empty, to be used for a Resume
+    requested  the Trainer's argument `resume_from_checkpoint`: a path, True for the newest, or None
+    will_save  whether this run will save
+    folder     an empty folder, which a ResumePoint uses
 
-    raises     NoCheckpointError  there is none
-               StepExistsError    the output directory holds newer checkpoints, of another run
-               MismatchError      no Trainer has saved it
+    raises     NoCheckpointError  there is no checkpoint to resume from
+               StepExistsError    the output directory has newer checkpoints, of another run
+               MismatchError      the checkpoint was not saved by a Trainer
     """
     newest = run.checkpointer.latest()
-    if wanted is None or wanted is False:
-        found, resume, step = None, None, 0
+    if requested is None or requested is False:
+        source, resume, step = None, None, 0
     else:
-        found = _find(wanted, run, newest)
-        resume = _prepare(found, run, folder) if isinstance(found, Checkpoint) else None
-        step = found.step if isinstance(found, Checkpoint) else _own_step(found)
-    run.begun_at = step
+        source = _find(requested, run, newest)
+        resume = _prepare(source, run, folder) if isinstance(source, Checkpoint) else None
+        step = source.step if isinstance(source, Checkpoint) else _trainer_step(source)
+    run.begin_at(step)
     if newest is not None and newest.step > step and will_save:
-        if not isinstance(found, Checkpoint) or run.step_at(found.path) is None:
+        if not isinstance(source, Checkpoint) or run.step_at(source.path) is None:
             raise StepExistsError(
                 f"{run.directory} holds checkpoints up to step {newest.step}, and this run begins at step {step}",
-                next="pass resume_from_checkpoint=True to go on from there, or give another output_dir",
+                next="pass resume_from_checkpoint=True to resume from the newest checkpoint, or give another "
+                "output_dir",
             )
-        run.rewind_above = step
-    return resume or (found if isinstance(found, str) else None)
+        run.rewind_before_save(step)
+    return resume or (source if isinstance(source, str) else None)
 
 
-def _find(wanted: object, run: Run, newest: Checkpoint | None) -> Checkpoint | str:
-    if wanted is True:
+def _find(requested: object, run: TrainerRun, newest: Checkpoint | None) -> Checkpoint | str:
+    if requested is True:
         if newest is not None:
-            tell_of_later_own(newest, run.directory)
+            warn_of_later_trainer_checkpoint(newest, run.directory)
             return newest
-        own = own_newest(run.directory)
+        own = newest_trainer_checkpoint(run.directory)
         if own is None:
             raise NoCheckpointError(
                 f"there is no checkpoint in {run.directory} to resume from",
-                next="to resume where there is one, pass resume_from_checkpoint=get_last_checkpoint(output_dir)",
+                next="pass resume_from_checkpoint=get_last_checkpoint(output_dir) to resume only if there is one",
             )
         return own
-    if not isinstance(wanted, str | os.PathLike):
+    if not isinstance(requested, str | os.PathLike):
         raise ArgumentError(
-            f"resume_from_checkpoint {shown(wanted)} is neither a path nor True", next="pass one of them, or None"
+            f"resume_from_checkpoint {shown(requested)} is neither a path nor True", next="pass a path, True or None"
         )
-    path = os.fspath(wanted)
-    found = committed_at(path)  # first: `trainer.save_state()` writes such a file into the store, too
-    if found is None and os.path.isfile(os.path.join(path, _STATE_FILE)):
+    path = os.fspath(requested)
+    checkpoint = committed_at(path)  # tried first, as `trainer.save_state()` also writes that file into a store
+    if checkpoint is None and os.path.isfile(os.path.join(path, _STATE_FILE)):
         return path
-    return found or open_checkpoint(path)
+    return checkpoint or open_checkpoint(path)
 
 
-def _own_step(path: str) -> int:
+def _trainer_step(path: str) -> int:
     state: Mapping[str, Any] = json.loads((Path(path) / _STATE_FILE).read_text())
     return int(state["global_step"])
 
 
-def _prepare(found: Checkpoint, run: Run, folder: str) -> Resume:
-    entries = found.contents.per_rank.get(TRAINER_STATE)
+def _prepare(checkpoint: Checkpoint, run: TrainerRun, folder: str) -> ResumePoint:
+    entries = checkpoint.contents.per_rank.get(TRAINER_STATE)
     if not entries or not isinstance(entries[0], dict):
         raise MismatchError(
-            f"{found.path} holds no {TRAINER_STATE!r}: no Trainer has saved it",
-            next='load its weights by fs.Checkpointer(...).load({"model": model}), and train without resuming',
+            f"{checkpoint.path} has no section {TRAINER_STATE!r}: it was not saved by a Trainer",
+            next='load its weights with fs.Checkpointer(...).load({"model": model}), and train without resuming',
         )
-    above = store_of(found)
-    state = _moved(entries[0], above)
+    above = store_of(checkpoint)
+    state = _with_current_paths(entries[0], above)
     (Path(folder) / _STATE_FILE).write_text(json.dumps(state))
-    for path in (found.path, state["best_model_checkpoint"]):
+    for path in (checkpoint.path, state["best_model_checkpoint"]):
         step = run.step_at(path)
         if step is not None and os.path.isdir(path):
             run.saved.add(step)
-    return Resume(folder, found, run)
+    return ResumePoint(folder, checkpoint, run)
 
 
-def _moved(state: Mapping[str, Any], store: str) -> dict[str, Any]:
-    """The stored state, with the best checkpoint where the store is now."""
+def _with_current_paths(state: Mapping[str, Any], store: str) -> dict[str, Any]:
+    """The stored state of the Trainer, in which the best checkpoint's path is changed to the store's current location.
+    """
     best = state.get("best_model_checkpoint")
     if isinstance(best, str) and os.path.isdir(here := os.path.join(store, os.path.basename(best))):
         best = here

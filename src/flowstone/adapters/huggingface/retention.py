@@ -1,15 +1,17 @@
-"""`save_total_limit`: which checkpoints of a Trainer's run stay."""
+"""The Trainer's option `save_total_limit`: which checkpoints of a run are kept."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
 
-class Retained:
-    """The Trainer's rule: the newest `limit`, and among them, in the place of the oldest, the best.
+class TrainerRetention:
+    """The Trainer's rule: keep the newest `limit` steps. If the best step is not among them, keep it instead of the
+    oldest of them.
 
-    limit    None, zero and less keep all
-    best_at  for each step that was saved, the best step at that time: a commit may come after later saves
+    limit    None, 0 or less: keep all
+    best_at  for each saved step, which step was the best one when it was saved, as a later save may change that before
+             the commit
     """
 
     def __init__(self, limit: int | None) -> None:
@@ -20,10 +22,10 @@ class Retained:
         if self._limit <= 0:
             return steps
         newest = steps[-1]
-        kept = {newest}
+        retained = {newest}
         best = self.best_at.get(newest)
         if best is not None and best in steps:
-            kept.add(best)
-        others = [step for step in reversed(steps) if step not in kept]
-        kept.update(others[: max(0, self._limit - len(kept))])
-        return kept
+            retained.add(best)
+        others = [step for step in reversed(steps) if step not in retained]
+        retained.update(others[: max(0, self._limit - len(retained))])
+        return retained

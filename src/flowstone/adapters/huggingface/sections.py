@@ -6,15 +6,18 @@ import dataclasses
 import json
 from typing import Any
 
-from flowstone.adapters.huggingface.documents import Documents
-from flowstone.adapters.huggingface.peft_adapters import Bases, to_save
-from flowstone.state import PerRank, rng
+from flowstone.adapters.huggingface.documents import ModelDocuments
+from flowstone.adapters.huggingface.peft_adapters import BaseModels, to_save
+from flowstone.state import PerRank
+from flowstone.state.kinds.generator import rng
 
 TRAINER_STATE = "trainer_state"
 
 
-def live_sections(trainer: Any, bases: Bases, *, model_only: bool = False) -> dict[str, object]:
-    """What a load brings back into live objects. The generators come last, where the Trainer loads them."""
+def live_sections(trainer: Any, bases: BaseModels, *, model_only: bool = False) -> dict[str, object]:
+    """The sections that a load restores into the Trainer's objects. Random generators are left out, as the Trainer
+    loads these last.
+    """
     sections = bases.sections(trainer.model)
     if model_only:
         return sections
@@ -23,11 +26,11 @@ def live_sections(trainer: Any, bases: Bases, *, model_only: bool = False) -> di
     if scaler is not None:
         sections["scaler"] = scaler
     if getattr(trainer.args, "sync_ref_model", False) and getattr(trainer, "ref_model", None) is not None:
-        sections["ref_model"] = trainer.ref_model  # of TRL, which follows the trained one; TRL itself does not save it
+        sections["ref_model"] = trainer.ref_model  # TRL's reference model, which TRL itself does not save
     return sections
 
 
-def saved_sections(trainer: Any, bases: Bases, documents: Documents) -> dict[str, object]:
+def saved_sections(trainer: Any, bases: BaseModels, documents: ModelDocuments) -> dict[str, object]:
     model_only, is_first = bool(trainer.args.save_only_model), trainer.is_world_process_zero()
     sections = to_save(live_sections(trainer, bases, model_only=model_only))
     if not model_only:
@@ -43,12 +46,12 @@ def _processing(trainer: Any) -> object:
 
 
 def _trainer_state(trainer: Any) -> dict[str, object]:
-    """What trainer_state.json holds, of rank 0: the others differ in their logs, by the time that evaluations took."""
+    """The content of trainer_state.json, from rank 0. The logs of other ranks have other durations of evaluations."""
     from transformers.trainer_callback import ExportableState
 
     state = trainer.state
     callbacks = [*trainer.callback_handler.callbacks, trainer.control]
-    exportable = [one for one in callbacks if isinstance(one, ExportableState)]
+    exportable = [callback for callback in callbacks if isinstance(callback, ExportableState)]
     state.stateful_callbacks = type(state)(stateful_callbacks=exportable).stateful_callbacks
-    held: dict[str, object] = json.loads(json.dumps(dataclasses.asdict(state)))
-    return held
+    content: dict[str, object] = json.loads(json.dumps(dataclasses.asdict(state)))
+    return content

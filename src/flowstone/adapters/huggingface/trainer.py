@@ -1,4 +1,4 @@
-"""transformers' Trainer: the methods by which it saves and resumes, over Flowstone."""
+"""The methods with which transformers' Trainer saves and resumes through Flowstone."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from contextlib import ExitStack, contextmanager
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from flowstone.adapters.deriving import derive
+from flowstone.adapters.class_override import override_methods
 from flowstone.adapters.huggingface.distributed import check_distributed
-from flowstone.adapters.huggingface.options import Options
-from flowstone.adapters.huggingface.places import committed_at
-from flowstone.adapters.huggingface.resume import Resume, resume_from
-from flowstone.adapters.huggingface.retention import Retained
-from flowstone.adapters.huggingface.run import Run
+from flowstone.adapters.huggingface.options import CheckpointerOptions
+from flowstone.adapters.huggingface.resume import ResumePoint, resume_from
+from flowstone.adapters.huggingface.retention import TrainerRetention
+from flowstone.adapters.huggingface.run import TrainerRun
 from flowstone.adapters.huggingface.sections import live_sections, saved_sections
+from flowstone.adapters.huggingface.store_paths import committed_at
 from flowstone.errors import ArgumentError
-from flowstone.state import rng
+from flowstone.state.kinds.generator import rng
 
 METHODS: Mapping[str, Sequence[str]] = MappingProxyType({
     "train": ("resume_from_checkpoint", "trial", "ignore_keys_for_eval"),
@@ -32,21 +32,20 @@ METHODS: Mapping[str, Sequence[str]] = MappingProxyType({
     "_finalize_training": ("trial", "num_train_samples", "start_time"),
     "store_flos": (),
 })
-"""What is replaced, or called, of the Trainer."""
+"""The methods of the Trainer that are replaced or called."""
 
 T = TypeVar("T")
 
 
-def adopt(trainer: T, options: Options) -> T:
-    """Replace how `trainer` saves and resumes: its class becomes one that derives from its own.
+def adopt(trainer: T, options: CheckpointerOptions) -> T:
+    """Replace how `trainer` saves and resumes: its class is replaced by a subclass. Returns the same object.
 
-    raises  ArgumentError for settings whose saving is not replaced
+    raises  ArgumentError  the Trainer has settings that Flowstone does not support
     """
     from transformers import Trainer
 
     _check_settings(trainer)
-    derive(trainer, TrainerCheckpoints, Trainer)
-    trainer._flowstone = Runs(options)  # type: ignore[attr-defined]
+    override_methods(trainer, TrainerCheckpoints, Trainer, TrainerRuns(options))
     return trainer
 
 
@@ -55,60 +54,62 @@ def _check_settings(trainer: Any) -> None:
     args = trainer.args
     if args.push_to_hub and args.hub_strategy.value != "end":
         raise ArgumentError(
-            "push_to_hub uploads files of the Trainer's own checkpoints, which are no longer written",
+            "push_to_hub would upload the Trainer's own checkpoints, which are no longer written",
             found=f"hub_strategy={args.hub_strategy.value!r}",
             next='set hub_strategy="end", or call trainer.push_to_hub()',
         )
 
 
-class Runs:
-    """The calls of one Trainer's `train`, one after the other, each with a Checkpointer of its own."""
+class TrainerRuns:
+    """The calls of a Trainer's `train`, one after the other. Each has its own Checkpointer."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: CheckpointerOptions) -> None:
         self._options = options
-        self.run: Run | None = None
-        self.resume: Resume | None = None
+        self.run: TrainerRun | None = None
+        self.resume: ResumePoint | None = None
 
     @contextmanager
-    def opened(self, trainer: Any, trial: object) -> Iterator[Run]:
-        """The run under way; outside of `train`, one that ends with the block: that waits for its commits."""
+    def open_run(self, trainer: Any, trial: object) -> Iterator[TrainerRun]:
+        """Context of a TrainerRun: the current run. Outside of `train` it is a new run, which ends with the `with`
+        block, after its commits.
+        """
         if self.run is not None:
             yield self.run
             return
-        retained = Retained(trainer.args.save_total_limit)
+        retained = TrainerRetention(trainer.args.save_total_limit)
         directory = os.path.abspath(trainer._get_output_dir(trial))
         with self._options.open(directory, retained.keep) as checkpointer:
-            self.run = Run(directory, checkpointer, retained)
+            self.run = TrainerRun(directory, checkpointer, retained)
             try:
                 yield self.run
             finally:
                 self.run = None
 
     @contextmanager
-    def training(self, trainer: Any, trial: object, wanted: object) -> Iterator[str | None]:
-        """Yields what the Trainer is to be given as `resume_from_checkpoint`."""
-        with self.opened(trainer, trial) as run, ExitStack() as ending:
+    def training(self, trainer: Any, trial: object, requested: object) -> Iterator[str | None]:
+        """Context of one call of `train`. Yields what the Trainer uses as its `resume_from_checkpoint`."""
+        with self.open_run(trainer, trial) as run, ExitStack() as ending:
             folder = ending.enter_context(tempfile.TemporaryDirectory(prefix="flowstone-resume-"))
-            found = resume_from(wanted, run, will_save=trainer.args.save_strategy.value != "no", folder=folder)
-            self.resume = found if isinstance(found, Resume) else None
+            source = resume_from(requested, run, will_save=trainer.args.save_strategy.value != "no", folder=folder)
+            self.resume = source if isinstance(source, ResumePoint) else None
             try:
-                yield found.folder if isinstance(found, Resume) else found
+                yield source.folder if isinstance(source, ResumePoint) else source
             finally:
                 self.resume = None
 
-    def resumes(self, checkpoint: object) -> Resume | None:
-        """The checkpoint of ours that the Trainer resumes from under the name of `checkpoint`, if it is one."""
+    def resume_point_of(self, checkpoint: object) -> ResumePoint | None:
+        """The Flowstone checkpoint that the Trainer's path `checkpoint` stands for; None if there is none."""
         return self.resume if self.resume is not None and checkpoint == self.resume.folder else None
 
 
 class TrainerCheckpoints:
-    """The Trainer's own methods, which call its own again for checkpoints that it has written without Flowstone.
+    """Methods for a Trainer. For checkpoints that were written without Flowstone, they call the original methods.
 
-    The Trainer reads trainer_state.json where it resumes from, by functions that cannot be replaced: so it resumes from
-    a temporary folder that holds this file alone, and each method knows which checkpoint that stands for.
+    The Trainer reads the checkpoint's trainer_state.json with functions that cannot be replaced. So it resumes from a
+    temporary folder that has only this file, and each method finds the checkpoint that belongs to the folder.
     """
 
-    _flowstone: Runs
+    _flowstone: TrainerRuns
 
     def train(
         self, resume_from_checkpoint: Any = None, trial: Any = None, ignore_keys_for_eval: Any = None
@@ -120,27 +121,28 @@ class TrainerCheckpoints:
         trainer: Any = self
         if trainer.hp_search_backend is None and trial is None:
             trainer.store_flos()
-        with self._flowstone.opened(self, trial) as run:
+        with self._flowstone.open_run(self, trial) as run:
             run.save(trainer.state, lambda: saved_sections(trainer, run.bases, run.documents))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: Any, model: Any = None) -> None:
-        # With the optimizer, a few lines later: its tensors are named after the model's.
-        if self._flowstone.resumes(resume_from_checkpoint) is None:
+        # A Flowstone checkpoint is loaded later, with the optimizer, whose tensors have names of the model's
+        # parameters.
+        if self._flowstone.resume_point_of(resume_from_checkpoint) is None:
             super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
 
     def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:
-        resume = self._flowstone.resumes(checkpoint)
+        resume = self._flowstone.resume_point_of(checkpoint)
         if resume is None:
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
         else:
             resume.load(live_sections(self, resume.run.bases))
 
     def _load_scaler(self, checkpoint: Any) -> None:
-        if self._flowstone.resumes(checkpoint) is None:
+        if self._flowstone.resume_point_of(checkpoint) is None:
             super()._load_scaler(checkpoint)  # type: ignore[misc]
 
     def _load_rng_state(self, checkpoint: Any) -> None:
-        resume = self._flowstone.resumes(checkpoint)
+        resume = self._flowstone.resume_point_of(checkpoint)
         if resume is None:
             super()._load_rng_state(checkpoint)  # type: ignore[misc]
         else:
@@ -149,14 +151,14 @@ class TrainerCheckpoints:
     def _finalize_training(self, trial: Any, num_train_samples: Any, start_time: Any) -> Any:
         trainer: Any = self
         if self._flowstone.run is not None:
-            self._flowstone.run.end(trainer.state)
+            self._flowstone.run.wait_for_saves(trainer.state)
         return super()._finalize_training(trial, num_train_samples, start_time)  # type: ignore[misc]
 
     def _load_best_model(self) -> None:
         trainer: Any = self
         run, best = self._flowstone.run, trainer.state.best_model_checkpoint
-        found = None if run is None else committed_at(best)
-        if run is None or found is None:
+        checkpoint = None if run is None else committed_at(best)
+        if run is None or checkpoint is None:
             super()._load_best_model()  # type: ignore[misc]
         else:
-            run.load(found, live_sections(self, run.bases, model_only=True))
+            run.load(checkpoint, live_sections(self, run.bases, model_only=True))

@@ -1,12 +1,12 @@
-"""Lightning and Fabric through Flowstone: what they save is an ordinary Flowstone checkpoint.
+"""Lightning and Fabric through Flowstone: they save ordinary Flowstone checkpoints.
 
     trainer = Trainer(plugins=[FlowstoneIO()], callbacks=[GeneratorStates()])
     fabric = Fabric(plugins=[FlowstoneIO()])
     trainer = Trainer(strategy=flowstone_strategy(ModelParallelStrategy(...)))
 
-`FlowstoneIO` stands where `TorchCheckpointIO` does, for `lightning` and for `pytorch_lightning`; `flowstone_strategy`
-is for strategies whose processes hold parts of a model. docs/LIGHTNING.md has the lines to change, and what differs.
-Lightning is imported with the first name that needs it.
+`FlowstoneIO` replaces `TorchCheckpointIO`, for `lightning` and for `pytorch_lightning`; `flowstone_strategy` is for
+sharded strategies. docs/LIGHTNING.md has the lines to change, and the differences. Lightning is imported on first use
+of a name that needs it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Work beside training: saves, one after the other, with the removals that come between them."""
+"""Work in the background of training: saves and removals, one after the other."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Protocol
 
 from flowstone.errors import FlowstoneError, SaveFailedError
 from flowstone.log import log
-from flowstone.runtime.ending import without_frames
+from flowstone.runtime.exit_hook import without_frames
 
-_IN_FLIGHT_MAX = 2  # the stager has two buffers
+_IN_FLIGHT_MAX = 2  # how many saves may be in flight, as the stager has two buffers
 
 
-class Background:
-    """One thread for all that is handed over, in that order. A failure is kept until a call raises it.
+class BackgroundThread:
+    """Runs submitted work on one thread, in order. If work fails, the next call of a method raises the failure.
 
-    cause  says in words what has failed
+    cause  returns the error as text
     """
 
     def __init__(self, cause: Callable[[BaseException], str] = str) -> None:
@@ -32,27 +32,29 @@ class Background:
     def is_idle(self) -> bool:
         return not self._pending
 
-    def make_room(self, path: Path) -> None:
-        """Wait until a save at `path` may begin: few others are under way, and none at the same path."""
+    def await_slot(self, path: Path) -> None:
+        """Wait until a save to `path` may begin: fewer than two saves are in flight, and none of them is to the same
+        path.
+        """
         while len(self._pending) >= _IN_FLIGHT_MAX or any(other == path for other, _ in self._pending):
             self._await_oldest()
 
-    def hand_over(self, path: Path | None, act: Callable[[], None]) -> None:
-        """Do it on the thread. `path`: of the checkpoint that it makes; None: it removes one."""
+    def submit(self, path: Path | None, act: Callable[[], None]) -> None:
+        """Run `act` on the thread. `path`: the checkpoint that `act` saves; None if it removes one."""
         self._pending.append((path, self._thread.submit(self._guarded, path, act)))
 
     def _guarded(self, path: Path | None, act: Callable[[], None]) -> None:
         try:
             act()
         except BaseException as error:
-            without_frames(error)  # which hold the state
+            without_frames(error)  # the frames would keep the state alive
             if self._failure is None:
                 self._failure, self._failed_at = error, path
             else:
-                log.error("saving %s failed too: %s", path, error)
+                log.error("after an earlier error, saving %s failed too: %s", path, error)
 
     def wait(self) -> None:
-        """Wait until everything has ended, and raise a failure that was not raised yet."""
+        """Wait for all work, and raise a failure that was not raised yet."""
         self.await_all()
         self.raise_failure()
 
@@ -65,19 +67,19 @@ class Background:
         self._pending.popleft()
 
     def raise_failure(self) -> None:
-        """Raise the failure of something earlier, once. Raises SaveFailedError."""
+        """Raise the failure of earlier work, once, as SaveFailedError."""
         while self._pending and self._pending[0][1].done():
             self._pending.popleft()
         failure, self._failure = self._failure, None
         if failure is not None:
             raise SaveFailedError(
-                f"saving {self._failed_at} failed in the background: there is no such checkpoint"
+                f"saving {self._failed_at} failed in the background; the checkpoint was not created"
                 if self._failed_at is not None else "a checkpoint could not be removed",
-                cause=self._cause(failure), next="correct the cause, and resume from the checkpoint before",
+                cause=self._cause(failure), next="correct the cause, and resume from the previous checkpoint",
             ) from failure
 
     def close(self) -> None:
-        """Wait for everything, and end the thread. Raises what `wait` raises."""
+        """Wait for all work, and end the thread. Raises the errors of `wait`."""
         try:
             self.wait()
         finally:
@@ -89,7 +91,9 @@ class Closable(Protocol):
 
 
 def close_saves(saves: Closable, *, training_has_failed: bool) -> None:
-    """Close them. Their failure is only logged where it would mask the first error: that of the training."""
+    """Close the saves. If the training has failed, a failure of a save is only logged, as it would hide the training's
+    error.
+    """
     try:
         saves.close()
     except FlowstoneError as failure:

@@ -1,4 +1,4 @@
-"""GeneratorStates: the callback that saves random number generators, for the Trainer."""
+"""GeneratorStates: a Trainer callback that saves random number generators."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ else:
 
 
 class GeneratorStates(Callback):
-    """Saves the generators of every rank, and restores them before the first batch that is trained after a resume.
+    """Saves the generators of every rank, and restores them before the first training batch after a resume.
 
-    Lightning saves none: with dropout, a resumed run differs from one that was not disturbed.
+    Lightning itself saves no generators. With dropout, for example, a resumed run would then differ from an
+    uninterrupted one.
     """
 
     def __init__(self) -> None:
         self._loaded: dict[str, Any] | None = None
 
     def setup(self, trainer: Any, module: object, stage: str) -> None:
-        """Refuse what would save through `FlowstoneIO` and never load from it. Raises ArgumentError."""
+        """Raise ArgumentError for a strategy that saves, but does not load, through `FlowstoneIO`."""
         strategy = trainer.strategy
         if isinstance(strategy.checkpoint_io, FlowstoneIO) and not loads_through_plugins(strategy):
             raise ArgumentError(
-                f"{type(strategy).__name__} does not load through plug-ins: it could not resume what FlowstoneIO saves",
-                next="leave FlowstoneIO out, or save by a Checkpointer in a callback: docs/RECIPES.md",
+                f"{type(strategy).__name__} does not load through plug-ins, so it could not resume from FlowstoneIO",
+                next="leave FlowstoneIO out, or save with a Checkpointer in a callback: docs/RECIPES.md",
             )
 
     def state_dict(self) -> dict[str, Any]:
@@ -41,7 +42,7 @@ class GeneratorStates(Callback):
         self._loaded = state_dict
 
     def on_train_batch_start(self, trainer: object, module: object, batch: object, batch_index: int) -> None:
-        # Only here: a loader's iterator draws from torch's generator when it is made.
+        # Restored only now, as a loader's iterator draws from torch's generator when it is created.
         loaded, self._loaded = self._loaded, None
         if loaded is not None:
             Generators().load_state_dict(loaded)

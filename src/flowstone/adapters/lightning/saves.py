@@ -1,6 +1,6 @@
-"""Saves that go on beside training, one after the other, with the removals that come between them.
+"""Saves that run in the background during training, in order, and removals in between.
 
-    checkpoint --validated--> what can be stored --stage--> a copy --commit, on a thread--> a checkpoint at its path
+    checkpoint --validated--> storable state --stage--> a copy --commit, on a thread--> a checkpoint at its path
 """
 
 from __future__ import annotations
@@ -11,104 +11,110 @@ from typing import cast
 
 import msgspec
 
-from flowstone import _native
+from flowstone._native import Arena
 from flowstone.adapters.dcp import publication
-from flowstone.adapters.dcp.claim import Claim
-from flowstone.adapters.dcp.segments import Held, SegmentWriter
+from flowstone.adapters.dcp.claim import SaveClaim
+from flowstone.adapters.dcp.segments import CapturedItems, SegmentWriter
 from flowstone.adapters.dcp.stager import FlowstoneStager
 from flowstone.adapters.dcp.target import Target, check_target
-from flowstone.adapters.folder import Folder, Folders
-from flowstone.adapters.lightning.background import Background
+from flowstone.adapters.folder import CheckpointFolder, FolderCache
+from flowstone.adapters.lightning.background import BackgroundThread
 from flowstone.config import FIRST_ARENA_BYTES, EngineOptions
 from flowstone.log import log
-from flowstone.runtime.ending import Ending
+from flowstone.runtime.exit_hook import ExitHook
 from flowstone.stage.arena import open_write_arena
 from flowstone.state import describe
 
 
-class Job(msgspec.Struct, eq=False):
-    """A save that was begun. state: of which nothing changes any more; let go once it is written."""
+class PendingCommit(msgspec.Struct, eq=False):
+    """A save that has started. Its `state` no longer changes, and is dropped once it is written."""
 
-    folder: Folder
+    folder: CheckpointFolder
     target: Target
-    claim: Claim
+    claim: SaveClaim
     state: dict[str, object]
 
+    def drop_state(self) -> None:
+        self.state = {}
 
-class Saves:
-    """What one process saves and removes. Threads: its caller's, and one that commits."""
+
+class LightningSaves:
+    """The saves and removals of one process. Their own thread commits them."""
 
     def __init__(self, engine: EngineOptions) -> None:
-        self._folders, self._background = Folders(engine), Background()
-        self._arena: _native.Arena | None = None
+        self._folders, self._background = FolderCache(engine), BackgroundThread()
+        self._arena: Arena | None = None
         self._stager, self._segments = FlowstoneStager(), SegmentWriter()
-        self._has_lost_one = False  # since the last save that was committed
-        self._end = Ending(self.close)
+        self._last_save_failed = False  # whether a save has failed since the last one that was committed
+        self._end = ExitHook(self.close)
         self._end.before_threads_end()
 
     def save(self, target: Target, state: dict[str, object], *, keep_name: bool, in_background: bool) -> None:
-        """Save a validated checkpoint at the target. What it was made of may change when this returns.
+        """Save a validated checkpoint to the target. The original state may change once this returns.
 
-        raises  SaveFailedError, if an earlier save failed; what the system refuses
+        raises  SaveFailedError  an earlier save has failed
+                errors of the system
         """
         self._background.raise_failure()
-        self._background.make_room(target.path)
+        self._background.await_slot(target.path)
         if not in_background:
-            self.wait()  # before anything is made that its failure would leave behind
-        folder = self._folders.at(target.parent)
+            self.wait()  # waits first, as this may raise, and nothing must be left behind then
+        folder = self._folders.folder_of(target.parent)
         check_target(folder.store, target, overwrite=True)
         claim = folder.begin(target, keep_name=keep_name)
         try:
             if in_background:
                 state = cast("dict[str, object]", self._stager.stage(state))
-            job = Job(folder, target, claim, state)
+            job = PendingCommit(folder, target, claim, state)
             del state
         except BaseException:
-            folder.give_up(target, claim)
+            folder.abandon(target, claim)
             raise
         if in_background:
-            self._background.hand_over(target.path, partial(self._commit, job))
+            self._background.submit(target.path, partial(self._commit, job))
         else:
             self._commit(job)
 
-    def _commit(self, job: Job) -> None:
+    def _commit(self, job: PendingCommit) -> None:
         try:
-            self._has_lost_one = True
+            self._last_save_failed = True
             self._write(job)
-            self._has_lost_one = False
+            self._last_save_failed = False
         except BaseException:
-            job.folder.give_up(job.target, job.claim)
+            job.folder.abandon(job.target, job.claim)
             raise
         finally:
-            job.state = {}
+            job.drop_state()
         job.claim.release()
         log.info("saved %s", job.target.path)
 
-    def _write(self, job: Job) -> None:
+    def _write(self, job: PendingCommit) -> None:
         described = describe(job.state, whole=True, anew=True)
-        held = Held(described.layout.pieces, described.places, (), {}, (), (job.state, described))
+        captured = CapturedItems(described.layout.pieces, described.places, (), {}, (), (job.state, described))
         if self._arena is None:
             self._arena = open_write_arena(job.folder.store, FIRST_ARENA_BYTES)
-        receipt = self._segments.write(job.folder.store, job.target, held, self._arena, rank=0)
+        receipt = self._segments.write(job.folder.store, job.target, captured, self._arena, rank=0)
         publication.commit(job.folder.store, job.target, [receipt], described.objects, described.layout.aliases)
 
     def remove(self, path: Path) -> None:
-        """Remove what is at `path`, once the saves before are committed; not if one of them failed."""
-        folder = self._folders.at(path.parent)
+        """Remove the checkpoint at `path`, once earlier saves are committed. If one of them has failed, it is not
+        removed.
+        """
+        folder = self._folders.folder_of(path.parent)
 
         def act() -> None:
-            if self._has_lost_one:
-                log.warning("%s is kept, since a save after it failed", path)
+            if self._last_save_failed:
+                log.warning("%s is kept, because a later save failed", path)
             else:
                 folder.remove(path.name)
 
         if self._background.is_idle:
             act()
         else:
-            self._background.hand_over(None, act)
+            self._background.submit(None, act)
 
     def wait(self) -> None:
-        """Wait until all saves have ended, and raise a failure that was not raised yet."""
+        """Wait for all saves, and raise a failure that was not raised yet."""
         self._background.wait()
 
     def await_all(self) -> None:
@@ -119,8 +125,8 @@ class Saves:
         self._background.raise_failure()
 
     def close(self) -> None:
-        """Wait for all saves, and give memory, engine and thread back. Raises what `wait` raises."""
-        self._end.call_off()
+        """Wait for all saves, and release memory, engine and thread. Raises the errors of `wait`."""
+        self._end.cancel()
         try:
             self._background.close()
         finally:

@@ -1,4 +1,4 @@
-"""A checkpoint as the stream that torch.save makes: for `load_from_checkpoint`, which takes a path or a stream."""
+"""A checkpoint as a stream of torch.save, for Lightning's `load_from_checkpoint`, which accepts a path or a stream."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from flowstone.adapters.lightning.reading import read
 
 
 def as_torch_file(path: str | os.PathLike[str]) -> io.BytesIO:
-    """The checkpoint at `path` as a file of torch.save, in memory: `Model.load_from_checkpoint(as_torch_file(path))`.
+    """The checkpoint at `path` as an in-memory torch.save file: `Model.load_from_checkpoint(as_torch_file(path))`.
 
-    It is made of verified values; no stored byte is in it unseen. Raises what `fs.open` raises.
+    The file is built only from values that were verified and parsed. Raises the errors of `fs.open`.
     """
     stream = io.BytesIO()
     torch.save(read(path), stream)

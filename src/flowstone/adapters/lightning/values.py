@@ -1,4 +1,4 @@
-"""Values of a Lightning checkpoint: refused before a save goes on beside training; and read, none of them unseen."""
+"""The values of a Lightning checkpoint. They are checked before a save in the background, and rebuilt by a load."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any, cast
 
 import torch
 
-from flowstone.checkpoint import Checkpoint
 from flowstone.errors import UnsupportedFormatError, UnsupportedStateError
+from flowstone.reading.checkpoint import Checkpoint
 from flowstone.state import describe
 from flowstone.state.classes import register_class, unknown_classes
-from flowstone.state.imported import imported
+from flowstone.state.imported import class_if_imported
 
 _SHOWN = 20
 _LEAVES = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray, range})
@@ -26,32 +26,32 @@ _REMEDIES = {
     "callbacks": "let the callback's state_dict() return tensors and plain values",
     "state_dict": "let the module's get_extra_state() return tensors and plain values",
 }
-_PARTS_REMEDY = "save the parts of all ranks by a Checkpointer, in a callback: docs/RECIPES.md, Lightning"
+_PARTS_REMEDY = "save the parts of all ranks with a Checkpointer, in a callback: docs/RECIPES.md, Lightning"
 _REMEDY = f"convert it to tensors or plain values before the save, or leave it out; {_REGISTER}"
 
 
 def validated(checkpoint: Mapping[str, object]) -> dict[str, object]:
     """Return a copy of Lightning's checkpoint that can be stored, and loaded again.
 
-    Containers are copied, tensors are not. Tensors that share all of their memory become one object.
+    Containers are copied, but tensors are not. Tensors that have the same memory become one object.
 
-    raises  UnsupportedStateError naming everything that cannot
+    raises  UnsupportedStateError  some values cannot be stored; the error names all of them
     """
     _register_attribute_dicts()
-    walk = _Walk()
+    walk = _Validation()
     sections = {key: walk.value(item, (key,)) for key, item in checkpoint.items()}
     if walk.refused:
         raise UnsupportedStateError(
-            f"{len(walk.refused)} value(s) of the checkpoint could not be stored and loaded again: nothing is pickled",
+            f"{len(walk.refused)} value(s) of the checkpoint cannot be stored: nothing is pickled",
             values="\n".join(walk.refused[:_SHOWN]), next=walk.remedy,
         )
     return sections
 
 
 def values_of(checkpoint: Checkpoint, sections: Iterable[str]) -> dict[str, Any]:
-    """What Lightning has saved under these names, in fresh memory, verified.
+    """The values of these sections, in new memory, after verification.
 
-    raises  UnsupportedFormatError  a value is of a class that this process has not registered
+    raises  UnsupportedFormatError  a value's class is not registered in this process
     """
     _register_attribute_dicts()
     for section in sections:
@@ -64,15 +64,17 @@ def values_of(checkpoint: Checkpoint, sections: Iterable[str]) -> dict[str, Any]
 
 
 def _register_attribute_dicts() -> None:
-    """Of Lightning's packages, as far as they are imported: their hyperparameters can be such dicts."""
+    """Register the class AttributeDict of the Lightning packages that are imported, as hyperparameters can be such
+    dicts.
+    """
     for package in ("lightning.fabric", "lightning_fabric"):
-        own = imported(f"{package}.utilities.data", "AttributeDict")
+        own = class_if_imported(f"{package}.utilities.data", "AttributeDict")
         if own is not None:
             register_class(own, fields=dict, create=own)
 
 
-class _Walk:
-    """One walk over a checkpoint."""
+class _Validation:
+    """One walk over a checkpoint, which checks and copies its values."""
 
     def __init__(self) -> None:
         self.refused: list[str] = []
@@ -94,7 +96,7 @@ class _Walk:
                 vars(made).update(vars(value))
             return made
         if kind in (list, tuple, deque):
-            items = [self.value(item, (*path, at)) for at, item in enumerate(cast("list[object]", value))]
+            items = [self.value(item, (*path, number)) for number, item in enumerate(cast("list[object]", value))]
             return deque(items, value.maxlen) if isinstance(value, deque) else cast("Any", kind)(items)
         self._check(value, path)
         return value
@@ -110,7 +112,7 @@ class _Walk:
             self._refuse(value, path, "convert it to a dense tensor before the save, or leave it out")
         if value.layout is not torch.strided or not value.numel():
             return value
-        # Tied ones are one: a state_dict() makes a new tensor for each name.
+        # Makes tied tensors one object, as a state_dict() creates a new tensor for each name.
         key = (value.data_ptr(), value.dtype, value.shape, value.stride(), value.device)
         return self._shared.setdefault(key, value)
 

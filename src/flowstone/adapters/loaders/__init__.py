@@ -1,9 +1,9 @@
-"""Data loaders that resume with the training, on any number of ranks.
+"""Resumable data loaders, on any number of ranks.
 
     state = {"model": model, "optimizer": optimizer, "loader": resumable(loader), "step": 0}
 
-docs/LOADERS.md says which loaders are known, and what becomes of their samples on another number of ranks. What a
-loader comes from (torchdata, datasets) is never imported here: the loader is there already.
+docs/LOADERS.md lists the supported loaders, and says how their samples are redistributed on another number of ranks.
+Packages of loaders (torchdata, datasets) are never imported here, as the caller has imported them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The arithmetic of dividing: how far each of N ranks goes through an order that they share, and each of M other ranks.
+"""The arithmetic of redistribution: N ranks have read some entries of a shared order, and M ranks continue.
 
-Rank r of N takes the entries r, r + N, r + 2N, ... of an order that all ranks know: `DistributedSampler` deals samples
-so, `split_dataset_by_node` deals shards. Where the ranks keep step, what they have taken together is the beginning of
-that order; so it is on M ranks, for another division of the same entries.
+Rank r of N takes the entries r, r + N, r + 2N, ... of a shared order. `DistributedSampler` divides samples in this way,
+and `split_dataset_by_node` shards. If all ranks have taken equally many entries, the taken entries are the beginning of
+that order, and M ranks can continue after it.
 """
 
 from __future__ import annotations
@@ -10,26 +10,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def taken_together(counts: Sequence[int]) -> int | None:
-    """How many entries from the beginning of the order all ranks have taken together.
+def common_prefix(counts: Sequence[int]) -> int | None:
+    """How many entries at the beginning of the order all ranks together have taken.
 
-    counts   how many each rank has taken of its own, in the order of ranks
-    returns  None if what they have taken is no beginning of the order: some rank is ahead of another
+    counts   how many entries each rank has taken, in the order of ranks
+    returns  None if these entries have gaps, because some rank is ahead of another
     """
     total = sum(counts)
-    return total if [*counts] == counts_on(total, len(counts)) else None
+    return total if [*counts] == counts_per_rank(total, len(counts)) else None
 
 
-def counts_on(total: int, ranks: int) -> list[int]:
+def counts_per_rank(total: int, ranks: int) -> list[int]:
     """How many of the first `total` entries each of `ranks` ranks takes."""
     return [(total - rank + ranks - 1) // ranks for rank in range(ranks)]
 
 
 def batches_in(samples: int, batch_size: int, drop_last: bool) -> int:
-    """How many batches a loader makes of the samples that are left to it."""
+    """How many batches a loader makes of the remaining samples."""
     return samples // batch_size if drop_last else -(-samples // batch_size)
 
 
-def samples_of_a_rank(samples: int, ranks: int, drop_last: bool) -> int:
-    """How many samples `DistributedSampler` gives to each rank: what does not divide is dropped, or some repeated."""
+def samples_per_rank(samples: int, ranks: int, drop_last: bool) -> int:
+    """How many samples each rank gets from `DistributedSampler`, which drops or repeats samples if they cannot be
+    divided equally.
+    """
     return samples // ranks if drop_last else -(-samples // ranks)

@@ -1,4 +1,4 @@
-"""Which adapter is for which loader, by the names of its classes: none of their packages is imported here."""
+"""Chooses the adapter for a loader by the names of the loader's classes, without importing its package."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _PLAIN = "torch.utils.data.dataloader.DataLoader"
 
 
 def resumable(loader: object) -> PerRank:
-    """A section of a state that resumes a data loader exactly, also on another number of ranks.
+    """A section of the state that resumes a data loader exactly, also on another number of ranks.
 
     loader   torchdata's StatefulDataLoader, MosaicML's StreamingDataLoader, or an IterableDataset of Hugging Face's
-             datasets: the object itself that the training iterates over
-    returns  put it into the state that is saved and loaded, on every rank
-    raises   UnsupportedStateError  a loader that is not known, or that cannot be resumed exactly; it says why
-             FrameworkError  the version of its package is not known
+             datasets: the object that the training iterates over
+    returns  a section for the state that is saved and loaded, on every rank
+    raises   UnsupportedStateError  the loader is of an unknown class, or cannot be resumed exactly; the error says why
+             FrameworkError  the version of the loader's package is unknown
 
-    A load raises StateError where samples would be repeated or left out: the data, the sampler or its seed have
-    changed, or what is left does not divide among the ranks.
+    A load raises StateError if samples would be repeated or lost, because the data, the sampler or its seed have
+    changed, or because the remaining samples cannot be divided among the ranks.
     """
     kinds = [f"{kind.__module__}.{kind.__qualname__}" for kind in type(loader).__mro__]
     for kind in kinds:
@@ -37,9 +37,9 @@ def resumable(loader: object) -> PerRank:
             state = _ADAPTERS[kind](loader)
             return PerRank(state, redistribute=state.redistribute)
     raise UnsupportedStateError(
-        f"a {kinds[0]} is no loader that resumable() knows",
-        next="hand over a StatefulDataLoader of torchdata, a StreamingDataLoader or an IterableDataset of datasets; a "
-        "loader with a state_dict() of its own goes into the state as it is, in fs.PerRank if it differs between ranks"
+        f"resumable() does not support a {kinds[0]}",
+        next="give a StatefulDataLoader of torchdata, a StreamingDataLoader, or an IterableDataset of datasets; put a "
+        "loader with its own state_dict() into the state directly, in fs.PerRank if it differs between ranks"
         if _PLAIN not in kinds or hasattr(loader, "state_dict")
         else "use StatefulDataLoader of torchdata, which takes the arguments of DataLoader",
     )

@@ -1,8 +1,8 @@
-"""The structure of the state that torchdata 0.11's StatefulDataLoader saves.
+"""The structure of the state of torchdata 0.11's StatefulDataLoader.
 
-Without workers it is that of the iterator; with workers it is a snapshot of it, and of each worker, with the number of
-batches since then. `_sampler_iter_state` is that of torchdata's BatchSampler: `samples_yielded`, and what its sampler
-and the iterator of that have saved.
+Without workers it is the iterator's state. With workers it has a snapshot of the iterator and of each worker, and the
+number of batches since the snapshot. `_sampler_iter_state` is the state of torchdata's BatchSampler: `samples_yielded`,
+and the states of its sampler and of the sampler's iterator.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 
-def consistent(state: dict[str, Any]) -> dict[str, Any]:
-    """A state of torchdata with one defect mended, for which the rest of the epoch would be lost.
+def corrected_state(state: dict[str, Any]) -> dict[str, Any]:
+    """A copy of torchdata's state, in which a wrong number is corrected that would skip the rest of an epoch.
 
-    Until the first sample of an epoch is drawn, a StatefulDistributedSampler still counts those of the epoch before.
-    Its batches count for themselves.
+    Until the first sample of an epoch is drawn, a StatefulDistributedSampler still has the number of samples of the
+    previous epoch. The number in its BatchSampler is correct.
     """
     main = _main(state)
     batches = main["_sampler_iter_state"]
@@ -28,22 +28,22 @@ def consistent(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def samples_yielded(loader: Any, state: dict[str, Any]) -> int:
-    """How many samples of this epoch the loader has yielded, whose batches torchdata makes of a sampler."""
+    """How many samples the loader has yielded in this epoch, if torchdata makes the batches."""
     since = state.get("_steps_since_snapshot", 0) * loader.batch_size
     yielded: int = _main(state)["_sampler_iter_state"]["samples_yielded"] + since
     return min(len(loader.sampler), yielded)
 
 
 def has_dataset_state(state: dict[str, Any]) -> bool:
-    """Whether the dataset has saved something too, here or in a worker."""
+    """Whether the state includes a state of the dataset, in the loader's own process or in a worker."""
     workers = [state] if "_snapshot" not in state else state["_snapshot"]["_worker_snapshots"].values()
-    return any(one[key] is not None for one in workers for key in ("dataset_state", "fetcher_state"))
+    return any(worker[key] is not None for worker in workers for key in ("dataset_state", "fetcher_state"))
 
 
-def begun_at(loader: Any, samples: int, saved: dict[str, Any] | None) -> dict[str, Any]:
-    """The state of a loader that has yielded so many samples, whatever workers and batches it has.
+def state_after(loader: Any, samples: int, saved: dict[str, Any] | None) -> dict[str, Any]:
+    """A state for a loader with any workers and batches that has yielded this number of samples.
 
-    saved  the state of the loader that did; None if its sampler needs none to find the order again
+    saved  the saved loader's state; None if its sampler does not need it to recompute the order
     """
     before = _main(saved) if saved else {}
     iterator: dict[str, Any] = {"samples_yielded": samples}
@@ -70,6 +70,6 @@ def begun_at(loader: Any, samples: int, saved: dict[str, Any] | None) -> dict[st
 
 
 def _main(state: dict[str, Any]) -> dict[str, Any]:
-    """What the process of the loader has saved, where workers save for themselves."""
-    found: dict[str, Any] = state["_snapshot"]["_main_snapshot"] if "_snapshot" in state else state
-    return found
+    """The state of the loader's own process, without the workers' states."""
+    main: dict[str, Any] = state["_snapshot"]["_main_snapshot"] if "_snapshot" in state else state
+    return main

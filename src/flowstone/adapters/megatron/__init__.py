@@ -3,8 +3,8 @@
     dist_checkpointing.save(sharded_state_dict, directory, sharded_strategy=FlowstoneSaveStrategy())
     dist_checkpointing.load(sharded_state_dict, directory)
 
-`register` makes Megatron find the second by itself. docs/MEGATRON.md has the lines to change, and what differs.
-Megatron-core is imported with the first name that needs it.
+`register` makes Megatron find the load strategy by itself. docs/MEGATRON.md has the lines to change, and the
+differences. Megatron-core is imported on first use of a name that needs it.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""The package of Megatron-core: whether it is one whose strategies are known."""
+"""Checks that the base classes of Megatron-core's strategies are known."""
 
 from __future__ import annotations
 
 from types import ModuleType
 
-from flowstone.adapters.framework import Framework
+from flowstone.adapters.framework import SupportedFramework
 
-MEGATRON = Framework("megatron", "megatron-core==0.16.1", ("0.16.1",))
+MEGATRON = SupportedFramework("megatron", "megatron-core==0.16.1", ("0.16.1",))
 _STRATEGIES = "megatron.core.dist_checkpointing.strategies"
 _METHODS: dict[str, dict[str, tuple[str, ...]]] = {
     "AsyncSaveShardedStrategy": {
@@ -18,13 +18,13 @@ _METHODS: dict[str, dict[str, tuple[str, ...]]] = {
         "check_backend_compatibility": ("loaded_backend",), "check_version_compatibility": ("loaded_version",),
     },
 }
-"""Of its strategies' base classes, with the names of their parameters: what Megatron calls."""
+"""Methods of the strategies' base classes that Megatron calls, with the names of their parameters."""
 
 
 def strategies_base() -> ModuleType:
-    """The module of the strategies' base classes.
+    """The module of Megatron-core with the base classes of save and load strategies.
 
-    raises  FrameworkError  Megatron-core is missing, or of a version with another interface
+    raises  FrameworkError  Megatron-core is not installed, or has an unknown interface
     """
     version = str(MEGATRON.load("megatron.core").__version__)
     base = MEGATRON.load(f"{_STRATEGIES}.base")

@@ -1,4 +1,4 @@
-"""FlowstoneSaveStrategy and FlowstoneLoadStrategy: by what Megatron-core saves and loads sharded state dicts."""
+"""FlowstoneSaveStrategy and FlowstoneLoadStrategy: save and load Megatron-core's sharded state dicts."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from flowstone.adapters.dcp import FlowstoneReader, FlowstoneStager, FlowstoneWriter
 from flowstone.adapters.megatron.package import MEGATRON, strategies_base
 from flowstone.adapters.megatron.translate import (
-    Parts,
     ShardedObject,
     ShardedTensor,
+    TensorParts,
     leaves_of,
-    loaded,
     to_load,
     to_save,
+    with_loaded_values,
 )
 from flowstone.adapters.step_names import step_at_end
 from flowstone.config import EngineOptions
@@ -40,63 +40,63 @@ from flowstone.errors import FlowstoneError, UnsupportedStateError
 _BASE: Any = strategies_base()
 _PLANNER: Any = MEGATRON.load("megatron.core.dist_checkpointing.strategies.torch").MCoreLoadPlanner
 _REQUEST: Any = MEGATRON.load("megatron.core.dist_checkpointing.strategies.async_utils").AsyncRequest
-_COMMON = "common.pt"  # which Megatron writes beside ours, before it
+_COMMON = "common.pt"  # a file that Megatron writes before the sharded part
 _POLL_S = 0.02
-BACKEND, VERSION = "flowstone", 1  # in Megatron's metadata.json
-PLACE = "sharded"  # the Flowstone checkpoint, in the directory that Megatron is given
+BACKEND, VERSION = "flowstone", 1  # as written in Megatron's metadata.json
+SHARDED_NAME = "sharded"  # the name of the Flowstone checkpoint's directory, inside of Megatron's directory
 
 
 def register() -> None:
-    """Let Megatron find these strategies by the name "flowstone", and load by it what was saved by it."""
+    """Register these strategies with Megatron as "flowstone", so that it loads such checkpoints by itself."""
     _BASE.register_default_strategy(_BASE.StrategyAction.SAVE_SHARDED, BACKEND, VERSION, FlowstoneSaveStrategy())
     _BASE.register_default_strategy(_BASE.StrategyAction.LOAD_SHARDED, BACKEND, VERSION, FlowstoneLoadStrategy())
 
 
 class FlowstoneSaveStrategy(_BASE.AsyncSaveShardedStrategy):  # type: ignore[misc]
-    """Saves sharded tensors and objects as a Flowstone checkpoint, `sharded` in the directory that Megatron is given.
+    """Saves sharded tensors and objects as a Flowstone checkpoint, `sharded` in Megatron's directory.
 
-    It is durable before Megatron writes `metadata.json`, without which Megatron takes a directory for no checkpoint;
-    so is `common.pt`, which Megatron writes. `fs.open(directory / "sharded")` reads it. Keep one strategy for all
-    saves: it keeps its memory and its plan, until `close`. Megatron calls it on every rank.
+    This checkpoint and Megatron's `common.pt` are durable before Megatron writes `metadata.json`, and Megatron ignores
+    a directory without that file. `fs.open(directory / "sharded")` reads the checkpoint. Use one strategy for all
+    saves, as it reuses its memory and plan until `close`. Megatron calls it on every rank.
 
-    engine  how bytes move
+    engine  options of the I/O engine
     """
 
     can_handle_sharded_objects = True
 
     def __init__(self, *, engine: EngineOptions | None = None) -> None:
         super().__init__(BACKEND, VERSION)
-        self._writer, self._stager = _Writer(engine=engine), FlowstoneStager()
+        self._writer, self._stager = _MegatronWriter(engine=engine), FlowstoneStager()
         self._thread: ThreadPoolExecutor | None = None
-        self._group: Any = None  # of that thread's own
+        self._group: Any = None  # the process group of that thread
         self._last: Future[None] | None = None
 
     def save(self, sharded_state_dict: Mapping[str, Any], checkpoint_dir: str | os.PathLike[str]) -> None:
-        """Durable when it returns.
+        """Save the state. The checkpoint is durable on return.
 
-        raises  what a rank has failed of, on all ranks: FlowstoneError, as UnsupportedStateError for a value that
-                cannot be stored, by name
+        raises  FlowstoneError  if a rank fails, its error is raised on all ranks; for example an UnsupportedStateError,
+                                which names a value that cannot be stored
         """
         self._await_last()
-        self._write(_Given.by(lambda: to_save(sharded_state_dict)), Path(checkpoint_dir), None)
+        self._write(_RankInput.prepare(lambda: to_save(sharded_state_dict)), Path(checkpoint_dir), None)
 
     def async_save(self, sharded_state_dict: Mapping[str, Any], checkpoint_dir: str | os.PathLike[str]) -> Any:
-        """Copy the state into memory that is kept from save to save; a thread of this process writes the copy.
+        """Copy the state into reused memory; a thread of this process writes the copy.
 
-        returns  Megatron's AsyncRequest. Its function, which Megatron runs in a process of its own, waits for that
-                 thread; its last step raises what the save has failed of, as `save` does
+        returns  Megatron's AsyncRequest. Megatron runs the request's function in another process, in which it waits for
+                 that thread. The request's final step raises the errors of `save`
         """
         self._await_last()
         if self._thread is None:
             self._group = dist.new_group(backend="gloo")
             self._thread = ThreadPoolExecutor(1, "flowstone-megatron")
-        given = _Given.by(lambda: self._staged(to_save(sharded_state_dict)))
-        under_way = _file_while_under_way()
-        self._last = self._thread.submit(self._write_and_tell, given, Path(checkpoint_dir), under_way)
-        return _REQUEST(_await_absence, (under_way, os.getpid()), [self._last.result])
+        given = _RankInput.prepare(lambda: self._staged(to_save(sharded_state_dict)))
+        under_way = _create_progress_file()
+        self._last = self._thread.submit(self._write_and_unlink, given, Path(checkpoint_dir), under_way)
+        return _REQUEST(_await_removal, (under_way, os.getpid()), [self._last.result])
 
     def close(self) -> None:
-        """Give memory and threads back. The next save takes them anew."""
+        """Release the memory and the threads. The next save allocates them again."""
         self._await_last()
         self._writer.close()
         self._stager.close()
@@ -107,43 +107,44 @@ class FlowstoneSaveStrategy(_BASE.AsyncSaveShardedStrategy):  # type: ignore[mis
             self._thread = self._group = None
 
     def _await_last(self) -> None:
-        """Until the save before has ended. What it has failed of is raised by its own request."""
+        """Wait for the previous save. Its error is raised by that save's own request."""
         if self._last is not None:
             self._last.exception()
 
     def _staged(self, state: Mapping[str, object]) -> dict[str, object]:
-        """A copy of what is to be saved."""
+        """A copy of the state to save."""
         copied = self._stager.stage({
-            key: [one.data for one in value.of] if isinstance(value, Parts) else value for key, value in state.items()
+            key: [part.data for part in value.shards] if isinstance(value, TensorParts) else value
+            for key, value in state.items()
         })
         assert isinstance(copied, dict), "it does not stage in the background"
         return {
-            key: Parts([replace(one, data=data) for one, data in zip(value.of, copied[key], strict=True)])
-            if isinstance(value, Parts) else copied[key]
+            key: TensorParts([replace(shard, data=data) for shard, data in zip(value.shards, copied[key], strict=True)])
+            if isinstance(value, TensorParts) else copied[key]
             for key, value in state.items()
         }
 
-    def _write_and_tell(self, given: _Given, directory: Path, under_way: str) -> None:
+    def _write_and_unlink(self, given: _RankInput, directory: Path, under_way: str) -> None:
         try:
             self._write(given, directory, self._group)
         finally:
-            with suppress(OSError):  # it is gone, and what waits for that has seen it
+            with suppress(OSError):  # the file was removed already, and the process that waits has seen that
                 os.unlink(under_way)
 
-    def _write(self, given: _Given, directory: Path, group: Any) -> None:
+    def _write(self, given: _RankInput, directory: Path, group: Any) -> None:
         if given.error is None and dist.get_rank() == 0:
-            given = _Given.by(lambda: _behind_what_megatron_wrote(directory, given.state))
+            given = _RankInput.prepare(lambda: _after_common_part(directory, given.state))
         with _error_of_a_rank():
             save(
-                given.state, checkpoint_id=directory / PLACE, storage_writer=self._writer, process_group=group,
+                given.state, checkpoint_id=directory / SHARDED_NAME, storage_writer=self._writer, process_group=group,
                 planner=_Planner(given.error),
             )
 
 
 class FlowstoneLoadStrategy(_BASE.LoadShardedStrategy):  # type: ignore[misc]
-    """Loads what FlowstoneSaveStrategy has saved, on any number of ranks and any parallelism; each byte is verified.
+    """Loads and verifies checkpoints of FlowstoneSaveStrategy, on any number of ranks and with any parallelism.
 
-    engine  how bytes move
+    engine  options of the I/O engine
     """
 
     can_handle_sharded_objects = True
@@ -153,73 +154,72 @@ class FlowstoneLoadStrategy(_BASE.LoadShardedStrategy):  # type: ignore[misc]
         self._engine = engine
 
     def load(self, sharded_state_dict: Mapping[str, Any], checkpoint_dir: str | os.PathLike[str]) -> Any:
-        """The state with its tensors and values. Tensors that it has are filled in place.
+        """Load the state's tensors and values. Existing tensors are filled in place.
 
-        raises  on all ranks, what a rank has failed of:
-                FlowstoneError: NoCheckpointError, DamagedError, which names what has changed
-                Megatron's CheckpointingException, KeyError: a tensor of another shape, or that is not stored
+        If a rank fails, its error is raised on all ranks: FlowstoneError: NoCheckpointError, DamagedError naming the
+        changed tensors Megatron's CheckpointingException, KeyError: a tensor with another shape, or that is not stored
         """
-        wanted = _Given.by(lambda: to_load(sharded_state_dict))
-        leaves = [] if wanted.error else leaves_of(sharded_state_dict)
+        requested = _RankInput.prepare(lambda: to_load(sharded_state_dict))
+        leaves = [] if requested.error else leaves_of(sharded_state_dict)
         tensors = [leaf for leaf in leaves if isinstance(leaf, ShardedTensor)]
-        planner = _LoadPlanner(wanted.error, tensors)
+        planner = _LoadPlanner(requested.error, tensors)
         with _error_of_a_rank():
-            load(wanted.state, storage_reader=self._reader(checkpoint_dir), planner=planner)
-        return loaded(sharded_state_dict, wanted.state)
+            load(requested.state, storage_reader=self._reader(checkpoint_dir), planner=planner)
+        return with_loaded_values(sharded_state_dict, requested.state)
 
     def load_tensors_metadata(self, checkpoint_dir: str | os.PathLike[str]) -> dict[str, Any]:
-        """A ShardedTensor without data for each stored tensor: its global shape and dtype."""
+        """A ShardedTensor without data for each stored tensor, with its global shape and dtype."""
         stored = self._reader(checkpoint_dir).read_metadata().state_dict_metadata
         return {
             key: ShardedTensor.from_rank_offsets(
-                key, torch.empty(one.size, dtype=one.properties.dtype, device="meta")
+                key, torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
             ).without_data()
-            for key, one in stored.items() if isinstance(one, TensorStorageMetadata)
+            for key, entry in stored.items() if isinstance(entry, TensorStorageMetadata)
         }
 
     def load_sharded_metadata(self, checkpoint_dir: str | os.PathLike[str]) -> dict[str, Any]:
-        """The same, and a ShardedObject without data for each stored object."""
+        """Like `load_tensors_metadata`, with a ShardedObject without data for each stored object."""
         stored = self._reader(checkpoint_dir).read_metadata().state_dict_metadata
-        objects = [key for key, one in stored.items() if not isinstance(one, TensorStorageMetadata)]
+        objects = [key for key, entry in stored.items() if not isinstance(entry, TensorStorageMetadata)]
         return {
             **{key: ShardedObject.empty_from_unique_key(key) for key in objects},
             **self.load_tensors_metadata(checkpoint_dir),
         }
 
     def remove_sharded_tensors(self, checkpoint_dir: str, key_prefix: str) -> None:
-        """Raises UnsupportedStateError: a checkpoint does not change once it is committed."""
+        """Raises UnsupportedStateError, since a committed checkpoint cannot be changed."""
         raise UnsupportedStateError(
-            f"tensors called {key_prefix!r}... cannot be taken out of a committed checkpoint",
-            next="load what you want to keep, and save it to another directory",
+            f"cannot remove tensors with the prefix {key_prefix!r} from a committed checkpoint",
+            next="load the tensors to keep, and save them to another directory",
         )
 
     def check_backend_compatibility(self, loaded_backend: str) -> None:
         if loaded_backend != BACKEND:
             raise UnsupportedStateError(
                 f"the checkpoint was saved by {loaded_backend!r}, not by {BACKEND!r}",
-                next="leave sharded_strategy out: Megatron chooses by what is there",
+                next="leave sharded_strategy out: Megatron then chooses the right one",
             )
 
     def check_version_compatibility(self, loaded_version: int) -> None:
         if loaded_version != VERSION:
             raise UnsupportedStateError(
-                f"the checkpoint is of version {loaded_version} of this strategy, which knows {VERSION}",
-                next="install the Flowstone that has saved it, or a newer one",
+                f"the checkpoint has version {loaded_version} of this strategy; this Flowstone knows {VERSION}",
+                next="install the version of Flowstone that saved it, or a newer one",
             )
 
     def _reader(self, directory: str | os.PathLike[str]) -> FlowstoneReader:
-        return FlowstoneReader(Path(directory) / PLACE, engine=self._engine)
+        return FlowstoneReader(Path(directory) / SHARDED_NAME, engine=self._engine)
 
 
 @dataclass(frozen=True, slots=True)
-class _Given:
-    """What this rank saves or loads, or why there is nothing: the other ranks are to learn that, not to wait for it."""
+class _RankInput:
+    """This rank's state to save or load. If preparing it has failed: the error, which all ranks then raise."""
 
     state: dict[str, object]
     error: Exception | None = None
 
     @classmethod
-    def by(cls, made: Callable[[], dict[str, object]]) -> _Given:
+    def prepare(cls, made: Callable[[], dict[str, object]]) -> _RankInput:
         try:
             return cls(made())
         except Exception as error:
@@ -227,7 +227,8 @@ class _Given:
 
 
 class _Planner(DefaultSavePlanner):
-    """Takes keys as they are. `error`: what to fail of where all ranks learn of it."""
+    """A planner that does not flatten keys. Its local plan raises `error`, if there is one, so that all ranks get it.
+    """
 
     def __init__(self, error: Exception | None) -> None:
         super().__init__(flatten_state_dict=False)
@@ -240,12 +241,12 @@ class _Planner(DefaultSavePlanner):
 
 
 class _LoadPlanner(_PLANNER):  # type: ignore[misc]
-    """Megatron's, for these tensors. `error`: as above."""
+    """Megatron's planner for tensors. `error`: as in `_Planner`."""
 
     def __init__(self, error: Exception | None, tensors: Sequence[Any]) -> None:
         super().__init__(
-            shapes_validation_sharded_tensors=[one for one in tensors if not one.allow_shape_mismatch],
-            allow_shape_mismatch_sharded_tensors={one.key: one for one in tensors if one.allow_shape_mismatch},
+            shapes_validation_sharded_tensors=[tensor for tensor in tensors if not tensor.allow_shape_mismatch],
+            allow_shape_mismatch_sharded_tensors={t.key: t for t in tensors if t.allow_shape_mismatch},
         )
         self._error = error
 
@@ -256,8 +257,8 @@ class _LoadPlanner(_PLANNER):  # type: ignore[misc]
         return plan
 
 
-class _Writer(FlowstoneWriter):
-    """A writer that takes the step from Megatron's directory, `iter_0000100`."""
+class _MegatronWriter(FlowstoneWriter):
+    """A writer that takes the step from the name of Megatron's directory, such as `iter_0000100`."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         assert self.path is not None, "each save gives it one"
@@ -268,9 +269,8 @@ class _Writer(FlowstoneWriter):
 
 @contextmanager
 def _error_of_a_rank() -> Iterator[None]:
-    """Raise what a rank has failed of, Flowstone's errors first, in the place of DCP's CheckpointException.
-
-    That is no Exception, so that nothing of Megatron's would see it.
+    """Context that raises a rank's error, preferably a FlowstoneError, instead of DCP's CheckpointException. The latter
+    is a BaseException, which Megatron does not handle.
     """
     try:
         yield
@@ -285,7 +285,7 @@ def _error_of_a_rank() -> Iterator[None]:
 
 
 def _sync(path: Path) -> None:
-    """Make a file or a directory durable that others have written."""
+    """Make a file or directory durable that Megatron has written."""
     opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(opened)
@@ -293,16 +293,18 @@ def _sync(path: Path) -> None:
         os.close(opened)
 
 
-def _behind_what_megatron_wrote(directory: Path, state: dict[str, object]) -> dict[str, object]:
-    """The state, once the common part that Megatron has written before it is durable."""
+def _after_common_part(directory: Path, state: dict[str, object]) -> dict[str, object]:
+    """Make the common part durable, which Megatron has written before. Returns the state."""
     for written in (directory / _COMMON, directory):
         with suppress(FileNotFoundError):  # another strategy may write the common part later
             _sync(written)
     return state
 
 
-def _file_while_under_way() -> str:
-    """A file that is there until a save has ended; "" where none can be made, and nothing waits then for its end."""
+def _create_progress_file() -> str:
+    """Create a file whose removal marks the end of a save. Returns its path; "" if that fails, and then no process
+    waits for the save.
+    """
     try:
         fd, path = tempfile.mkstemp(prefix="flowstone-save-")
     except OSError:
@@ -311,7 +313,7 @@ def _file_while_under_way() -> str:
     return path
 
 
-def _await_absence(path: str, trainer: int) -> None:
-    """Wait until the file is gone, or the process that removes it is. Runs in a process of Megatron's."""
+def _await_removal(path: str, trainer: int) -> None:
+    """Wait until the file is removed, or the training's process has ended. Runs in another process of Megatron."""
     while os.path.exists(path) and os.path.exists(f"/proc/{trainer}"):
         time.sleep(_POLL_S)

@@ -1,4 +1,4 @@
-"""Megatron's sharded state dicts as DCP takes them: each key once, with all of its parts that a rank holds."""
+"""Translate Megatron's sharded state dicts for DCP, where each key occurs once, with all its parts on this rank."""
 
 from __future__ import annotations
 
@@ -16,58 +16,59 @@ from flowstone.errors import UnsupportedStateError
 _MAPPING: Any = MEGATRON.load("megatron.core.dist_checkpointing.mapping")
 ShardedTensor: Any = _MAPPING.ShardedTensor
 ShardedObject: Any = _MAPPING.ShardedObject
-_STREAM = "stream of bytes"  # what an io.BytesIO is stored under
+_STREAM = "stream of bytes"  # marks a stored io.BytesIO
 
 
-class Parts(torch.Tensor):
-    """All parts of one tensor that this rank holds. DCP asks it what to write and where to read to."""
-
-    of: list[Any]
+class TensorParts(torch.Tensor):
+    """All parts of one tensor on this rank. DCP gets the items to write, and the memory to read into, from this object.
+    """
 
     @staticmethod
-    def __new__(cls, of: list[Any]) -> Parts:
+    def __new__(cls, of: list[Any]) -> TensorParts:
         first = of[0]
-        made: Parts = torch.Tensor._make_wrapper_subclass(cls, torch.Size(first.global_shape), dtype=first.dtype)
-        made.of = of
+        made: TensorParts = torch.Tensor._make_wrapper_subclass(cls, torch.Size(first.global_shape), dtype=first.dtype)
         return made
+
+    def __init__(self, of: list[Any]) -> None:
+        self.shards = of
 
     def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
         return [
             WriteItem(
-                MetadataIndex(name, chunk.offsets, at), WriteItemType.SHARD,
+                MetadataIndex(name, chunk.offsets, number), WriteItemType.SHARD,
                 tensor_data=TensorWriteData(chunk, TensorProperties.create_from_tensor(part.data), self.size()),
             )
-            for at, (part, chunk) in enumerate(zip(self.of, self.__create_chunk_list__(), strict=True))
+            for number, (part, chunk) in enumerate(zip(self.shards, self.__create_chunk_list__(), strict=True))
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(torch.Size(one.global_offset), _shape(one)) for one in self.of]
+        return [ChunkStorageMetadata(torch.Size(part.global_offset), _shape(part)) for part in self.shards]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        at = index.index  # of two parts that lie at one place each is asked for by its number
-        numbered = self.of[at : at + 1] if at is not None else []
-        for part in [*numbered, *self.of]:
+        number = index.index  # tells parts with the same offset apart
+        numbered = self.shards[number : number + 1] if number is not None else []
+        for part in [*numbered, *self.shards]:
             if torch.Size(part.global_offset) == index.offset:
-                found: torch.Tensor = part.data.detach().view(_shape(part))
-                return found
-        raise ValueError(f"no part of {index.fqn} begins at {index.offset} on this rank")
+                shard: torch.Tensor = part.data.detach().view(_shape(part))
+                return shard
+        raise ValueError(f"this rank has no part of {index.fqn} at {index.offset}")
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch calls it so, whatever its stub says
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stub differs from its call
         cls, func: object, types: object, args: object = (), kwargs: object = None
     ) -> Any:
-        raise NotImplementedError(f"{func} is not for the parts of a tensor")
+        raise NotImplementedError(f"{func} is not supported for parts of a tensor")
 
 
 def _shape(part: Any) -> torch.Size:
-    """Of a part, with the axes that stand before its own."""
+    """The shape of a part, with the axes that Megatron prepends."""
     return torch.Size((1,) * part.prepend_axis_num + tuple(part.local_shape))
 
 
 def leaves_of(state: object) -> Iterator[Any]:
     """The ShardedTensors and ShardedObjects in nested dicts and lists, in order.
 
-    raises  UnsupportedStateError  something else is among them
+    raises  UnsupportedStateError  for any other value
     """
     if isinstance(state, Mapping):
         for value in state.values():
@@ -79,24 +80,25 @@ def leaves_of(state: object) -> Iterator[Any]:
         yield state
     else:
         raise UnsupportedStateError(
-            f"a {type(state).__name__} is no sharded tensor and no sharded object",
-            next="call megatron.core.dist_checkpointing.save or load, which take a state apart",
+            f"expected a ShardedTensor or ShardedObject, got a {type(state).__name__}",
+            next="call megatron.core.dist_checkpointing.save or load, which split the state",
         )
 
 
-def with_leaves(state: Any, made: Callable[[Any], object]) -> Any:
-    """The same nested dicts and lists, with what is made of each leaf."""
+def map_leaves(state: Any, made: Callable[[Any], object]) -> Any:
+    """The same nested dicts and lists, in which each leaf is replaced by the result of `made`."""
     if isinstance(state, Mapping):
-        return {key: with_leaves(value, made) for key, value in state.items()}
+        return {key: map_leaves(value, made) for key, value in state.items()}
     if isinstance(state, list | tuple):
-        return [with_leaves(value, made) for value in state]
+        return [map_leaves(value, made) for value in state]
     return made(state)
 
 
 def to_save(state: object) -> dict[str, object]:
-    """What this rank writes, by key: tensors of which it holds the main replica, and objects' values.
+    """The values that this rank writes: key -> tensor or object. These are the values whose main replica is on this
+    rank.
 
-    raises  UnsupportedStateError  a part without data
+    raises  UnsupportedStateError  a part of a tensor has no data
     """
     tensors: dict[str, list[Any]] = {}
     objects: dict[str, object] = {}
@@ -106,14 +108,14 @@ def to_save(state: object) -> dict[str, object]:
         if isinstance(leaf, ShardedObject):
             objects[leaf.unique_key] = _stored(leaf.data)
         elif leaf.data is None:
-            raise UnsupportedStateError(f"the sharded tensor {leaf.key!r} has no data", next="give it its tensor")
+            raise UnsupportedStateError(f"the sharded tensor {leaf.key!r} has no data", next="set its `data`")
         else:
             tensors.setdefault(leaf.key, []).append(leaf)
-    return {**{key: Parts(parts) for key, parts in tensors.items()}, **objects}
+    return {**{key: TensorParts(parts) for key, parts in tensors.items()}, **objects}
 
 
 def to_load(state: object) -> dict[str, object]:
-    """What this rank reads, by key; tensors without data get memory. Of objects there is a place alone."""
+    """The values that this rank reads: key -> tensor, or None for an object. Tensors without data are allocated."""
     tensors: dict[str, list[Any]] = {}
     objects: dict[str, object] = {}
     for leaf in leaves_of(state):
@@ -123,20 +125,22 @@ def to_load(state: object) -> dict[str, object]:
         if leaf.data is None:
             leaf.init_data("cpu", torch.zeros if leaf.allow_shape_mismatch else torch.empty)
         elif leaf.allow_shape_mismatch:
-            leaf.data.detach().zero_()  # what the stored tensor does not reach
+            leaf.data.detach().zero_()  # zeros, for elements that the stored tensor does not have
         tensors.setdefault(leaf.key, []).append(leaf)
-    return {**{key: Parts(parts) for key, parts in tensors.items()}, **objects}
+    return {**{key: TensorParts(parts) for key, parts in tensors.items()}, **objects}
 
 
-def loaded(state: object, found: Mapping[str, object]) -> Any:
-    """The state with tensors and values in the places of their descriptions."""
-    return with_leaves(
-        state, lambda leaf: _value(found[leaf.unique_key]) if isinstance(leaf, ShardedObject) else leaf.data
+def with_loaded_values(state: object, values: Mapping[str, object]) -> Any:
+    """The state with loaded tensors and values instead of their descriptions."""
+    return map_leaves(
+        state, lambda leaf: _value(values[leaf.unique_key]) if isinstance(leaf, ShardedObject) else leaf.data
     )
 
 
 def _stored(value: object) -> object:
-    """An object's value as Flowstone stores it: without pickle. A stream, as Transformer Engine has, is its bytes."""
+    """An object's value in a form that can be stored without pickle. A stream, as Transformer Engine has, becomes its
+    bytes.
+    """
     return {_STREAM: value.getvalue()} if isinstance(value, io.BytesIO) else [value]
 
 

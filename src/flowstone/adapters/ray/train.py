@@ -1,4 +1,4 @@
-"""load, report and run_store: what a training function of Ray calls."""
+"""The functions load, report and run_store, for the training functions of Ray."""
 
 from __future__ import annotations
 
@@ -12,28 +12,29 @@ from typing import Any
 
 from flowstone.adapters.ray.package import FRAMEWORK, local_run, ray_train
 from flowstone.adapters.ray.upload import upload
-from flowstone.checkpoint import Checkpoint, open_checkpoint
 from flowstone.checkpointer import Checkpointer
 from flowstone.commit.entries import step_directory
 from flowstone.commit.writer import set_aside
 from flowstone.errors import ArgumentError, NoCheckpointError, NotAStoreError, StorageError
 from flowstone.log import log
-from flowstone.pipeline.futures import Save
-from flowstone.pipeline.load_outcome import LoadReport
+from flowstone.reading.checkpoint import Checkpoint, open_checkpoint
+from flowstone.session.futures import Save
+from flowstone.session.load_outcome import LoadReport
 from flowstone.store.local import LocalStore
 
 
 def run_store() -> Path:
-    """The directory of this run in Ray's storage, for a Checkpointer: what it saves there is not uploaded again.
+    """The directory of this run in Ray's storage, for a Checkpointer. Checkpoints that are saved there need no upload.
 
-    raises  ArgumentError   the storage is no directory; then give the Checkpointer one that all workers share
-            FrameworkError  Ray is not installed, or its interface is unknown
+    raises  ArgumentError   the storage is not a directory; in that case, give the Checkpointer a directory that all
+                            workers share
+            FrameworkError  Ray is not installed, or has an unknown interface
     """
     storage = ray_train().get_context().get_storage()
     run = local_run(storage)
     if run is None:
         raise ArgumentError(
-            f"Ray's storage is no directory: {storage.experiment_fs_path}",
+            f"Ray's storage is not a directory: {storage.experiment_fs_path}",
             next="save to a directory that all workers share; `report` uploads from there",
         )
     return run
@@ -42,16 +43,16 @@ def run_store() -> Path:
 def report(
     metrics: Mapping[str, Any], save: Save, *, background: bool = False, validation: Any = False
 ) -> None:
-    """Report metrics and a save, in the place of `ray.train.report`. Every worker calls it.
+    """Report metrics and a save. Use this instead of `ray.train.report`. Every worker calls it.
 
-    The save is one checkpoint of all workers, and becomes one of Ray's, called by its step: rank 0 uploads it, once it
-    is durable on every rank.
+    The save is one checkpoint of all workers. It becomes Ray's checkpoint, which is named after the step. Rank 0
+    uploads the checkpoint once it is durable on every rank.
 
-    background  return at once: a thread of Ray's waits for the save and uploads it. Keep steps for as long as that
-                takes
-    validation  as ray.train.report has it
+    background  True: return immediately, and let a thread of Ray wait for the save and upload it. Retention must keep
+                the step until then
+    validation  as in ray.train.report
 
-    raises  what the save failed of, the same on every worker, also in the background, where Ray raises it
+    raises  the error of the save, which is the same on every worker; with `background`, Ray raises it
     """
     train = ray_train()
     context = train.get_context()
@@ -82,15 +83,15 @@ def _upload_committed(save: Save, storage: Any, _: Any, name: str) -> Any:
 
 
 def load(checkpointer: Checkpointer, state: Mapping[str, object]) -> LoadReport | None:
-    """Bring `state` back to the checkpoint that Ray resumes from; None where training begins. Every worker calls it,
-    of any number, before the first save.
+    """Restore `state` from the checkpoint from which Ray resumes. Returns None if training starts from the beginning.
+    Every worker calls this before the first save. The number of workers may have changed.
 
-    Steps of the store that are newer than that, which Ray has never known, are set aside (`.superseded-*`). Where Ray
-    knows none yet, the newest of the run's own store is loaded.
+    Newer steps in the store, which Ray does not know, are set aside (renamed to `.superseded-*`). If Ray knows no
+    checkpoint yet, the newest one in the run's own store is loaded.
 
-    raises  ArgumentError   the store is not the run's own, and holds steps though Ray knows no checkpoint
-            NotAStoreError  what Ray resumes from was not saved by Flowstone
-            what Checkpointer.load raises
+    raises  ArgumentError   the store is not the run's own, and has steps although Ray knows no checkpoint
+            NotAStoreError  Ray's checkpoint was not saved by Flowstone
+            and the errors of Checkpointer.load
     """
     context = ray_train().get_context()
     resumed, newest = ray_train().get_checkpoint(), checkpointer.latest()
@@ -99,20 +100,22 @@ def load(checkpointer: Checkpointer, state: Mapping[str, object]) -> LoadReport 
         return _load_newest(checkpointer, state, newest, run)
     with resumed.as_directory() as place:
         try:
-            found = open_checkpoint(place)
+            resumed_from = open_checkpoint(place)
         except (NoCheckpointError, NotAStoreError) as error:
             if newest is not None and Path(newest.path).parent == run and not os.path.exists(place):
-                return checkpointer.load(state)  # retention has removed what Ray knew
+                return checkpointer.load(state)  # if retention has removed Ray's checkpoint, the newest one is loaded
             raise NotAStoreError(
-                f"Ray resumes from {resumed.path}, which is no checkpoint of Flowstone", found=error.message,
-                next="load it as it was saved, and report from then on with flowstone.adapters.ray.report",
+                f"Ray resumes from {resumed.path}, which is not a Flowstone checkpoint",
+                found=error.message,
+                next="load this checkpoint the way it was saved, and report later ones with "
+                "flowstone.adapters.ray.report",
             ) from error
-        if newest is not None and newest.step > found.step and context.get_world_rank() == 0:
-            _set_aside(Path(newest.path).parent, found.step)
-        if newest is not None and _has(Path(newest.path).parent, found):
-            return checkpointer.load(state, step=found.step)
-        with _as_store(found) as store, Checkpointer(store) as theirs:
-            return theirs.load(state, step=found.step)
+        if newest is not None and newest.step > resumed_from.step and context.get_world_rank() == 0:
+            _set_aside(Path(newest.path).parent, resumed_from.step)
+        if newest is not None and _holds_checkpoint(Path(newest.path).parent, resumed_from):
+            return checkpointer.load(state, step=resumed_from.step)
+        with _store_with(resumed_from) as store, Checkpointer(store) as theirs:
+            return theirs.load(state, step=resumed_from.step)
 
 
 def _load_newest(
@@ -122,8 +125,8 @@ def _load_newest(
         return None
     if Path(newest.path).parent != run:
         raise ArgumentError(
-            f"{Path(newest.path).parent} holds step {newest.step}, and Ray knows no checkpoint of this run",
-            next="give each run a store of its own, or save to run_store(); to go on from that step, load it by "
+            f"{Path(newest.path).parent} holds step {newest.step}, but Ray knows no checkpoint of this run",
+            next="give each run its own store, or save to run_store(); to resume from that step, load it with "
             "Checkpointer.load",
         )
     return checkpointer.load(state)
@@ -138,22 +141,24 @@ def _set_aside(place: Path, step: int) -> None:
         store.close()
     if moved:
         log.warning(
-            "training resumes from step %d, the last that Ray knows; set aside in %s: %s", step, place,
+            "training resumes from step %d, the last that Ray knows; newer steps were set aside in %s: %s", step, place,
             ", ".join(map(str, moved)),
         )
 
 
-def _has(place: Path, wanted: Checkpoint) -> bool:
-    """Whether a store has that very checkpoint."""
+def _holds_checkpoint(place: Path, checkpoint: Checkpoint) -> bool:
+    """Whether a store has this checkpoint."""
     try:
-        return open_checkpoint(place, wanted.step).manifest.id == wanted.manifest.id
+        return open_checkpoint(place, checkpoint.step).manifest.id == checkpoint.manifest.id
     except NoCheckpointError:
         return False
 
 
 @contextmanager
-def _as_store(checkpoint: Checkpoint) -> Iterator[Path]:
-    """A directory in which the checkpoint has its step's name: the one where it lies, or one with links."""
+def _store_with(checkpoint: Checkpoint) -> Iterator[Path]:
+    """Context of a directory in which the checkpoint is named after its step: its parent directory, or a temporary one
+    with links.
+    """
     place = Path(checkpoint.path)
     if place.name == step_directory(checkpoint.step):
         yield place.parent

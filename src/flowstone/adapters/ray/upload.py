@@ -1,4 +1,4 @@
-"""A committed checkpoint into Ray's storage: whole, and checked there; what is torn never has a checkpoint's name."""
+"""Upload a committed checkpoint to Ray's storage, so that it appears atomically, and check it."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from pathlib import Path
 from typing import Any
 
 from flowstone.adapters.ray.package import local_run, ray_train
-from flowstone.checkpoint import Checkpoint, open_checkpoint
 from flowstone.commit.entries import new_superseded_directory, saving_directory, step_directory
 from flowstone.config import MIB
 from flowstone.errors import FlowstoneError, StorageError
 from flowstone.format.manifest import MANIFEST_NAME
 from flowstone.log import log
+from flowstone.reading.checkpoint import Checkpoint, open_checkpoint
 from flowstone.store.os_errors import translated
 from flowstone.store.system import System
 
-_PIECE_BYTES = 16 * MIB  # of a file on its way to a remote file system
+_PIECE_BYTES = 16 * MIB  # bytes of one write to a remote file system
 
 
 def upload(checkpoint: Checkpoint, storage: Any) -> Any:
-    """The same in Ray's storage, as a ray.train.Checkpoint. Durable on return.
+    """Put a checkpoint into Ray's storage. Returns it as a ray.train.Checkpoint. Durable on return.
 
-    In the run's own directory it stays where it is. On the same file system as that, its files get a second name there;
-    on another one, they are copied, and the copy is verified.
+    A checkpoint in the run's own directory stays there. If the checkpoint is on the same file system, its files are
+    hard-linked. Otherwise they are copied, and the copy is verified.
 
-    storage  a StorageContext of Ray
+    storage  Ray's StorageContext
 
     raises  StorageError, DamagedError
     """
@@ -46,7 +46,7 @@ def upload(checkpoint: Checkpoint, storage: Any) -> Any:
 
 
 def _names(checkpoint: Checkpoint) -> Sequence[str]:
-    """The files of a checkpoint, its manifest last: what is interrupted before it is none."""
+    """The files of a checkpoint. The manifest comes last, so that an interrupted upload is not a checkpoint."""
     manifest = checkpoint.manifest
     segments = (row.name for row in manifest.segments)
     return (*segments, manifest.index.name, manifest.objects.name, MANIFEST_NAME)
@@ -57,19 +57,19 @@ def _copy(checkpoint: Checkpoint, target: Path) -> None:
     if _is_there(checkpoint, target):
         return
     draft = run / saving_directory(checkpoint.step, f"ray-{secrets.token_hex(8)}")
-    for left in run.glob(saving_directory(checkpoint.step, "ray-*")):  # of an upload that was killed
+    for left in run.glob(saving_directory(checkpoint.step, "ray-*")):  # remove what a killed upload has left
         shutil.rmtree(left)
     with translated(run, "upload", draft.name, needed_bytes=checkpoint.manifest.data_bytes):
         system.make_directory(draft)
         linked = [_link(source / name, draft / name, system) for name in _names(checkpoint)]
         system.sync_directory(draft)
     if not all(linked):
-        open_checkpoint(draft).verify()  # read back, past the page cache where that works
+        open_checkpoint(draft).verify()  # reads the files again, past the page cache if possible
     with translated(run, "rename", draft.name):
-        if target.exists():  # an earlier try of this run came to this step, and Ray never knew it
+        if target.exists():  # an earlier attempt of this run has reached this step, but not reported it
             aside = new_superseded_directory(checkpoint.step)
             system.rename(target, run / aside)
-            log.warning("%s held what Ray does not know of; it is in %s now", target, aside)
+            log.warning("%s was not known to Ray; it was renamed to %s", target, aside)
         system.rename(draft, target)
         system.sync_directory(run)
 
@@ -78,11 +78,12 @@ def _is_there(checkpoint: Checkpoint, target: Path) -> bool:
     try:
         return open_checkpoint(target).manifest.id == checkpoint.manifest.id
     except FlowstoneError:
-        return False  # safe: it is copied again, and what is there is set aside
+        return False  # the checkpoint is copied again, and the existing directory is set aside
 
 
 def _link(source: Path, target: Path, system: System) -> bool:
-    """A second name for a file, which never changes; else a copy, durable. Whether it is the same file."""
+    """Hard-link a file, as it never changes. If that is not possible, copy it durably. Returns whether it was linked.
+    """
     try:
         os.link(source, target)
     except OSError as error:
@@ -100,10 +101,12 @@ def _link(source: Path, target: Path, system: System) -> bool:
 
 
 def _send(checkpoint: Checkpoint, files: Any, place: str) -> None:
-    """Into a file system of pyarrow's. The source is verified before; what arrived is known by its length."""
+    """Upload to a file system of pyarrow. The checkpoint is verified before; of the uploaded files, only the lengths
+    are checked.
+    """
     checkpoint.verify()
     files.create_dir(place)
-    files.delete_dir_contents(place, missing_dir_ok=True)  # of an upload that was cut short
+    files.delete_dir_contents(place, missing_dir_ok=True)  # removes what an interrupted upload has left
     for name in _names(checkpoint):
         path, length = Path(checkpoint.path) / name, 0
         with (
@@ -113,9 +116,10 @@ def _send(checkpoint: Checkpoint, files: Any, place: str) -> None:
             while piece := source.read(_PIECE_BYTES):
                 target.write(piece)
                 length += len(piece)
-        found = files.get_file_info(f"{place}/{name}").size
-        if found != length:
+        size = files.get_file_info(f"{place}/{name}").size
+        if size != length:
             raise StorageError(
-                f"{place}/{name} is not as long as what was uploaded", expected=f"{length} bytes",
-                found=f"{found} bytes", next="check Ray's storage",
+                f"{place}/{name} has another length than the uploaded file",
+                expected=f"{length} bytes", found=f"{size} bytes",
+                next="check that Ray's storage stores files completely, then save again",
             )

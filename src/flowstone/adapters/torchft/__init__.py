@@ -1,11 +1,12 @@
-"""torchft through Flowstone: replica groups heal each other while one lives, and a checkpoint is there when none does.
+"""torchft through Flowstone. Replica groups restore each other's state; if all groups have failed, a checkpoint
+restores it.
 
     ckpt = ReplicaCheckpointer("runs/gpt", manager, {"model": model, "optimizer": optimizer})
     ...
-    ckpt.save()  # behind optimizer.step()
+    ckpt.save()  # after optimizer.step()
 
-docs/TORCHFT.md has the lines to change, and says which group saves. torchft is imported with the first name that needs
-it.
+docs/TORCHFT.md has the lines to change, and says which group saves. torchft is imported on first use of a name that
+needs it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""ReplicaCheckpointer: the state that all replica groups of torchft share, saved by one of them."""
+"""ReplicaCheckpointer: one of torchft's replica groups saves the state that all groups share."""
 
 from __future__ import annotations
 
@@ -9,29 +9,31 @@ from typing import Any, Self
 from torch import nn
 
 from flowstone.adapters.torchft.package import check_manager, optimizer_wrapper
-from flowstone.checkpoint import Checkpoint
 from flowstone.checkpointer import Checkpointer
 from flowstone.errors import ArgumentError, LockedError
 from flowstone.log import log
-from flowstone.state.fsdp2 import with_shards
+from flowstone.reading.checkpoint import Checkpoint
+from flowstone.torch.fsdp2 import with_shards
 
 _KEY, _SECTION = "flowstone", "torchft"
 
 
 class ReplicaCheckpointer:
-    """Saves what torchft's replica groups train together, and resumes all of them once none is left.
+    """Saves the state of torchft's replica groups, and restores it if all groups have failed.
 
-    path     the store, which all groups see
-    manager  of torchft: made without state_dict and load_state_dict, or with those of what is not in `state`
-    state    as for Checkpointer.save, the same on all groups; in its place a torchft Optimizer has the one in it
-    every    how many steps lie between two saves
-    options  of a Checkpointer: keep, budget_bytes, ...
+    path     the store, shared by all groups
+    manager  torchft's Manager. If it has functions state_dict and load_state_dict, these are for values that are not
+             in `state`
+    state    the state, as for Checkpointer.save, the same on all groups. Of a torchft Optimizer, the inner optimizer is
+             saved
+    every    how many steps there are from one save to the next
+    options  further options of a Checkpointer: keep, budget_bytes, ...
 
-    Making one loads the newest checkpoint, if there is one, with the manager's count of steps. From then on the manager
-    heals a group that is behind with this state, from a group that is not. All ranks of a group make one, and call the
+    The constructor loads the newest checkpoint, if there is one, and the manager's step count. From then on, the
+    manager sends this state to groups that are behind. All ranks of a group create a ReplicaCheckpointer, and call the
     same methods.
 
-    raises  FrameworkError, ArgumentError; what Checkpointer.load raises
+    raises  FrameworkError, ArgumentError; and the errors of Checkpointer.load
     """
 
     def __init__(
@@ -40,28 +42,31 @@ class ReplicaCheckpointer:
         check_manager()
         if _SECTION in state:
             raise ArgumentError(
-                f"the section {_SECTION!r} is the manager's own", next="give the manager alone, or name yours otherwise"
+                f"the section {_SECTION!r} is reserved for the manager", next="rename your section"
             )
         if type(every) is not int or every < 1:
-            raise ArgumentError(f"every={every!r:.40} is no number of steps", next="give 1 or more")
+            raise ArgumentError(
+                f"`every` must be a whole number of at least 1, got {every!r:.40}",
+                next="give the number of steps from one save to the next; 1 saves every step",
+            )
         wrapped = optimizer_wrapper()
         self._state: dict[str, Any] = {
-            name: one.optim if isinstance(one, wrapped) else one for name, one in state.items()
+            name: value.optim if isinstance(value, wrapped) else value for name, value in state.items()
         }
-        self._given, self._manager, self._every = state, manager, every
+        self._caller_state, self._manager, self._every = state, manager, every
         self._path, self._options = path, options
         self._checkpointer, self._has_saved = Checkpointer(path, **options), False
         self.loaded = self._load()
         self._last_step = manager.current_step()
-        manager.register_state_dict_fn(_KEY, self._heal, self._share)
+        manager.register_state_dict_fn(_KEY, self._heal, self._state_for_healing)
 
     def save(self) -> None:
-        """Save the step that was just taken, if it was, and if this group is the one that saves. Returns at once.
+        """Save the last step in the background, if torchft committed it, and it is this group's turn to save.
 
-        A step that torchft has discarded is not saved. The group that saves is the first of those that took the step:
-        as torchft restarts groups, this may become another one, which goes on once the store is free.
+        The first group that took part in a step saves it. After torchft has restarted groups, this can be another group
+        than before. That group waits until the store is unlocked.
 
-        raises  what has failed of an earlier save
+        raises  the error of an earlier save
         """
         step = self._manager.current_step()
         if step == self._last_step:
@@ -70,7 +75,7 @@ class ReplicaCheckpointer:
             return
         self._last_step = step
         if self._manager.participating_rank() != 0:
-            self._leave()
+            self._release_store()
             return
         try:
             self._checkpointer.save(step, {**self._state, _SECTION: self._manager})
@@ -83,11 +88,11 @@ class ReplicaCheckpointer:
         return self._checkpointer.latest()
 
     def wait(self) -> None:
-        """Wait until all saves of this group are durable. Raises what has failed of one."""
+        """Wait until all saves of this group are durable. Raises the error of a failed one."""
         self._checkpointer.wait()
 
     def close(self) -> None:
-        """Wait as `wait` does, and give the store back."""
+        """Wait until all saves are durable, and release the store. Raises the error of a failed save."""
         self._checkpointer.close()
 
     def __enter__(self) -> Self:
@@ -99,37 +104,39 @@ class ReplicaCheckpointer:
         self._checkpointer.__exit__(kind, error, trace)
 
     def _load(self) -> int | None:
-        """The step that was loaded; None where there is no checkpoint yet."""
+        """Load the newest checkpoint. Returns its step; None if there is no checkpoint."""
         if self._checkpointer.latest() is None:
             return None
-        wanted = {**self._state, _SECTION: self._manager}
-        step = self._checkpointer.load(wanted).step
-        self._take(wanted)
+        targets = {**self._state, _SECTION: self._manager}
+        step = self._checkpointer.load(targets).step
+        self._replace_values(targets)
         return step
 
-    def _take(self, loaded: dict[str, object]) -> None:
-        """Hand values that are no objects to the caller's state, where they are replaced."""
+    def _replace_values(self, loaded: dict[str, object]) -> None:
+        """Put loaded plain values, such as numbers, into the caller's state."""
         for name, value in loaded.items():
             if name in self._state and value is not self._state[name]:
-                self._state[name] = self._given[name] = value
+                self._state[name] = self._caller_state[name] = value
 
-    def _leave(self) -> None:
-        """Give the store to the group that saves now."""
+    def _release_store(self) -> None:
+        """Release the store, so that the group that saves now can lock it."""
         if self._has_saved:
             self._checkpointer.close()
             self._checkpointer, self._has_saved = Checkpointer(self._path, **self._options), False
 
-    def _share(self) -> dict[str, object]:
-        """What a group that is behind takes over; the manager calls it on another thread, during a step."""
-        live = {name: with_shards(one) if isinstance(one, nn.Module) else one for name, one in self._state.items()}
-        return {name: one.state_dict() if hasattr(one, "state_dict") else one for name, one in live.items()}
+    def _state_for_healing(self) -> dict[str, object]:
+        """The state that is sent to a group that is behind. The manager calls this on another thread, during a step."""
+        live = {name: with_shards(v) if isinstance(v, nn.Module) else v for name, v in self._state.items()}
+        return {name: value.state_dict() if hasattr(value, "state_dict") else value for name, value in live.items()}
 
     def _heal(self, given: dict[str, object]) -> None:
-        """Take over the state of another group; the manager calls it, between a backward pass and its step."""
+        """Load the state `given` of another group into this one's. The manager calls this between a backward pass and
+        the step.
+        """
         self._checkpointer.fence()
         for name, value in given.items():
-            one: Any = self._state[name]
-            if hasattr(one, "load_state_dict"):
-                one.load_state_dict(value)
+            target: Any = self._state[name]
+            if hasattr(target, "load_state_dict"):
+                target.load_state_dict(value)
             else:
-                self._state[name] = self._given[name] = value
+                self._state[name] = self._caller_state[name] = value

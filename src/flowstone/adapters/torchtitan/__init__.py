@@ -1,9 +1,9 @@
-"""torchtitan through Flowstone: what its trainer saves is an ordinary Flowstone checkpoint.
+"""torchtitan through Flowstone: its trainer saves ordinary Flowstone checkpoints.
 
     checkpoint=FlowstoneCheckpointManager.Config(enable=True, interval=500)
 
-`FlowstoneCheckpointManager` stands where torchtitan's `CheckpointManager` does. docs/TORCHTITAN.md has the lines to
-change, and what differs. torchtitan is imported with the first name that needs it.
+`FlowstoneCheckpointManager` replaces torchtitan's `CheckpointManager`. docs/TORCHTITAN.md has the lines to change, and
+the differences. torchtitan is imported on first use of a name that needs it.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""The package of torchtitan: whether it is one whose checkpoint manager is known."""
+"""Checks that torchtitan's checkpoint manager is known."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from flowstone.adapters.framework import Framework
+from flowstone.adapters.framework import SupportedFramework
 
-TORCHTITAN = Framework("torchtitan", "torchtitan==0.3.0", ("0.3.0",))
+TORCHTITAN = SupportedFramework("torchtitan", "torchtitan==0.3.0", ("0.3.0",))
 _METHODS = {
     "dcp_save": ("state_dict", "checkpoint_id", "async_mode", "enable_garbage_collection", "to_hf"),
     "dcp_load": ("state_dict", "checkpoint_id", "from_hf", "from_quantized"),
@@ -14,13 +14,13 @@ _METHODS = {
     "_purge_stale_checkpoints": (), "_should_purge": (), "_wait_for_saving": (), "_maybe_wait_for_staging": (),
     "_close": (),
 }
-"""Of CheckpointManager, with the names of their parameters: what is replaced, and what calls it."""
+"""Methods of CheckpointManager that are replaced, and their callers, with the names of their parameters."""
 
 
 def checkpoint_manager_class() -> Any:
-    """torchtitan's CheckpointManager.
+    """torchtitan's class CheckpointManager.
 
-    raises  FrameworkError  torchtitan is missing, or of a version with another interface
+    raises  FrameworkError  torchtitan is not installed, or has an unknown interface
     """
     version = str(TORCHTITAN.load("torchtitan").__version__)
     kind = TORCHTITAN.load("torchtitan.components.checkpointer").CheckpointManager

@@ -1,4 +1,4 @@
-"""Steps in torchtitan's checkpoint folder: which directories are checkpoints, whose, and what is in a save's way."""
+"""The steps in torchtitan's folder of checkpoints: which directories are checkpoints, and in which format."""
 
 from __future__ import annotations
 
@@ -17,50 +17,52 @@ _METADATA, _EXPORT = ".metadata", "model.safetensors.index.json"
 _FILE_OF_DCP = re.compile(r"__\d+_\d+\.distcp|\.metadata(\.tmp)?", re.ASCII)
 
 
-def is_flowstones(place: Path) -> bool:
+def is_flowstone_checkpoint(place: Path) -> bool:
     """Whether a directory is a committed checkpoint of Flowstone."""
     return (place / MANIFEST_NAME).is_file()
 
 
 def committed_steps(folder: Path) -> dict[int, Path]:
-    """The directories that are checkpoints, by step: Flowstone's, torchtitan's own and exports for Hugging Face."""
+    """The directories with checkpoints: step -> directory. They may be Flowstone's, torchtitan's own, or exports for
+    Hugging Face.
+    """
     if not folder.is_dir():
         return {}
     named = ((_STEP.fullmatch(name), folder / name) for name in os.listdir(folder))
-    return {int(found[1]): place for found, place in named if found is not None and _is_checkpoint(place)}
+    return {int(match[1]): place for match, place in named if match is not None and _is_checkpoint(place)}
 
 
 def _is_checkpoint(place: Path) -> bool:
-    return is_flowstones(place) or any((place / name).is_file() for name in (_METADATA, _EXPORT))
+    return is_flowstone_checkpoint(place) or any((place / name).is_file() for name in (_METADATA, _EXPORT))
 
 
 def check_loadable(place: Path) -> None:
-    """Raise NoCheckpointError unless torchtitan's own reader would find what it needs."""
+    """Raise NoCheckpointError unless torchtitan's own reader can load the checkpoint."""
     if (place / _METADATA).is_file():
         return
     is_export = (place / _EXPORT).is_file()
     raise NoCheckpointError(
-        f"{place} is no checkpoint that training can resume from",
-        found="an export for Hugging Face: weights alone" if is_export else "a save that was never committed",
+        f"training cannot resume from {place}",
+        found="an export for Hugging Face, with weights only" if is_export else "a save that was not committed",
         next="set checkpoint.load_step to a committed step"
-        + (", or load it by initial_load_path and initial_load_in_hf in another folder" if is_export else ""),
+        + (", or load it with initial_load_path and initial_load_in_hf in another folder" if is_export else ""),
     )
 
 
-def make_way(place: Path) -> None:
-    """Set aside what torchtitan itself has saved, or has left of a save, where a checkpoint of this step is to be.
+def set_aside_torchtitan_save(place: Path) -> None:
+    """If a checkpoint of torchtitan's own format, complete or not, is at the path of a new checkpoint, rename it.
 
     raises  StorageError
     """
     names = os.listdir(place) if place.is_dir() and not place.is_symlink() else []
-    found = _STEP.fullmatch(place.name)
-    if found is None or not names or not all(_FILE_OF_DCP.fullmatch(name) for name in names):
+    match = _STEP.fullmatch(place.name)
+    if match is None or not names or not all(_FILE_OF_DCP.fullmatch(name) for name in names):
         return
-    aside = new_superseded_directory(int(found[1]))
+    aside = new_superseded_directory(int(match[1]))
     store = LocalStore(place.parent)
     try:
         store.rename(place.name, aside)
         store.sync_directory()
     finally:
         store.close()
-    log.warning("%s held what torchtitan itself has saved; it is in %s now", place, aside)
+    log.warning("%s held a save of torchtitan itself; it was renamed to %s", place, aside)

@@ -1,1 +1,1 @@
-"""The formats that can be read: a file for each, which makes a Source of what it finds."""
+"""The formats that can be read. Each has a module, which opens a checkpoint as a SourceCheckpoint."""

@@ -1,4 +1,4 @@
-"""A checkpoint of DeepSpeed as a source: ZeRO of any stage, and Universal Checkpoints. Nothing in it is executed."""
+"""A DeepSpeed checkpoint as a source, of any ZeRO stage, or a Universal Checkpoint. Its pickles are not executed."""
 
 from __future__ import annotations
 
@@ -13,20 +13,27 @@ from typing import cast
 import msgspec
 
 from flowstone.convert.fetch import linear_boxes
-from flowstone.convert.source import Source, Unmapped, check_source, in_file_order, is_inner, open_plain
-from flowstone.convert.sources.deepspeed_files import DeepSpeedFiles, Run
+from flowstone.convert.source import (
+    SourceCheckpoint,
+    UnmappedValue,
+    check_source,
+    in_file_order,
+    is_path_inside,
+    open_plain,
+)
+from flowstone.convert.sources.deepspeed_files import DeepSpeedFiles, ElementRun
 from flowstone.convert.sources.deepspeed_universal import PARAMETERS_NAME, read_universal
 from flowstone.convert.sources.deepspeed_zero import (
     MASTER,
-    Parameter,
-    Partitioned,
+    ParameterSlot,
     Shapes,
-    Slot,
+    ZeroParameter,
+    ZeroState,
     read_partitions,
     read_shapes,
 )
 from flowstone.convert.sources.torch_values import TensorView
-from flowstone.convert.sources.tree import Tree, check_sections
+from flowstone.convert.sources.tree import PickleTree, check_sections
 from flowstone.errors import DamagedError, UnsupportedFormatError
 from flowstone.store.os_errors import translated
 from flowstone.table.box import Box
@@ -40,17 +47,17 @@ OWN_KEYS = frozenset({
     "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
     "frozen_param_fragments", "lr_scheduler", "universal_checkpoint_info",
 })
-"""What DeepSpeed itself writes into a model's states, and becomes a section, or tensors."""
+"""Keys of DeepSpeed's model states that become sections or tensors."""
 ENGINE_KEYS = (
     "data_sampler", "random_ltd", "skipped_steps", "global_steps", "global_samples", "dp_world_size", "mp_world_size",
     "checkpoint_parallel_dimensions", "ds_config", "ds_version", "num_experts", "ds_autoep_layers",
 )
-"""What it keeps of the engine itself: the section "deepspeed"."""
-_TO_UNIVERSAL = "convert it first: python -m deepspeed.checkpoint.ds_to_universal, then import what that has written"
+"""Keys of DeepSpeed's engine, which become the section "deepspeed"."""
+_TO_UNIVERSAL = "convert it first: python -m deepspeed.checkpoint.ds_to_universal, then import the result"
 
 
-class _Names(msgspec.Struct, frozen=True):
-    """The files of a directory. `others`: what a reader of these two would miss."""
+class _FileNames(msgspec.Struct, frozen=True):
+    """The names of a directory's files, by kind. `others`: files that are not read."""
 
     models: list[str]
     optimizers: list[str]
@@ -59,79 +66,83 @@ class _Names(msgspec.Struct, frozen=True):
 
 
 def is_deepspeed(path: Path) -> bool:
-    """Whether a directory is a checkpoint of DeepSpeed, or has a tag that names one."""
+    """Whether a directory is a DeepSpeed checkpoint, or has a file `latest` that names one."""
     if not path.is_dir():
         return False
     return any(_MODEL.fullmatch(name) for name in os.listdir(_tagged(path)))
 
 
-def read_deepspeed(path: Path) -> Source:
-    """What the checkpoint holds: the sections model, master, optimizer, lr_scheduler, client_state and deepspeed.
+def read_deepspeed(path: Path) -> SourceCheckpoint:
+    """Read the checkpoint into the sections model, master, optimizer, lr_scheduler, client_state and deepspeed.
 
-    path  a directory of checkpoints, of which its `latest` names one, or one of these
+    path  a checkpoint's directory, or a directory with several checkpoints, of which the file `latest` names one
 
-    raises  DamagedError            files are missing or torn, or contradict each other
-            UnsupportedFormatError  a layout that cannot be put together from files alone
+    raises  DamagedError            files are missing or incomplete, or contradict each other
+            UnsupportedFormatError  parameters cannot be reassembled from the files alone
     """
     directory = _tagged(path)
     with closing(DeepSpeedFiles(str(directory))) as files:
         return _source(directory, files)
 
 
-def _source(directory: Path, files: DeepSpeedFiles) -> Source:
+def _source(directory: Path, files: DeepSpeedFiles) -> SourceCheckpoint:
     names = _names(directory)
     models = [_model_states(files, directory / name) for name in names.models]
     if names.is_universal:
-        shapes = [_shapes(one, files) or [] for one in models]
-        buffers = frozenset(name for one in models for name in _module(one)) - {
-            name for one in shapes for group in one for name in group
+        shapes = [_shapes(state, files) or [] for state in models]
+        buffers = frozenset(name for state in models for name in _module(state)) - {
+            name for group_shapes in shapes for group in group_shapes for name in group
         }
         partitioned = read_universal(directory, shapes, buffers, files)
-        module = {name: view for one in reversed(models) for name, view in _module(one).items()}
+        module = {name: view for state in reversed(models) for name, view in _module(state).items()}
         models = [{**models[0], "module": module}]
     elif names.optimizers:
         partitioned = _partitioned(directory, names, models, files)
     else:
         partitioned = None
-        _check_whole(directory, models[0], files)
-    source = _Assembly(models, partitioned, files).source()
-    unmapped = [Unmapped(name, "a file of a kind that is not known") for name in names.others]
+        _check_model_complete(directory, models[0], files)
+    source = _DeepSpeedAssembly(models, partitioned, files).source()
+    unmapped = [UnmappedValue(name, "a file of an unknown kind") for name in names.others]
     return msgspec.structs.replace(source, unmapped=(*source.unmapped, *unmapped))
 
 
-def _check_whole(directory: Path, state: Mapping[str, object], files: DeepSpeedFiles) -> None:
-    """Without optimizer states: refuse a module whose parameters lie in those alone, as ZeRO 3 has them."""
+def _check_model_complete(directory: Path, state: Mapping[str, object], files: DeepSpeedFiles) -> None:
+    """Raise DamagedError if the files of optimizer states are missing, although only they contain the parameters, as
+    with ZeRO 3.
+    """
     module = _module(state)
     for group in _shapes(state, files) or []:
         for name, shape in group.items():
-            kept = module.get(name)
-            if isinstance(kept, TensorView) and kept.shape != shape:
+            stored = module.get(name)
+            if isinstance(stored, TensorView) and stored.shape != shape:
                 raise DamagedError(
-                    f"{directory} has no optimizer states, which hold the parameters of ZeRO 3", found=name,
-                    expected="a *_optim_states.pt of each rank", next="copy the whole directory again",
+                    f"{directory} has no optimizer states, which hold the parameters with ZeRO 3",
+                    found=f"no values of {name}", expected="a *_optim_states.pt of each rank",
+                    next="copy the whole directory again",
                 )
 
 
 def _tagged(path: Path) -> Path:
-    """The directory that `latest` names, or the path itself if it has none. Raises DamagedError."""
+    """The directory that the file `latest` names, or `path` itself if there is no such file. Raises DamagedError."""
     for name in _LATEST:
         if (path / name).is_file():
             with translated(path, "read", name), open_plain(path / name) as opened:
                 tag = opened.read(4096).decode(errors="replace").strip()
-            if "/" in tag or not is_inner(tag) or not (path / tag).is_dir():
+            if "/" in tag or not is_path_inside(tag) or not (path / tag).is_dir():
                 raise DamagedError(
-                    f"{path / name} names {tag!r:.80}, which is no directory there", next="give the directory itself"
+                    f"{path / name} names {tag!r:.80}, but there is no such directory beside it",
+                    next="give the directory of the checkpoint itself",
                 )
             return path / tag
     return path
 
 
-def _names(directory: Path) -> _Names:
+def _names(directory: Path) -> _FileNames:
     with translated(directory, "list", "."):
         present = sorted(os.listdir(directory))
-    models = [found for name in present if (found := _MODEL.fullmatch(name))]
-    ranked = sorted((int(found[1] or 0), int(found[2]), found[0]) for found in models)
-    states = [found for name in present if (found := _OPTIMIZER.fullmatch(name))]
+    models = [match for name in present if (match := _MODEL.fullmatch(name))]
+    ranked = sorted((int(match[1] or 0), int(match[2]), match[0]) for match in models)
+    states = [match for name in present if (match := _OPTIMIZER.fullmatch(name))]
     others = [
         name for name in present
         if name.endswith(".pt") and not _MODEL.fullmatch(name) and not _OPTIMIZER.fullmatch(name)
@@ -142,29 +153,29 @@ def _names(directory: Path) -> _Names:
             f"{directory} has no model states of rank 0", next="copy the whole directory again"
         )
     if is_universal:
-        return _Names([name for rank, _, name in ranked if rank == 0], [], others, is_universal)
-    parallel = {mp for _, mp, _ in ranked} | {int(found[3]) for found in states}
+        return _FileNames([name for rank, _, name in ranked if rank == 0], [], others, is_universal)
+    parallel = {mp for _, mp, _ in ranked} | {int(match[3]) for match in states}
     if len(parallel) > 1 or any(name.startswith(("layer_", "expp_rank_")) for name in others):
-        what = "tensor or pipeline parallelism" if len(parallel) > 1 else "layers or experts in files of their own"
-        raise UnsupportedFormatError(f"{directory} was saved with {what}", next=_TO_UNIVERSAL)
-    kinds = {found[1] for found in states}
-    ranks = sorted(int(found[2]) for found in states)
+        reason = "tensor or pipeline parallelism" if len(parallel) > 1 else "layers or experts in separate files"
+        raise UnsupportedFormatError(f"{directory} was saved with {reason}", next=_TO_UNIVERSAL)
+    kinds = {match[1] for match in states}
+    ranks = sorted(int(match[2]) for match in states)
     if len(kinds) > 1 or ranks != list(range(len(ranks))):
         called = " and ".join(sorted(f"{kind}zero_*" for kind in kinds))
         raise DamagedError(
-            f"{directory} lacks optimizer states, or mixes those of different jobs",
-            found=f"ranks {ranks}, in files called {called}"[:300], expected="one file of each rank",
+            f"{directory} lacks optimizer states of some ranks, or mixes files of different jobs",
+            found=f"ranks {ranks}, in files named {called}"[:300], expected="one file per rank",
             next="copy the whole directory again",
         )
-    ordered = sorted(states, key=lambda found: int(found[2]))
-    return _Names([name for *_, name in ranked], [found[0] for found in ordered], others, is_universal)
+    ordered = sorted(states, key=lambda match: int(match[2]))
+    return _FileNames([name for *_, name in ranked], [match[0] for match in ordered], others, is_universal)
 
 
 def _model_states(files: DeepSpeedFiles, path: Path) -> dict[str, object]:
     value = files.read(path)
     module = value.get("module") if isinstance(value, dict) else None
     if not isinstance(module, dict) or not all(isinstance(name, str) for name in module):
-        raise DamagedError(f"{path} has no module with tensors by name", next="copy the whole directory again")
+        raise DamagedError(f"{path} has no `module`, a dict of tensors by name", next="copy the whole directory again")
     return cast("dict[str, object]", value)
 
 
@@ -173,25 +184,25 @@ def _module(state: Mapping[str, object]) -> dict[str, object]:
 
 
 def _shapes(state: Mapping[str, object], files: DeepSpeedFiles) -> Shapes | None:
-    found = state.get("param_shapes")
-    return None if found is None else read_shapes(found, files.location)
+    shapes = state.get("param_shapes")
+    return None if shapes is None else read_shapes(shapes, files.location)
 
 
 def _is_reordered(state: Mapping[str, object]) -> bool:
-    """Whether parameters were dealt to the ranks by turns before they were flattened."""
+    """Whether parameters were assigned to ranks in turn (`round_robin_gradients`) before they were flattened."""
     config = state.get("ds_config")
     zero = config.get("zero_optimization") if isinstance(config, dict) else None
     return isinstance(zero, dict) and zero.get("round_robin_gradients") is True
 
 
 def _partitioned(
-    directory: Path, names: _Names, models: Sequence[dict[str, object]], files: DeepSpeedFiles
-) -> Partitioned:
+    directory: Path, names: _FileNames, models: Sequence[dict[str, object]], files: DeepSpeedFiles
+) -> ZeroState:
     shapes = _shapes(models[0], files)
     if shapes is None:
         raise DamagedError(f"{directory / names.models[0]} has no param_shapes", next="copy the whole directory again")
     states: list[dict[str, object]] = []
-    versions = {str(one.get("ds_version")): name for one, name in zip(models, names.models, strict=True)}
+    versions = {str(model.get("ds_version")): name for model, name in zip(models, names.models, strict=True)}
     for name in names.optimizers:
         value = files.read(directory / name)
         state = value.get("optimizer_state_dict") if isinstance(value, dict) else None
@@ -203,31 +214,31 @@ def _partitioned(
         raise DamagedError(
             f"{directory} mixes files of different versions of DeepSpeed",
             found=", ".join(f"{version} ({name})" for version, name in versions.items())[:300],
-            next="copy the whole directory again, or remove what an older job has left there",
+            next="copy the whole directory again, or remove the files of an older job",
         )
-    found = read_partitions(states, shapes, files, is_reordered=_is_reordered(models[0]))
-    if found.stage == 3 and len(models) != len(states):
+    partitioned = read_partitions(states, shapes, files, is_reordered=_is_reordered(models[0]))
+    if partitioned.stage == 3 and len(models) != len(states):
         raise DamagedError(
-            f"{directory} has model states of {len(models)} ranks", expected=str(len(states)),
-            next="copy those of all ranks",
+            f"{directory} has model states of {len(models)} ranks",
+            expected=f"{len(states)} ranks, as of the optimizer states", next="copy the files of all ranks",
         )
-    return found
+    return partitioned
 
 
-class _Assembly:
-    """The sections of a checkpoint, out of what its files hold."""
+class _DeepSpeedAssembly:
+    """Assembles the sections of a checkpoint from the content of its files."""
 
     def __init__(
-        self, models: Sequence[dict[str, object]], partitioned: Partitioned | None, files: DeepSpeedFiles
+        self, models: Sequence[dict[str, object]], partitioned: ZeroState | None, files: DeepSpeedFiles
     ) -> None:
         self._models, self._state, self._files = models, models[0], files
         self._partitioned = partitioned
-        self._parameters = {one.name: one for one in partitioned.parameters} if partitioned else {}
-        self._tree = Tree(files.place, files.location)
+        self._parameters = {parameter.name: parameter for parameter in partitioned.parameters} if partitioned else {}
+        self._tree = PickleTree(files.storage_range, files.location)
         self._tensors: list[SourceTensor] = []
         self._aliases: list[Alias] = []
 
-    def source(self) -> Source:
+    def source(self) -> SourceCheckpoint:
         objects: dict[str, object] = {"model": self._model()}
         if self._partitioned is not None:
             objects |= {"master": {}, "optimizer": self._optimizer(self._partitioned)}
@@ -241,23 +252,24 @@ class _Assembly:
             objects["client_state"] = self._tree.section("client_state", client)
         check_sections(objects, self._files.location)
         ordered = in_file_order((*self._tensors, *self._tree.tensors))
-        return check_source(Source(
-            "deepspeed", self._files.location, tuple(self._files.opened), ordered,
+        return check_source(SourceCheckpoint(
+            "deepspeed", self._files.location, tuple(self._files.files), ordered,
             (*self._aliases, *self._tree.aliases), objects, unmapped=tuple(self._tree.unmapped),
         ))
 
     def _engine(self) -> dict[str, object]:
-        found = {key: self._state[key] for key in ENGINE_KEYS if self._state.get(key) is not None}
+        engine = {key: self._state[key] for key in ENGINE_KEYS if self._state.get(key) is not None}
         if self._partitioned is not None:
-            found |= {"zero_stage": self._partitioned.stage, "optimizer": self._partitioned.scalars}
-        return found
+            engine |= {"zero_stage": self._partitioned.stage, "optimizer": self._partitioned.scalars}
+        return engine
 
     def _model(self) -> object:
-        """The module's own tensors. Of ZeRO 3 it holds none: the master weights are the model's then."""
+        """The module's tensors. With ZeRO 3 the module's files have none, so the optimizer's fp32 weights replace them.
+        """
         shared = cast("dict[str, str]", self._state.get("shared_params") or {})
         shapes = self._state.get("frozen_param_shapes")
         frozen = read_shapes(shapes, self._files.location)[0] if shapes and self._stage == 3 else {}
-        kept: dict[str, object] = {}
+        other: dict[str, object] = {}
         for name, value in _module(self._state).items():
             owner = shared.get(name, name)
             parameter = self._parameters.get(owner)
@@ -269,23 +281,23 @@ class _Assembly:
             elif isinstance(value, TensorView):
                 self._tree.add(f"model.{name}", value)
             else:
-                kept[name] = self._tree.section(f"model.{name}", value)
+                other[name] = self._tree.section(f"model.{name}", value)
         missing = sorted(self._parameters.keys() - _module(self._state).keys())
         if missing:
             raise DamagedError(
-                f"{self._files.location}: the optimizer has parameters that the model lacks",
+                f"{self._files.location}: the optimizer has parameters that are not in the model",
                 found=", ".join(missing[:4]), next="copy the whole directory again",
             )
         for parameter in self._parameters.values():
             self._tensors.append(self._whole(f"master.{parameter.name}", parameter.shape, parameter.slots[MASTER]))
-        return {name: value for name, value in kept.items() if value is not None}
+        return {name: value for name, value in other.items() if value is not None}
 
     @property
     def _stage(self) -> int:
         return 0 if self._partitioned is None else self._partitioned.stage
 
-    def _check_placeholder(self, name: str, value: TensorView, parameter: Parameter) -> None:
-        """A tensor of another shape than its parameter's has to be the empty one that ZeRO 3 leaves."""
+    def _check_placeholder(self, name: str, value: TensorView, parameter: ZeroParameter) -> None:
+        """Check that a tensor whose shape differs from its parameter's is an empty placeholder, as ZeRO 3 writes it."""
         is_part = self._files_have_parts and math.prod(value.shape) <= math.prod(parameter.shape)
         if math.prod(value.shape) and not is_part:
             raise DamagedError(
@@ -295,28 +307,33 @@ class _Assembly:
 
     @property
     def _files_have_parts(self) -> bool:
-        """Whether a model's tensors are those of one model-parallel rank: of a Universal Checkpoint."""
+        """Whether the module's files have only the parts of tensors that one model-parallel rank has (in a Universal
+        Checkpoint).
+        """
         dimensions = self._state.get("mp_world_size")
         return isinstance(dimensions, int) and dimensions > 1
 
     def _frozen(self, name: str, owner: str, shape: tuple[int, ...]) -> SourceTensor:
-        """A parameter that no optimizer owns, of which each rank of ZeRO 3 has a part."""
+        """A frozen parameter. With ZeRO 3, each rank's file has a part of it."""
         runs, left, dtype = [], math.prod(shape), None
         for state in self._models:
             view = cast("dict[str, object]", state.get("frozen_param_fragments") or {}).get(owner)
             if not isinstance(view, TensorView):
                 raise DamagedError(
-                    f"{self._files.location}: a rank lacks its part of {owner!r:.200}", next="copy it again"
+                    f"{self._files.location}: the file of one rank lacks its part of {owner!r:.200}",
+                    next="copy the whole directory again",
                 )
             run = self._files.run(view, owner)
-            runs.append(Run(run.file, run.offset_bytes, min(left, run.elements)))
+            runs.append(ElementRun(run.file, run.offset_bytes, min(left, run.elements)))
             left -= runs[-1].elements
             dtype = view.dtype
         assert dtype is not None, "there is a model's state"
-        return self._whole(f"model.{name}", shape, Slot(dtype, tuple(runs)))
+        return self._whole(f"model.{name}", shape, ParameterSlot(dtype, tuple(runs)))
 
-    def _optimizer(self, partitioned: Partitioned) -> object:
-        """The optimizer as a Checkpointer stores it, by its parameters' names in the section "model"."""
+    def _optimizer(self, partitioned: ZeroState) -> object:
+        """The optimizer in the form in which a Checkpointer stores one. Its parameters have their names in the section
+        "model".
+        """
         listed: dict[str, dict[str, object]] = {}
         for parameter in partitioned.parameters:
             path = f"model.{parameter.name}"
@@ -327,8 +344,8 @@ class _Assembly:
                 if isinstance(value, TensorView):
                     self._tree.add(f"optimizer.state.{path}.{slot}", value)
                 else:
-                    kept = self._tree.section(f"optimizer.state.{path}.{slot}", value)
-                    listed.setdefault(path, {})[slot] = kept
+                    entry = self._tree.section(f"optimizer.state.{path}.{slot}", value)
+                    listed.setdefault(path, {})[slot] = entry
         groups = [
             {"options": self._tree.section(f"optimizer.param_groups.{number}.options", dict(group.options)),
              "params": [f"model.{name}" for name in group.names]}
@@ -336,8 +353,8 @@ class _Assembly:
         ]
         return {"param_groups": groups, "state": listed, "shared": {}, "extra": {}}
 
-    def _whole(self, name: str, shape: tuple[int, ...], slot: Slot) -> SourceTensor:
-        """A tensor of runs of its elements, each of which is a few boxes of it."""
+    def _whole(self, name: str, shape: tuple[int, ...], slot: ParameterSlot) -> SourceTensor:
+        """A tensor that is made of ranges of its elements. Each range becomes one box or a few."""
         boxes: list[StoredBox] = []
         begin = 0
         for run in slot.runs:
@@ -349,7 +366,7 @@ class _Assembly:
         if begin != math.prod(shape):
             raise DamagedError(
                 f"{self._files.location}: the ranks hold {begin} elements of {name!r:.200}",
-                expected=f"{math.prod(shape)}, of shape {shape}", next="copy the files of all ranks again",
+                expected=f"{math.prod(shape)} elements for shape {shape}", next="copy the files of all ranks again",
             )
         if not boxes and slot.runs:
             boxes.append(StoredBox(Box.whole(shape), slot.runs[0].file, slot.runs[0].offset_bytes))

@@ -1,4 +1,6 @@
-"""Universal Checkpoints: a directory for each parameter, with a file for each of its slots."""
+"""Reads Universal Checkpoints: a directory for each parameter, with a file for its fp32 values, and one for each tensor
+of its optimizer state.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
-from flowstone.convert.sources.deepspeed_files import DeepSpeedFiles, Run
-from flowstone.convert.sources.deepspeed_zero import MASTER, Group, Parameter, Partitioned, Shapes, Slot
+from flowstone.convert.sources.deepspeed_files import DeepSpeedFiles, ElementRun
+from flowstone.convert.sources.deepspeed_zero import MASTER, ParameterSlot, Shapes, ZeroGroup, ZeroParameter, ZeroState
 from flowstone.convert.sources.torch_values import TensorView, view_bytes
 from flowstone.errors import DamagedError
 from flowstone.store.os_errors import translated
@@ -26,64 +28,67 @@ _NOT_SCALARS = frozenset({
 
 def read_universal(
     directory: Path, shapes: Sequence[Shapes], buffers: frozenset[str], files: DeepSpeedFiles
-) -> Partitioned:
-    """Every parameter of the directory.
+) -> ZeroState:
+    """Read all parameters of the directory.
 
-    shapes   of each model-parallel rank, its `param_shapes`: they say which parameters form a group
-    buffers  what the modules hold that no optimizer owns: the converter adds copies of it
+    shapes   the `param_shapes` of each model-parallel rank, which list the parameters of each group
+    buffers  names of the modules' buffers, which are skipped: DeepSpeed's converter adds copies of them
 
-    raises  DamagedError  a parameter's file is missing, torn, or of another shape
+    raises  DamagedError  a parameter's file is missing or incomplete, or has another shape
     """
     place = directory / PARAMETERS_NAME
     with translated(directory, "list", PARAMETERS_NAME):
         present = {entry.name for entry in os.scandir(place) if entry.is_dir()}
     grouped = _grouped(shapes)
-    known = {name: shape for group in grouped for name, shape in group.items()}
-    lacking = sorted(known.keys() - present)
+    shape_of = {name: shape for group in grouped for name, shape in group.items()}
+    lacking = sorted(shape_of.keys() - present)
     if lacking:
         raise DamagedError(
             f"{place} lacks {len(lacking)} parameters of the model", found=f"no directory {lacking[0]}",
             next="copy the whole directory again",
         )
-    extra = sorted(present - known.keys() - buffers)
+    extra = sorted(present - shape_of.keys() - buffers)
     state = files.read(place / OPTIMIZER_NAME)
     if not isinstance(state, dict) or not isinstance(state.get("param_groups"), list):
         raise DamagedError(f"{place / OPTIMIZER_NAME} has no param_groups", next="convert the checkpoint again")
     names = [tuple(group) for group in grouped] or [tuple(extra)]
     steps = {name: step for number, step in _steps(state) for name in (names[number] if number < len(names) else ())}
     parameters = {
-        name: _parameter(place, name, known.get(name), steps.get(name), files) for name in [*known, *extra]
+        name: _parameter(place, name, shape_of.get(name), steps.get(name), files) for name in [*shape_of, *extra]
     }
     groups = _groups(state["param_groups"], names)
     scalars = {name: value for name, value in state.items() if name not in _NOT_SCALARS}
-    return Partitioned(cast("int", state.get("zero_stage", 1)), tuple(parameters.values()), groups, scalars)
+    return ZeroState(cast("int", state.get("zero_stage", 1)), tuple(parameters.values()), groups, scalars)
 
 
 def _grouped(shapes: Sequence[Shapes]) -> Shapes:
-    """The groups of all model-parallel ranks as one: a parameter that several of them have parts of is in one group."""
-    found: Shapes = [{} for _ in range(max(map(len, shapes), default=0))]
-    for one in shapes:
-        for group, theirs in zip(found, one, strict=False):
+    """Merge the parameter groups of all model-parallel ranks. A parameter with parts on several ranks is listed once.
+    """
+    groups: Shapes = [{} for _ in range(max(map(len, shapes), default=0))]
+    for rank_shapes in shapes:
+        for group, theirs in zip(groups, rank_shapes, strict=False):
             for name, shape in theirs.items():
                 group.setdefault(name, shape)
-    return found
+    return groups
 
 
 def _steps(state: Mapping[str, object]) -> list[tuple[int, object]]:
-    """Of ZeRO 3, whose parameters have no file for it: the count of steps of each flat group, by its number."""
+    """The number and the step count of each flat group. Used for ZeRO 3, whose parameters have no file with the step
+    count.
+    """
     inner = state.get("optimizer_state_dict")
     slots = inner.get("state") if isinstance(inner, dict) else None
-    found = slots.items() if isinstance(slots, dict) else ()
-    return [(number, one["step"]) for number, one in found if type(number) is int and "step" in one]
+    items = slots.items() if isinstance(slots, dict) else ()
+    return [(number, slot["step"]) for number, slot in items if type(number) is int and "step" in slot]
 
 
 def _parameter(
     place: Path, name: str, shape: tuple[int, ...] | None, step: object, files: DeepSpeedFiles
-) -> Parameter:
-    """A parameter as its files have it.
+) -> ZeroParameter:
+    """Read a parameter from its files.
 
-    shape  that of one model-parallel rank's part, or None
-    step   the count of steps, if no file says it
+    shape  the shape of one model-parallel rank's part, or None
+    step   the step count; used if the parameter has no file with it
     """
     with translated(place, "list", name):
         slots = sorted(entry for entry in os.listdir(place / name) if entry.endswith(_SUFFIX))
@@ -92,24 +97,24 @@ def _parameter(
     views: dict[str, TensorView] = {}
     values: dict[str, object] = {} if step is None else {"step": step}
     for file in slots:
-        found = files.read(place / name / file)
-        value = found.get("param") if isinstance(found, dict) else found
+        content = files.read(place / name / file)
+        value = content.get("param") if isinstance(content, dict) else content
         if isinstance(value, TensorView) and value.shape:
             views[file.removesuffix(_SUFFIX)] = value
         else:
             values[file.removesuffix(_SUFFIX)] = value
     master = views.get(MASTER, cast("TensorView", values.pop(MASTER, None)))
     if not isinstance(master, TensorView):
-        raise DamagedError(f"{place / name / MASTER}{_SUFFIX} is no tensor", next="convert the checkpoint again")
+        raise DamagedError(f"{place / name / MASTER}{_SUFFIX} is not a tensor", next="convert the checkpoint again")
     views[MASTER] = master
     is_flat = shape is not None and len(master.shape) == 1 and math.prod(shape) == master.shape[0]
     whole = shape if is_flat and shape is not None else master.shape
     found_slots = {slot: _slot(place / name, slot, view, whole, files) for slot, view in views.items()}
-    return Parameter(name, whole, found_slots, values)
+    return ZeroParameter(name, whole, found_slots, values)
 
 
-def _slot(place: Path, slot: str, view: TensorView, shape: tuple[int, ...], files: DeepSpeedFiles) -> Slot:
-    """ZeRO 3's are flat, others have the parameter's shape."""
+def _slot(place: Path, slot: str, view: TensorView, shape: tuple[int, ...], files: DeepSpeedFiles) -> ParameterSlot:
+    """One tensor of a parameter's state. It is flat with ZeRO 3, and otherwise has the parameter's shape."""
     elements = math.prod(shape)
     if (view.shape != shape and view.shape != (elements,)) or view.strides != row_major(view.shape):
         raise DamagedError(
@@ -119,21 +124,23 @@ def _slot(place: Path, slot: str, view: TensorView, shape: tuple[int, ...], file
     flat = TensorView(view.storage, view.dtype, view.offset, (elements,), (1,))
     view_bytes(flat)
     run = files.run(flat, slot)
-    return Slot(view.dtype, (Run(run.file, run.offset_bytes, elements),))
+    return ParameterSlot(view.dtype, (ElementRun(run.file, run.offset_bytes, elements),))
 
 
-def _groups(groups: Sequence[object], names: Sequence[tuple[str, ...]]) -> tuple[Group, ...]:
-    found = []
+def _groups(groups: Sequence[object], names: Sequence[tuple[str, ...]]) -> tuple[ZeroGroup, ...]:
+    result = []
     for number, group in enumerate(groups):
         if not isinstance(group, Mapping):
-            raise DamagedError(f"group {number} of {OPTIMIZER_NAME} is none", next="convert the checkpoint again")
-        members = group.get("params", [number])
-        if not isinstance(members, list) or not all(type(one) is int and 0 <= one < len(names) for one in members):
             raise DamagedError(
-                f"group {number} of {OPTIMIZER_NAME} has members that are not there", found=f"{members!r:.80}",
-                next="convert the checkpoint again",
+                f"parameter group {number} of {OPTIMIZER_NAME} is not a dict", next="convert the checkpoint again"
+            )
+        members = group.get("params", [number])
+        if not isinstance(members, list) or not all(type(n) is int and 0 <= n < len(names) for n in members):
+            raise DamagedError(
+                f"parameter group {number} of {OPTIMIZER_NAME} refers to parameters that do not exist",
+                found=f"{members!r:.80}", next="convert the checkpoint again",
             )
         ours = tuple(name for member in members for name in names[member])
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        found.append(Group(options, ours))
-    return tuple(found)
+        result.append(ZeroGroup(options, ours))
+    return tuple(result)

@@ -1,4 +1,6 @@
-"""A distributed checkpoint of Megatron-core (torch_dist) as a source: DCP's files, and what ranks have in common."""
+"""A distributed checkpoint of Megatron-core (torch_dist) as a source: files of DCP, and a file with the state that is
+common to all ranks.
+"""
 
 from __future__ import annotations
 
@@ -12,21 +14,21 @@ import msgspec
 
 from flowstone.config import MIB
 from flowstone.convert.fetch import linear_boxes
-from flowstone.convert.source import Source, check_source, in_file_order, open_plain
+from flowstone.convert.source import SourceCheckpoint, check_source, in_file_order, open_plain
 from flowstone.convert.sources.dcp import (
     METADATA_NAME,
-    SHARD,
-    TENSOR,
-    Metadata,
+    OBJECT_SHARD,
+    TENSOR_KIND,
+    DcpMetadata,
     contradiction,
-    put,
+    put_at_keys,
     read_metadata,
     stored_tensor,
 )
 from flowstone.convert.sources.pickled_files import PickledFiles
-from flowstone.convert.sources.restricted_unpickler import Known, Record
-from flowstone.convert.sources.torch_values import KNOWN, sides
-from flowstone.convert.sources.tree import Tree, check_sections
+from flowstone.convert.sources.restricted_unpickler import KnownFunctions, PickledInstance
+from flowstone.convert.sources.torch_values import KNOWN, size_of
+from flowstone.convert.sources.tree import PickleTree, check_sections
 from flowstone.errors import DamagedError, UnsupportedFormatError
 from flowstone.format.objects import TensorRef
 from flowstone.store.os_errors import translated
@@ -40,15 +42,15 @@ _BACKENDS = ("torch_dist", 1, "torch", 1)
 _FLATTENED = "nd_reformulated_orig_global_shape"
 
 
-def _enumerated(value: object) -> object:
+def _enum_value(value: object) -> object:
     if not isinstance(value, int | str):
-        raise ValueError("an enumeration's value that is no number and no text")
+        raise ValueError("the value of an enumeration is neither a number nor a string")
     return value
 
 
-_KNOWN: Known = {
-    **KNOWN, "signal.Signals": _enumerated,
-    **{f"megatron.core.{name}": _enumerated for name in (
+_KNOWN: KnownFunctions = {
+    **KNOWN, "signal.Signals": _enum_value,
+    **{f"megatron.core.{name}": _enum_value for name in (
         "enums.ModelType", "enums.Fp8Recipe", "enums.Fp4Recipe", "transformer.enums.ModelType",
         "transformer.enums.LayerType", "transformer.enums.AttnType", "transformer.enums.AttnMaskType",
         "transformer.enums.AttnBackend", "transformer.enums.CudaGraphScope",
@@ -56,17 +58,19 @@ _KNOWN: Known = {
 }
 
 
-def _fields(value: Record) -> object:
+def _fields(value: PickledInstance) -> object:
     return value.state if isinstance(value.state, dict) else value
 
 
-def _content(value: Record) -> object:
-    """The bytes that a BytesIO holds: its state is (bytes, position, attributes)."""
-    held = value.state[0] if isinstance(value.state, tuple) and value.state else value
-    return held if isinstance(held, bytes) else value
+def _content(value: PickledInstance) -> object:
+    """The bytes in a pickled BytesIO, whose state is (bytes, position, attributes)."""
+    content = value.state[0] if isinstance(value.state, tuple) and value.state else value
+    return content if isinstance(content, bytes) else value
 
 
-_SHOWN: Mapping[str, Callable[[Record], object]] = {"argparse.Namespace": _fields, "_io.BytesIO": _content}
+_REPLACED_RECORDS: Mapping[str, Callable[[PickledInstance], object]] = {
+    "argparse.Namespace": _fields, "_io.BytesIO": _content
+}
 
 
 class _Config(msgspec.Struct, frozen=True):
@@ -77,42 +81,46 @@ class _Config(msgspec.Struct, frozen=True):
 
 
 def is_megatron(path: Path) -> bool:
-    """Whether a directory is a distributed checkpoint of Megatron-core, or says which of those in it is the latest.
+    """Whether a directory is a distributed checkpoint of Megatron-core, or has a file that names the latest one in it.
 
-    The first is what Megatron-core itself goes by: other checkpoints of DCP may have a common.pt.
+    It is recognized by its metadata.json, as in Megatron-core itself, since other DCP checkpoints may have a common.pt,
+    too.
     """
     if (path / _LATEST_NAME).is_file():
         return True
     return (path / _CONFIG_NAME).is_file() and b'"sharded_backend"' in _read(path, _CONFIG_NAME)
 
 
-def read_megatron(path: Path) -> Source:
-    """What the checkpoint holds: the sections model and optimizer, and one for each value that ranks have in common.
+def read_megatron(path: Path) -> SourceCheckpoint:
+    """Read the checkpoint into the sections model and optimizer, and a section for each value that is common to all
+    ranks.
 
-    path  a directory of checkpoints, of which its latest_checkpointed_iteration.txt names one, or one of these
+    path  a checkpoint's directory, or a directory with several checkpoints, of which the file
+          latest_checkpointed_iteration.txt names one
 
-    raises  DamagedError            a file is missing or torn, or the metadata contradicts itself
-            UnsupportedFormatError  another backend or version
+    raises  DamagedError            a file is missing or incomplete, or the metadata contradicts itself
+            UnsupportedFormatError  another backend or version wrote the checkpoint
     """
     directory = _tagged(path)
     _check_config(directory)
     metadata = read_metadata(directory)
-    with closing(PickledFiles(str(directory), _KNOWN, frozenset(_SHOWN))) as files:
-        return _Assembly(directory, metadata, files).source()
+    with closing(PickledFiles(str(directory), _KNOWN, frozenset(_REPLACED_RECORDS))) as files:
+        return _MegatronAssembly(directory, metadata, files).source()
 
 
 def _tagged(path: Path) -> Path:
-    """The directory that the latest iteration has, or the path itself if it names none. Raises DamagedError."""
+    """The directory of the latest iteration; `path` itself if it has no file that names one. Raises DamagedError."""
     if not (path / _LATEST_NAME).is_file():
         return path
     text = _read(path, _LATEST_NAME)[:40].decode(errors="replace").strip()
     name = f"iter_{int(text):07d}" if text.isascii() and text.isdigit() else text
     if not re.fullmatch(r"release|iter_[0-9]+", name):
         raise DamagedError(
-            f"{path / _LATEST_NAME} names no iteration", found=f"{text!r}", next="give the directory itself"
+            f"{path / _LATEST_NAME} does not name an iteration", found=f"{text!r}",
+            next="give the directory of one iteration, such as iter_0001000",
         )
     if not (path / name).is_dir():
-        raise DamagedError(f"{path} has no {name}, which is the latest", next="give the directory of another one")
+        raise DamagedError(f"{path} lacks the latest iteration, {name}", next="give the directory of another iteration")
     return path / name
 
 
@@ -125,62 +133,65 @@ def _check_config(directory: Path) -> None:
     if not (directory / _CONFIG_NAME).is_file():
         if not (directory / METADATA_NAME).is_file():
             raise UnsupportedFormatError(
-                f"{directory} is no distributed checkpoint", expected="one of the format torch_dist",
+                f"{directory} is not a distributed checkpoint", expected="the format torch_dist",
                 next="let Megatron load it, and save it with --ckpt-format torch_dist",
             )
         raise DamagedError(
-            f"{directory} has no {_CONFIG_NAME}: the save was not finished", next="copy it whole, or take an older one"
+            f"{directory} has no {_CONFIG_NAME}: the save was not finished",
+            next="copy the whole directory again, or use an older checkpoint",
         )
     try:
         config = msgspec.json.decode(_read(directory, _CONFIG_NAME), type=_Config)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise DamagedError(f"{directory / _CONFIG_NAME} is torn: {error!s:.100}", next="copy it again") from error
-    found = (
+        raise DamagedError(
+            f"{directory / _CONFIG_NAME} is not valid JSON: {error!s:.100}", next="copy the file again"
+        ) from error
+    backends = (
         config.sharded_backend, config.sharded_backend_version, config.common_backend, config.common_backend_version
     )
-    if found != _BACKENDS:
+    if backends != _BACKENDS:
         raise UnsupportedFormatError(
-            f"{directory} is of an unknown backend of Megatron-core, or version", expected=f"{_BACKENDS}",
-            found=f"{found!s:.200}", next="let Megatron load it, and save it with --ckpt-format torch_dist",
+            f"{directory} has an unknown Megatron-core backend or version", expected=f"{_BACKENDS}",
+            found=f"{backends!s:.200}", next="let Megatron load it, and save it with --ckpt-format torch_dist",
         )
     for name in (METADATA_NAME, _COMMON_NAME):
         if not (directory / name).is_file():
             raise DamagedError(f"{directory} lacks {name}", next="copy the whole directory again")
 
 
-class _Assembly:
-    """The sections of a checkpoint, out of what is sharded and of what is common."""
+class _MegatronAssembly:
+    """Assembles the sections of a checkpoint from the sharded state and the common state."""
 
-    def __init__(self, directory: Path, metadata: Metadata, files: PickledFiles) -> None:
+    def __init__(self, directory: Path, metadata: DcpMetadata, files: PickledFiles) -> None:
         self._directory, self._metadata, self._files = directory, metadata, files
-        self._tree = Tree(files.place, str(directory), _SHOWN)
+        self._tree = PickleTree(files.storage_range, str(directory), _REPLACED_RECORDS)
         self._tensors: list[SourceTensor] = []
         self._objects: dict[str, object] = {}
 
-    def source(self) -> Source:
-        self._enter_common()
+    def source(self) -> SourceCheckpoint:
+        self._add_common()
         for name, entry in self._metadata.entries.items():
-            if entry.kind == TENSOR:
-                self._enter_tensor(name, entry)
+            if entry.kind == TENSOR_KIND:
+                self._add_tensor(name, entry)
             else:
-                self._enter_object(name)
+                self._add_object(name)
         check_sections(self._objects, str(self._directory))
-        return check_source(Source(
-            "megatron", str(self._directory), tuple(self._files.opened),
+        return check_source(SourceCheckpoint(
+            "megatron", str(self._directory), tuple(self._files.files),
             in_file_order((*self._tensors, *self._tree.tensors)), tuple(self._tree.aliases), self._objects,
             unmapped=tuple(self._tree.unmapped),
         ))
 
-    def _enter_common(self) -> None:
+    def _add_common(self) -> None:
         place = self._directory / _COMMON_NAME
         common = self._files.read(place)
         if not isinstance(common, dict):
-            raise DamagedError(f"{place} holds no dict", next="copy the file again")
+            raise DamagedError(f"{place} does not hold a dict", next="copy the file again")
         check_sections(common, str(place))
         for section, value in common.items():
             self._put(section, (), self._tree.section(section, value))
 
-    def _enter_tensor(self, key: str, entry: Record) -> None:
+    def _add_tensor(self, key: str, entry: PickledInstance) -> None:
         tensor = stored_tensor(self._directory, key, entry, self._metadata, self._files)
         added = self._metadata.megatron.get(key)
         if isinstance(added, dict) and _FLATTENED in added:
@@ -190,12 +201,12 @@ class _Assembly:
         self._tensors.append(msgspec.structs.replace(tensor, name=name))
         self._put(section, (inner,), TensorRef(name, "tensor"))
 
-    def _enter_object(self, key: str) -> None:
-        """An object, of which each rank, or each layer, may have one: then by its place among these."""
+    def _add_object(self, key: str) -> None:
+        """Add an object. If each rank or layer has its own, the object's position becomes a part of its name."""
         item = self._metadata.items.get((key, None))
         if item is None:
-            raise contradiction(self._directory, f"nothing says where {key!r:.80} lies")
-        shard = SHARD.fullmatch(key)
+            raise contradiction(self._directory, f"it does not list the location of {key!r:.80}")
+        shard = OBJECT_SHARD.fullmatch(key)
         whole = shard[1] if shard else key
         section, inner = (whole, "") if "." not in whole else _section_of(whole)
         is_one = shard is None or set(shard[3].split(".")) == {"1"}
@@ -204,23 +215,25 @@ class _Assembly:
         if shard and isinstance(value, list) and len(value) == 1:
             value = value[0]
         if value is None and whole.endswith("._extra_state"):
-            return  # of a layer that has none
+            return  # this layer has no such object
         self._put(section, path, self._tree.section(".".join((section, *path)), value))
 
     def _put(self, section: str, path: tuple[str, ...], value: object) -> None:
-        """Put a value into a section, unless nothing of it can be said."""
+        """Put a value into a section. A value that cannot be stored is recorded as such instead."""
         keys = (section, *path)
         if not self._tree.unmapped or self._tree.unmapped[-1].name != ".".join(keys):
-            put(self._objects, keys, value, self._directory)
+            put_at_keys(self._objects, keys, value, self._directory)
 
     def _unflattened(self, tensor: SourceTensor, original: object) -> SourceTensor:
-        """A tensor that older versions saved as a grid of flattened blocks, of which each rank had a range."""
+        """The original tensor of one that older versions saved as a grid of flattened blocks. Each rank wrote a range
+        of a block.
+        """
         try:
-            shape = sides(original)
+            shape = size_of(original)
             *grid, flat = tensor.shape
             block = tuple(side // count for side, count in zip(shape, grid, strict=True))
             if tuple(a * b for a, b in zip(block, grid, strict=True)) != shape or math.prod(block) != flat:
-                raise ValueError(f"{grid} blocks of {flat} elements are no tensor of shape {shape}")
+                raise ValueError(f"{grid} blocks of {flat} elements do not form a tensor of shape {shape}")
             boxes = [part for stored in tensor.boxes for part in _parts(stored, block, tensor.dtype.item_bytes)]
         except (ValueError, TypeError, ZeroDivisionError) as error:
             raise contradiction(self._directory, f"{tensor.name!r:.80}: {error!s:.100}") from error
@@ -228,11 +241,11 @@ class _Assembly:
 
 
 def _parts(stored: StoredBox, block: tuple[int, ...], item_bytes: int) -> list[StoredBox]:
-    """A range of a flattened block, as boxes of the tensor. Raises ValueError."""
+    """The boxes of the original tensor that a stored range of a flattened block contains. Raises ValueError."""
     *cell, begin = stored.box.offset
     *ones, length = stored.box.shape
     if set(ones) - {1} or (length > 1 and stored.strides is not None and stored.strides[-1] != 1):
-        raise ValueError(f"a part of it is no range of a block: {stored.box.shape}")
+        raise ValueError(f"a stored part of shape {stored.box.shape} is not one range of a block")
     parts, offset_bytes = [], stored.offset_bytes
     for box in linear_boxes(block, begin, begin + length):
         offset = tuple(number * side + inner for number, side, inner in zip(cell, block, box.offset, strict=True))
@@ -242,7 +255,7 @@ def _parts(stored: StoredBox, block: tuple[int, ...], item_bytes: int) -> list[S
 
 
 def _section_of(key: str) -> tuple[str, str]:
-    """The section that a key belongs to, and its name there. Keys tell the optimizer's; others are the model's."""
+    """The section of a key ("optimizer" or "model"), and the key's name in that section."""
     if "optimizer" in key.split(".")[:2]:
         return "optimizer", key.removeprefix("optimizer.")
     return "model", key

@@ -1,7 +1,7 @@
-"""A checkpoint of Orbax as a source: the tree that its metadata describes, of arrays that tensorstore reads.
+"""An Orbax checkpoint as a source: the tree in its metadata, with arrays that are read by tensorstore.
 
-Orbax stores arrays in zarr, compressed, most often inside of one database (OCDBT). What decodes both is the library
-that Orbax itself has for it; nothing else here needs it.
+Orbax stores arrays as compressed zarr, most often in one database (OCDBT). tensorstore, the library that Orbax itself
+uses, decodes both. Only this module needs tensorstore.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from flowstone.config import MIB
 from flowstone.convert.fetch import linear_boxes
 from flowstone.convert.source import (
     METADATA_BYTES_MAX,
-    Source,
+    SourceCheckpoint,
     SourceFile,
-    Unmapped,
+    UnmappedValue,
     allocated_bytes,
     check_expansion,
     check_source,
-    is_inner,
+    is_path_inside,
     open_plain,
-    read_whole,
+    read_small_file,
 )
 from flowstone.convert.sources.tree import check_sections
 from flowstone.errors import DamagedError, FrameworkError, UnsupportedFormatError
@@ -46,11 +46,14 @@ _UNFINISHED = ".orbax-checkpoint-tmp"
 _STEP = re.compile(r"(?:.*_)?(\d+)")
 _ARRAYS = frozenset({"jax.Array", "np.ndarray"})
 _EMPTY: Mapping[str, object] = {"None": None, "Dict": {}, "List": [], "Tuple": ()}
-_CACHE_BYTES = 64 * MIB  # beside one row of chunks: of those that two threads read at once
+_CACHE_BYTES = 64 * MIB  # added to the size of one row of chunks: for the chunks that two threads read at once
 _READ_WHOLE = frozenset({_DATABASE, ".zarray", ".zattrs", ".zgroup", "zarr.json"})
 _READ_WHOLE_BYTES_MAX = 64 * MIB
-_ENCODED_MAX = 2  # a chunk that does not compress becomes longer, by little
-_EXPANSION_MAX = 1024  # what is equal throughout, such as moments before the first step, compresses so well
+# how many times its size an encoded chunk may have: one that cannot be compressed becomes slightly longer
+_ENCODED_MAX = 2
+# how many times the size of the files the arrays may have: constant arrays, such as moments before the first step,
+# compress well
+_EXPANSION_MAX = 1024
 
 
 class _Key(msgspec.Struct, frozen=True):
@@ -67,8 +70,10 @@ class _Entry(msgspec.Struct, frozen=True):
     value_metadata: _Value
 
 
-class _Metadata(msgspec.Struct, frozen=True):
-    """`_METADATA`, as far as it is needed. Missing chunks are zero, unless the last field says that none is missing."""
+class _OrbaxMetadata(msgspec.Struct, frozen=True):
+    """The fields of the file `_METADATA` that are read. If the last field is true, all chunks are stored; otherwise
+    missing chunks are zeros.
+    """
 
     tree_metadata: dict[str, _Entry]
     use_ocdbt: bool = True
@@ -76,14 +81,16 @@ class _Metadata(msgspec.Struct, frozen=True):
     store_array_data_equal_to_fill_value: bool = False
 
 
-class _Array:
-    """The elements of an array as a file has them that is dense and row-major. Any thread."""
+class _OrbaxArray:
+    """The elements of an array, as if they were the bytes of a dense, row-major file. Can be read on any thread."""
 
     def __init__(self, store: Any, path: str) -> None:
         self.store, self._path = store, path
 
     def read(self, begin: int, into: NDArray[np.uint8]) -> None:
-        """The bytes from `begin` on. Decodes the chunks that they are in, unless the cache has these."""
+        """Fill `into` with the bytes from offset `begin` on. The chunks with these bytes are decoded, unless they are
+        cached.
+        """
         item = self.store.dtype.numpy_dtype.itemsize
         first, last = begin // item, -(-(begin + len(into)) // item)
         boxes = linear_boxes(self.store.shape, first, last)
@@ -92,7 +99,7 @@ class _Array:
         into[...] = content[begin - first * item :][: len(into)]
 
     def region(self, box: Box) -> NDArray[Any]:
-        """The elements of a box, dense. Raises DamagedError."""
+        """The elements of a box as a dense array. Raises DamagedError."""
         inside = tuple(slice(low, low + side) for low, side in zip(box.offset, box.shape, strict=True))
         try:
             return np.ascontiguousarray(self.store[inside].read(order="C").result())
@@ -103,66 +110,67 @@ class _Array:
 
 
 def is_orbax(path: Path) -> bool:
-    """Whether a directory is an item that Orbax has saved, or a step that consists of some, or has such steps."""
+    """Whether a directory is an Orbax item, a step (a directory with items), or a directory with steps."""
     return path.is_dir() and bool(_items(_step(path)))
 
 
-def read_orbax(path: Path) -> Source:
-    """What the checkpoint holds. The keys at the top of a tree are sections; of several items, their names are.
+def read_orbax(path: Path) -> SourceCheckpoint:
+    """Read the checkpoint. Its sections are the top-level keys of its tree; if it has several items, their names.
 
-    path  an item, a step of a CheckpointManager, or its directory: then the newest step that was finished
+    path  the directory of an item, of a step of a CheckpointManager, or of a manager, whose newest finished step is
+          read
 
     raises  FrameworkError          tensorstore is not installed
-            DamagedError            metadata or arrays that are missing, or cannot be read
-            UnsupportedFormatError  a tree that cannot be a state of ours
+            DamagedError            metadata or arrays are missing, or cannot be read
+            UnsupportedFormatError  Flowstone cannot store the tree
     """
     items = _items(_step(path))
     is_alone = len(items) == 1
     stored = [_stored_bytes(item) for item in items]
-    held, longest = sum(total for total, _ in stored), max(longest for _, longest in stored)
-    parts = [_Item(item, "" if is_alone else f"{item.name}.") for item in items]
+    allocated, longest = sum(total for total, _ in stored), max(longest for _, longest in stored)
+    parts = [_OrbaxItem(item, "" if is_alone else f"{item.name}.") for item in items]
     row_bytes = max(part.row_bytes() for part in parts)
-    check_expansion(str(path), {"one row of chunks": row_bytes}, held, _EXPANSION_MAX)
+    check_expansion(str(path), {"one row of chunks": row_bytes}, allocated, _EXPANSION_MAX)
     if longest > MIB + _ENCODED_MAX * row_bytes:
         raise DamagedError(
-            f"{path} has a chunk that is too long", expected=f"at most {MIB + _ENCODED_MAX * row_bytes} bytes",
-            found=f"{longest} bytes", next="copy it again",
+            f"{path} has a chunk that is too large", expected=f"at most {MIB + _ENCODED_MAX * row_bytes} bytes",
+            found=f"{longest} bytes", next="copy the whole directory again",
         )
     cache_bytes = _CACHE_BYTES + row_bytes
     tensors: list[SourceTensor] = []
     objects: dict[str, object] = {}
     files: list[SourceFile] = []
-    unmapped = [Unmapped(name, "an item without arrays") for name in _others(_step(path))]
+    unmapped = [UnmappedValue(name, "an item without arrays") for name in _others(_step(path))]
     for item, part in zip(items, parts, strict=True):
-        found, tree = part.read(cache_bytes, files, unmapped)
-        tensors += found
+        item_tensors, tree = part.read(cache_bytes, files, unmapped)
+        tensors += item_tensors
         objects |= tree if is_alone else {item.name: tree}
     check_sections(objects, str(path))
     has_arrays_alone = all(isinstance(leaf, TensorRef) for leaf in _leaves(objects))
     is_flat = is_alone and has_arrays_alone and any(isinstance(value, TensorRef) for value in objects.values())
-    check_expansion(str(path), {tensor.name: tensor.bytes for tensor in tensors}, held, _EXPANSION_MAX)
-    return check_source(Source(
+    check_expansion(str(path), {tensor.name: tensor.bytes for tensor in tensors}, allocated, _EXPANSION_MAX)
+    return check_source(SourceCheckpoint(
         "orbax", str(path), tuple(files), tuple(tensors), objects={} if is_flat else objects, is_flat=is_flat,
         unmapped=tuple(unmapped),
     ))
 
 
 def _stored_bytes(item: Path) -> tuple[int, int]:
-    """The bytes that the files of an item take on the disk, and the length of its longest chunk.
+    """The disk space of an item's files, and the length of its longest chunk.
 
-    raises  DamagedError, StorageError  for a file that is far too long, at which tensorstore would end the process, or
-                                        for a pipe or device, on which it would wait
+    raises  DamagedError  a file is far too large; tensorstore would end the process
+            StorageError  a file is a pipe or a device; tensorstore would wait forever
     """
     total = longest = 0
     is_database = (item / _DATABASE).is_file()
     for place, directories, names in os.walk(item):
-        for name in (*names, *(one for one in directories if os.path.islink(os.path.join(place, one)))):
+        for name in (*names, *(inner for inner in directories if os.path.islink(os.path.join(place, inner)))):
             with translated(item, "read", name), open_plain(Path(place, name)) as opened:
                 length = os.fstat(opened.fileno()).st_size
                 total += allocated_bytes(opened)
             if name in _READ_WHOLE and length > _READ_WHOLE_BYTES_MAX:
                 raise DamagedError(
-                    f"{os.path.join(place, name)} is too long", expected=f"at most {_READ_WHOLE_BYTES_MAX} bytes",
+                    f"{os.path.join(place, name)} is too large", expected=f"at most {_READ_WHOLE_BYTES_MAX} bytes",
                     found=f"{length} bytes", next="copy the whole directory again",
                 )
             if place != str(item) and not is_database:
@@ -171,17 +179,17 @@ def _stored_bytes(item: Path) -> tuple[int, int]:
 
 
 def _step(path: Path) -> Path:
-    """The newest step that is in a directory, or the path itself where there is none."""
+    """The directory of the newest step in `path`; `path` itself if it has no steps."""
     with translated(path, "list", "."):
-        found = [
+        steps = [
             (int(match[1]), name) for name in os.listdir(path)
             if (match := _STEP.fullmatch(name)) and (path / name / _STEP_METADATA).is_file()
         ]
-    return path / max(found)[1] if found and not (path / _METADATA).is_file() else path
+    return path / max(steps)[1] if steps and not (path / _METADATA).is_file() else path
 
 
 def _items(path: Path) -> list[Path]:
-    """The directories of a step that have arrays; itself, if it has."""
+    """The directories in a step that contain arrays; `path` itself if it contains arrays."""
     if _is_item(path):
         return [path]
     with translated(path, "list", "."):
@@ -189,7 +197,7 @@ def _items(path: Path) -> list[Path]:
 
 
 def _others(path: Path) -> list[str]:
-    """The items of a step that hold no arrays: what Orbax has saved as JSON, or by a handler of the job's own."""
+    """The names of a step's items without arrays, which were saved as JSON or by a custom handler."""
     if _is_item(path):
         return []
     return sorted(entry.name for entry in os.scandir(path) if entry.is_dir() and not _is_item(Path(entry.path)))
@@ -202,37 +210,42 @@ def _is_item(path: Path) -> bool:
         return b'"tree_metadata"' in opened.read(1 << 16)
 
 
-class _Item:
-    """One tree: opens its arrays, and takes its other values. `prefix`: of all its names."""
+class _OrbaxItem:
+    """One item of a checkpoint: a tree of arrays, which are opened, and of other values, which are read. All names
+    begin with `prefix`.
+    """
 
     def __init__(self, directory: Path, prefix: str) -> None:
         self._directory, self._prefix = directory, prefix
         self._tensorstore = _tensorstore()
-        content = read_whole(directory, _METADATA, METADATA_BYTES_MAX)
+        content = read_small_file(directory, _METADATA, METADATA_BYTES_MAX)
         try:
-            self._metadata = msgspec.json.decode(content, type=_Metadata)
+            self._metadata = msgspec.json.decode(content, type=_OrbaxMetadata)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise DamagedError(
-                f"{directory / _METADATA} is not as Orbax writes it", found=f"{error!s:.200}", next="copy it again"
+                f"{directory / _METADATA} is not valid metadata of Orbax", found=f"{error!s:.200}",
+                next="copy the file again",
             ) from error
         if self._metadata.use_ocdbt and not (directory / _DATABASE).is_file():
             raise DamagedError(f"{directory} lacks {_DATABASE}", next="copy the whole directory again")
         self._strings: object = None
 
     def row_bytes(self) -> int:
-        """Of the chunks that a run of elements touches, at most: those of one row of some array."""
+        """The size in bytes of one row of chunks of the largest array. Reading a few elements decodes no more than
+        that.
+        """
         names = [name for _, name, entry in self._entries() if entry.value_metadata.value_type in _ARRAYS]
-        return max((_row_bytes(self._opened(name, None).store) for name in names), default=0)
+        return max((_row_bytes(self._open_array(name, None).store) for name in names), default=0)
 
     def _entries(self) -> Iterator[tuple[tuple[_Key, ...], str, _Entry]]:
         for entry in self._metadata.tree_metadata.values():
             yield entry.key_metadata, ".".join(key.key for key in entry.key_metadata), entry
 
     def read(
-        self, cache_bytes: int, files: list[SourceFile], unmapped: list[Unmapped]
+        self, cache_bytes: int, files: list[SourceFile], unmapped: list[UnmappedValue]
     ) -> tuple[list[SourceTensor], dict[str, object]]:
-        """Its tensors, and its tree with references to them. Adds to files, and to what has no place."""
-        # One thread decodes: malloc keeps for each thread what it has freed, up to the cache's size.
+        """The item's tensors, and its tree with references to them. Adds to `files` and `unmapped`."""
+        # Only one thread decodes, since malloc keeps freed memory for each thread, up to the cache's size.
         context = self._tensorstore.Context(
             {"cache_pool": {"total_bytes_limit": cache_bytes}, "data_copy_concurrency": {"limit": 1}})
         changed_ns = max(
@@ -244,28 +257,28 @@ class _Item:
         for keys, name, entry in self._entries():
             kind, full = entry.value_metadata.value_type, self._prefix + name
             if kind in _ARRAYS:
-                array = self._opened(name, context)
-                kept = array.store.dtype
-                dtype = DTYPES.get(kept.name)
-                if dtype is None or dtype.item_bytes != kept.numpy_dtype.itemsize:
-                    unmapped.append(Unmapped(full, kept.name))
+                array = self._open_array(name, context)
+                array_dtype = array.store.dtype
+                dtype = DTYPES.get(array_dtype.name)
+                if dtype is None or dtype.item_bytes != array_dtype.numpy_dtype.itemsize:
+                    unmapped.append(UnmappedValue(full, array_dtype.name))
                     continue
                 shape = tuple(array.store.shape)
                 tensors.append(SourceTensor(full, dtype, shape, (StoredBox(Box.whole(shape), len(files), 0),)))
                 files.append(SourceFile(f"{self._directory}/{name}", tensors[-1].bytes, changed_ns, array))
                 leaves.append((keys, TensorRef(full, "tensor")))
             elif kind == "scalar":
-                leaves.append((keys, self._opened(name, context).region(Box((), ())).item()))
+                leaves.append((keys, self._open_array(name, context).region(Box((), ())).item()))
             elif kind == "string":
                 leaves.append((keys, self._text(name)))
             elif kind in _EMPTY:
                 leaves.append((keys, _EMPTY[kind]))
             else:
-                unmapped.append(Unmapped(full, kind))
+                unmapped.append(UnmappedValue(full, kind))
         return tensors, _tree(leaves, str(self._directory))
 
-    def _opened(self, name: str, context: Any) -> _Array:
-        """An array, without a read of its elements. A chunk that is missing is an error where none may be."""
+    def _open_array(self, name: str, context: Any) -> _OrbaxArray:
+        """Open an array without reading its elements. If all chunks must be stored, a missing one is an error."""
         base = {"driver": "file", "path": f"{self._directory.absolute()}/"}
         place = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
         if not self._metadata.use_ocdbt:
@@ -275,24 +288,26 @@ class _Item:
             "fill_missing_data_reads": not self._metadata.store_array_data_equal_to_fill_value,
         }
         try:
-            if not is_inner(name):
-                raise ValueError("the name leads out of the directory, or cannot name a file")
+            if not is_path_inside(name):
+                raise ValueError("the name leads out of the directory, or is not a valid file name")
             store = self._tensorstore.open(spec, open=True, read=True, context=context).result()
-            return _Array(store, f"{self._directory}/{name}")
+            return _OrbaxArray(store, f"{self._directory}/{name}")
         except (ValueError, OSError) as error:
             raise DamagedError(
-                f"{self._directory} lacks the array {name!r:.200}, or has it in another format than it says",
+                f"{self._directory} lacks the array {name!r:.200}, or its format differs from the metadata",
                 found=f"{error!s:.300}", next="copy the whole directory again",
             ) from error
 
     def _text(self, name: str) -> object:
         if self._strings is None:
             try:
-                self._strings = json.loads(read_whole(self._directory, _STRINGS, METADATA_BYTES_MAX))
+                self._strings = json.loads(read_small_file(self._directory, _STRINGS, METADATA_BYTES_MAX))
             except (ValueError, RecursionError) as error:
-                raise DamagedError(f"{self._directory / _STRINGS} cannot be read", next="copy it again") from error
+                raise DamagedError(
+                    f"{self._directory / _STRINGS} cannot be read", next="copy the file again"
+                ) from error
         if not isinstance(self._strings, dict) or not isinstance(self._strings.get(name), str):
-            raise DamagedError(f"{self._directory / _STRINGS} lacks {name!r:.200}", next="copy it again")
+            raise DamagedError(f"{self._directory / _STRINGS} lacks {name!r:.200}", next="copy the file again")
         return self._strings[name]
 
 
@@ -301,49 +316,52 @@ def _tensorstore() -> ModuleType:
         import tensorstore
     except ImportError as error:
         raise FrameworkError(
-            "checkpoints of Orbax are read by tensorstore, which is not installed",
+            "Orbax checkpoints are read with tensorstore, which is not installed",
             next="pip install 'flowstone[orbax]', or pip install tensorstore",
         ) from error
     return tensorstore
 
 
 def _row_bytes(store: Any) -> int:
-    """Of one row of chunks: all that begin at the same index of the first dimension."""
+    """How many bytes one row of chunks has: all chunks that begin at the same index of the first dimension."""
     if not store.shape:
         return 0
     chunk = store.chunk_layout.read_chunk.shape or store.shape
-    sides = [-(-side // part) * part for side, part in zip(store.shape[1:], chunk[1:], strict=True)]  # of whole chunks
+    # the side lengths, rounded up to full chunks
+    sides = [-(-side // part) * part for side, part in zip(store.shape[1:], chunk[1:], strict=True)]
     return int(math.prod((chunk[0], *sides)) * store.dtype.numpy_dtype.itemsize)
 
 
 def _tree(leaves: Sequence[tuple[tuple[_Key, ...], object]], path: str) -> dict[str, object]:
-    """The values as they were nested. Keys of a list are its positions, those of anything else are text."""
+    """Nest values by their keys: numbers are positions in lists, and strings are keys of dicts."""
     root: dict[str, object] = {}
     lists: list[tuple[dict[str, object], str]] = []
     for keys, value in leaves:
         node = root
-        for at, key in enumerate(keys[:-1]):
+        for depth, key in enumerate(keys[:-1]):
             if key.key not in node:
                 node[key.key] = {}
-                if keys[at + 1].key_type == 1:
+                if keys[depth + 1].key_type == 1:
                     lists.append((node, key.key))
             inner = node[key.key]
             if not isinstance(inner, dict):
                 raise UnsupportedFormatError(
-                    f"{path}: {key.key!r:.60} is a value, and has values below it", next="restore it with Orbax"
+                    f"{path}: {key.key!r:.60} is a value, but also has values below it",
+                    next="restore the checkpoint with Orbax, and save it with fs.Checkpointer",
                 )
             node = inner
         if not keys or keys[-1].key in node:
             name = ".".join(key.key for key in keys)
             raise DamagedError(
-                f"{path} has two values under the name {name!r:.200}, or one without a name", next="copy it again"
+                f"{path} has two values with the name {name!r:.200}, or one without a name",
+                next="copy the whole directory again",
             )
         node[keys[-1].key] = value
-    for node, name in reversed(lists):  # those inside of others first
+    for node, name in reversed(lists):  # inner lists are converted first
         inner = node[name]
         assert isinstance(inner, dict), "it was made one"
-        if inner.keys() == {str(at) for at in range(len(inner))}:
-            node[name] = [inner[str(at)] for at in range(len(inner))]
+        if inner.keys() == {str(number) for number in range(len(inner))}:
+            node[name] = [inner[str(number)] for number in range(len(inner))]
     return root
 
 

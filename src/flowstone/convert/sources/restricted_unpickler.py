@@ -1,8 +1,8 @@
-"""Reads a pickle as what it describes, and executes nothing: names are looked up in a table, never imported.
+"""Reads a pickle as a description, and executes nothing: names are looked up in a table, never imported.
 
-Pickle is a program for a machine with a stack. This machine knows the opcodes that build values, and calls nothing but
-the functions of the table that it is given. Everything else that a pickle names becomes an `Opaque` that tells the
-name: what is done about it is for the caller to say.
+A pickle is a program for a stack machine. This module implements the opcodes that build values, and calls only the
+functions in a given table. Any other class or function that a pickle names becomes an `Opaque` with that name. The
+caller decides what to do with it.
 """
 
 from __future__ import annotations
@@ -13,21 +13,22 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from flowstone.errors import DamagedError, UnsupportedFormatError
-from flowstone.format.bounds import SAME_HASH_MAX, hashed
+from flowstone.format.bounds import SAME_HASH_MAX, checked_keys
 
-Known = Mapping[str, Callable[..., object]]
-"""What may be called, by the dotted name that pickles have for it."""
+KnownFunctions = Mapping[str, Callable[..., object]]
+"""The functions that may be called, by their dotted names in pickles."""
 
-_ITEMS_MAX = 1 << 24  # opcodes: of a checkpoint with a million tensors
-_NAME_CHARS_MAX = 1000  # of a class or function
-_DEPTH_MAX = 128  # our objects nest 100 deep; the rest is for containers around them
-_KEY_VALUES_MAX = 1000  # in a tuple that is a key: C code hashes it, as deep as it nests, each time that it is used
-_EXPANSION_MAX = 16  # values for each opcode: a value in several places counts in each
+_ITEMS_MAX = 1 << 24  # number of opcodes: enough for a checkpoint with a million tensors
+_NAME_CHARS_MAX = 1000  # the longest name of a class or function
+_DEPTH_MAX = 128  # Flowstone's objects may be nested 100 deep; the rest is for containers around them
+# how many values a tuple that is a key may contain: each use of the key hashes all of them, at any depth
+_KEY_VALUES_MAX = 1000
+_EXPANSION_MAX = 16  # how many values an opcode may lead to; a value that occurs several times counts each time
 _EXPANDED_MIN = 1 << 16
 
 
 class Opaque:
-    """A value of a type that is not known, or a function; `name` is the dotted name of what would have been called."""
+    """A value of an unknown type, or an unknown function. `name`: the dotted name of that type or function."""
 
     __slots__ = ("name",)
 
@@ -44,8 +45,8 @@ class Global:
         self.name = name
 
 
-class Record:
-    """An instance of a known class: its fields, or whatever else its state is, by `state`."""
+class PickledInstance:
+    """An instance of a known class. `state`: a dict of its fields, or any other state that was pickled."""
 
     __slots__ = ("arguments", "kind", "state")
 
@@ -54,42 +55,47 @@ class Record:
 
     state: object
 
+    def fill(self, state: object) -> None:
+        self.state = state
+
     def field(self, name: str) -> object:
-        """A field of it. Raises KeyError."""
+        """The value of a field of the instance. Raises KeyError if there is no such field."""
         if not isinstance(self.state, dict):
             raise KeyError(name)
-        found: object = self.state[name]
-        return found
+        value: object = self.state[name]
+        return value
 
 
-class _Mark:
+class _StackMark:
     pass
 
 
 def read_pickle(
-    content: bytes, known: Known, records: frozenset[str] = frozenset(), *,
+    content: bytes, functions: KnownFunctions, records: frozenset[str] = frozenset(), *,
     persistent: Callable[[object], object] | None = None, path: str,
 ) -> object:
     """The value that a pickle describes.
 
-    known       what is called for a name, with the arguments that the pickle has for it
-    records     classes of which a Record is made
-    persistent  what stands for a persistent id; None: there is none
+    functions   name -> function that may be called, with arguments from the pickle
+    records     names of classes whose instances become a PickledInstance
+    persistent  returns the value for a persistent id; None: the pickle must have no such ids
 
-    The result is bounded: it nests at most _DEPTH_MAX deep, and a walk that visits a value in each place where it
-    occurs takes a time that is bounded by the pickle's length.
+    The result is bounded: it nests at most _DEPTH_MAX deep, and a walk over it takes time proportional to the pickle's
+    length, even if it visits a value again each time it occurs.
 
-    raises  DamagedError            this is no pickle, or not one that its own program could have written
-            UnsupportedFormatError  an opcode that no file of this kind has, or values that nest or repeat without end
+    raises  DamagedError            the pickle is not valid
+            UnsupportedFormatError  there is an opcode that no checkpoint needs, or values nest or repeat without end
     """
-    machine = _Machine(known, records, persistent, path)
+    machine = _Machine(functions, records, persistent, path)
     try:
         for number, (opcode, argument, _) in enumerate(pickletools.genops(content)):
             if number > _ITEMS_MAX:
-                raise UnsupportedFormatError(f"{path} has too many values", next="save the tensors by themselves")
+                raise UnsupportedFormatError(
+                    f"{path} has more values than Flowstone reads from a pickle", next="save only the tensors"
+                )
             if opcode.name == "STOP":
                 value = machine.pop()
-                _check_expanded(value, max(_EXPANDED_MIN, _EXPANSION_MAX * number), path)
+                _check_bounded(value, max(_EXPANDED_MIN, _EXPANSION_MAX * number), path)
                 return value
             machine.step(opcode.name, argument)
     except UnsupportedFormatError:
@@ -110,32 +116,32 @@ _IGNORED = frozenset({"PROTO", "FRAME"})
 
 
 def hashable(key: object) -> object:
-    """The key itself, if it can be hashed in bounded time and depth. Raises ValueError."""
+    """Return the key, if it can be hashed in bounded time and depth. Raises ValueError if not."""
     waiting, count = [key], 0
     while waiting:
         value = waiting.pop()
         if isinstance(value, tuple | frozenset):
             count += 1 + len(value)
             if count > _KEY_VALUES_MAX:
-                raise ValueError(f"a key of more than {_KEY_VALUES_MAX} values")
+                raise ValueError(f"a key of a dict consists of more than {_KEY_VALUES_MAX} values")
             waiting += value
     return key
 
 
 def hashables(keys: Iterable[object]) -> list[object]:
-    """`hashable` for all keys of a new container."""
-    return hashed(list(map(hashable, keys)))
+    """Return the keys of a new container, if all can be hashed in bounded time and depth. Raises ValueError if not."""
+    return checked_keys(list(map(hashable, keys)))
 
 
 def items_of(values: object) -> Collection[Any]:
-    """The values of a container. Refuses what generates values, such as a huge range. Raises ValueError."""
+    """The values of a container. Raises ValueError for anything else, such as a huge range."""
     if not isinstance(values, tuple | list | set | frozenset):
         raise ValueError(f"expected a tuple, list or set of values, found a {type(values).__name__}")
     return values
 
 
 def pairs_of(values: object) -> list[tuple[object, object]]:
-    """Keys and values, as a list of pairs or as a dict. Raises ValueError."""
+    """Keys and values of a list of pairs, or of a dict, as a list of pairs. Raises ValueError."""
     if isinstance(values, dict):
         return list(values.items())
     keys, parts = [], []
@@ -148,14 +154,16 @@ def pairs_of(values: object) -> list[tuple[object, object]]:
 def _parts(value: object) -> Collection[object]:
     if isinstance(value, dict):
         return [*value, *value.values()]
-    if isinstance(value, Record):
+    if isinstance(value, PickledInstance):
         return [value.arguments, value.state]
     return value if isinstance(value, tuple | list | set | frozenset) else ()
 
 
-def _check_expanded(value: object, count_max: int, path: str) -> None:
-    """Raise UnsupportedFormatError if a value nests too deep, holds itself, or has more values than that."""
-    done: dict[int, tuple[int, int]] = {}  # how many values a container has, and how deep they nest
+def _check_bounded(value: object, count_max: int, path: str) -> None:
+    """Raise UnsupportedFormatError if a value is nested too deep, contains itself, or contains more than `count_max`
+    values.
+    """
+    done: dict[int, tuple[int, int]] = {}  # container, by id -> (number of values in it, its depth)
     above = set[int]()
     waiting = [(value, False)]
     while waiting:
@@ -174,35 +182,37 @@ def _check_expanded(value: object, count_max: int, path: str) -> None:
             waiting += [(part, False) for part in inner]
             continue
         above.discard(id(node))
-        found = [done[id(part)] for part in parts if id(part) in done]
-        count = len(parts) + sum(inner for inner, _ in found)
-        depth = 1 + max((inner for _, inner in found), default=0)
+        inner_totals = [done[id(part)] for part in parts if id(part) in done]
+        count = len(parts) + sum(inner for inner, _ in inner_totals)
+        depth = 1 + max((inner for _, inner in inner_totals), default=0)
         if count > count_max or depth > _DEPTH_MAX:
             raise _unbounded_error(path)
         done[id(node)] = count, depth
 
 
-_CONTAINERS = (dict, tuple, list, set, frozenset, Record)
+_CONTAINERS = (dict, tuple, list, set, frozenset, PickledInstance)
 
 
 def _unbounded_error(path: str) -> UnsupportedFormatError:
     return UnsupportedFormatError(
         f"the values in {path} nest too deeply, contain themselves, or repeat too often",
         expected=f"at most {_DEPTH_MAX} levels",
-        next="do not use this file; if you trust it, load it with torch and save its tensors alone",
+        next="do not use this file; if you trust it, load it with torch and save only its tensors",
     )
 
 
 class _Machine:
     def __init__(
-        self, known: Known, records: frozenset[str], persistent: Callable[[object], object] | None, path: str
+        self, functions: KnownFunctions, records: frozenset[str], persistent: Callable[[object], object] | None,
+        path: str
     ) -> None:
-        self._known, self._records, self._persistent, self._path = known, records, persistent, path
+        self._known, self._records, self._persistent, self._path = functions, records, persistent, path
         self._stack: list[Any] = []
         self._memo: dict[int, object] = {}
-        self._hashes = Counter[tuple[int, int]]()  # of each container's keys that are not text
+        # for each container, how often each hash occurs among its keys that are not strings
+        self._hashes = Counter[tuple[int, int]]()
         self._steps: dict[str, Callable[[Any], object]] = {
-            "MARK": lambda _: self._stack.append(_Mark()),
+            "MARK": lambda _: self._stack.append(_StackMark()),
             "EMPTY_DICT": lambda _: self._stack.append({}),
             "EMPTY_LIST": lambda _: self._stack.append([]),
             "EMPTY_TUPLE": lambda _: self._stack.append(()),
@@ -247,18 +257,18 @@ class _Machine:
             self._steps[name](argument)
         else:
             raise UnsupportedFormatError(
-                f"{self._path} uses {name}, which no checkpoint needs", next="do not load it with anything else, either"
+                f"{self._path} uses the opcode {name}, which no checkpoint needs", next="do not use this file"
             )
 
     def pop(self) -> Any:
         value = self._stack.pop()
-        if isinstance(value, _Mark):
-            raise ValueError("a mark where a value should be")
+        if isinstance(value, _StackMark):
+            raise ValueError("there is a mark where a value should be")
         return value
 
     def _to_mark(self) -> list[Any]:
         values: list[Any] = []
-        while not isinstance(value := self._stack.pop(), _Mark):
+        while not isinstance(value := self._stack.pop(), _StackMark):
             values.append(value)
         values.reverse()
         return values
@@ -287,19 +297,19 @@ class _Machine:
         self._set(values)
 
     def _keys(self, target: object, keys: Iterable[object]) -> list[object]:
-        """The keys, if their lookup in `target` takes bounded time. Raises ValueError."""
-        found = list(map(hashable, keys))
-        for key in found:
+        """Return the keys, if looking them up in `target` takes bounded time. Raises ValueError if not."""
+        checked = list(map(hashable, keys))
+        for key in checked:
             if not isinstance(key, str):
                 same = id(target), hash(key)
                 self._hashes[same] += 1
                 if self._hashes[same] > SAME_HASH_MAX:
-                    raise ValueError("thousands of keys with one hash")
-        return found
+                    raise ValueError("thousands of keys of a dict have the same hash")
+        return checked
 
     def _global(self, *parts: object) -> None:
         if not all(isinstance(part, str) and len(part) <= _NAME_CHARS_MAX and part.isprintable() for part in parts):
-            raise ValueError("an invalid name of a class or function")
+            raise ValueError("the name of a class or function is not valid")
         self._stack.append(Global(".".join(map(str, parts))))
 
     def _stack_global(self) -> None:
@@ -320,16 +330,16 @@ class _Machine:
         if called.name in ("copyreg._reconstructor", "copyreg.__newobj__") and isinstance(arguments[0], Global):
             return self._call(arguments[0], arguments[3:] if called.name.endswith("_reconstructor") else arguments[1:])
         if called.name in self._records:
-            return Record(called.name, arguments)
+            return PickledInstance(called.name, arguments)
         function = self._known.get(called.name)
         return Opaque(called.name) if function is None else function(*arguments)
 
     def _build(self) -> None:
         state, value = self.pop(), self._stack[-1]
-        if isinstance(value, Record):
-            value.state = state  # of others it is what a class adds to a container, as `_metadata`
+        if isinstance(value, PickledInstance):
+            value.fill(state)  # other values ignore a state: attributes of containers, such as `_metadata`
 
     def _resolve(self, identity: object) -> object:
         if self._persistent is None:
-            raise ValueError("a reference to what lies outside of it")
+            raise ValueError("the pickle refers to data that is not in the pickle")
         return self._persistent(identity)

@@ -1,4 +1,4 @@
-"""A checkpoint's chunks, of which each may lie apart or be encoded, as one run of the bytes that they hold."""
+"""The chunks of a checkpoint as one sequence of decoded bytes. The chunks may be stored in any order, and encoded."""
 
 from __future__ import annotations
 
@@ -7,79 +7,86 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from flowstone import _native
-from flowstone.checkpoint import Checkpoint
+from flowstone._native import cast_numbers, decode_chunk, xxh3_64
 from flowstone.config import CHUNK_BYTES
 from flowstone.convert.source import open_plain
-from flowstone.convert.sources.stored_files import Ranges
+from flowstone.convert.sources.stored_files import RangeThreads
 from flowstone.errors import DamagedError
 from flowstone.format.codec import CAST, CAST_ELEMENTS, PLANES
-from flowstone.format.derived import halves_of
+from flowstone.format.derived import source_chunk_counts
+from flowstone.reading.checkpoint import Checkpoint
 from flowstone.store.os_errors import translated
 from flowstone.table.chunks import CODEC_RAW, CODEC_XOR
 
 
-class ChunkData:
-    """What all pieces of a checkpoint hold, in index order: verified, decoded. Any thread may read."""
+class DecodedChunks:
+    """The content of all pieces (parts of tensors) of a checkpoint, in the order of its index, verified and decoded.
+    Can be read on any thread.
+    """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint, self._chunks = checkpoint, checkpoint.index.chunks
         length = self._chunks.length.astype(np.int64)
-        self.begins = np.concatenate([np.zeros(1, np.int64), np.cumsum(length)])  # of each piece, then the end
+        # where each piece begins, and at last the end
+        self.begins = np.concatenate([np.zeros(1, np.int64), np.cumsum(length)])
         count = int(self._chunks.first[-1])
         self._piece, number = self._chunks.locate(np.arange(count))
-        self._segment, self._offset = self._chunks.stored_at(self._piece, number)
+        self._segment, self._offset = self._chunks.stored_locations(self._piece, number)
         self._stored, self._codec = self._chunks.stored_lengths(), self._chunks.codecs()
         self._bytes = self._chunks.logical_bytes(self._piece, number, number + 1)
         self._begin = self.begins[self._piece] + number * CHUNK_BYTES
-        is_near = Path(checkpoint.path).is_dir() and not checkpoint.is_spread  # a disk's answers are not waited for
-        self._ranges = None if is_near else Ranges()
+        # a disk is fast enough without further threads
+        is_near = Path(checkpoint.path).is_dir() and not checkpoint.is_spread
+        self._ranges = None if is_near else RangeThreads()
 
     def read(self, begin: int, into: NDArray[np.uint8]) -> None:
-        """Fill memory with the bytes from `begin` on. Raises DamagedError, StorageError."""
+        """Fill `into` with the bytes from offset `begin` on. Raises DamagedError, StorageError."""
         end = begin + len(into)
         first = int(np.searchsorted(self._begin, begin, side="right")) - 1
         last = int(np.searchsorted(self._begin, end))
 
         def put(chunk: int) -> None:
-            at = int(self._begin[chunk])
-            low, high = max(begin, at), min(end, at + int(self._bytes[chunk]))
+            start = int(self._begin[chunk])
+            low, high = max(begin, start), min(end, start + int(self._bytes[chunk]))
             if low < high:
-                into[low - begin : high - begin] = np.frombuffer(self._data(chunk), np.uint8)[low - at : high - at]
+                data = np.frombuffer(self._data(chunk), np.uint8)
+                into[low - begin : high - begin] = data[low - start : high - start]
 
-        for _ in map(put, range(first, last)) if self._ranges is None else self._ranges.each(put, range(first, last)):
+        for _ in map(put, range(first, last)) if self._ranges is None else self._ranges.map(put, range(first, last)):
             pass
 
     def _read(self, segment: int, offset: int, length: int, digest: int) -> bytes | None:
-        """Stored bytes; None: they are not what was written."""
+        """Read the stored bytes of a chunk. None if they do not match their digest."""
         name = self._checkpoint.manifest.segments[segment].name
         if self._ranges is not None:
             stored = self._checkpoint.stored_bytes(name, offset, length)
-        else:  # a process on another machine has no open store, but sees the files
+        else:  # a process on another machine has no open store, but can read the files
             path = Path(self._checkpoint.path)
             with translated(path, "read", name), open_plain(path / name) as file:
                 file.seek(offset)
                 stored = file.read(length)
-        return stored if len(stored) == length and _native.xxh3_64(stored) == digest else None
+        return stored if len(stored) == length and xxh3_64(stored) == digest else None
 
     def _path(self, segment: int) -> str:
         return f"{self._checkpoint.path}/{self._checkpoint.manifest.segments[segment].name}"
 
     def _with_base(self, chunk: int, stored: bytes) -> bytes | None:
-        """The data of a chunk with codec xor; None: it, or its base, is not what was written."""
+        """Decode a chunk with the codec xor, whose stored bytes are the difference from an earlier chunk (its base).
+        None if the chunk or its base does not match its digest.
+        """
         assert self._chunks.stored is not None, "a chunk with a codec"
         assert self._chunks.stored.bases is not None, "a chunk with a base"
         (segment,), (offset,), (length,), (codec,), (digest,), (data_digest,) = (
-            column.tolist() for column in self._chunks.stored.bases.of(np.array([chunk])).columns()
+            column.tolist() for column in self._chunks.stored.bases.take(np.array([chunk])).columns()
         )
         bytes_, base = int(self._bytes[chunk]), self._read(segment, offset, length, digest)
-        data = _native.decode_chunk(PLANES.id, stored, bytes_)
+        data = decode_chunk(PLANES.id, stored, bytes_)
         if base is not None and codec != CODEC_RAW:
-            base = _native.decode_chunk(codec, base, bytes_)
+            base = decode_chunk(codec, base, bytes_)
         if data is None or base is None:
             return None
-        found = (np.frombuffer(data, np.uint8) ^ np.frombuffer(base, np.uint8)).tobytes()
-        return found if _native.xxh3_64(found) == data_digest else None
+        content = (np.frombuffer(data, np.uint8) ^ np.frombuffer(base, np.uint8)).tobytes()
+        return content if xxh3_64(content) == data_digest else None
 
     def _data(self, chunk: int) -> bytes:
         if self._codec[chunk] == CAST.id:
@@ -91,7 +98,7 @@ class ChunkData:
             if codec == CODEC_XOR:
                 data = self._with_base(chunk, stored)
             else:
-                data = stored if codec == CODEC_RAW else _native.decode_chunk(codec, stored, int(self._bytes[chunk]))
+                data = stored if codec == CODEC_RAW else decode_chunk(codec, stored, int(self._bytes[chunk]))
             if data is not None:
                 return data
         offset = int(self._offset[chunk])
@@ -100,10 +107,10 @@ class ChunkData:
     def _rounded(self, chunk: int) -> bytes:
         index, source = self._checkpoint.index, int(self._offset[chunk])
         element = CAST_ELEMENTS[index.tensors.dtypes[int(index.pieces.tensor[int(self._piece[chunk])])].name]
-        halves = int(halves_of(self._bytes[chunk : chunk + 1])[0])
-        parts = [_native.cast_numbers(self._data(at), element) for at in range(source, source + halves)]
+        halves = int(source_chunk_counts(self._bytes[chunk : chunk + 1])[0])
+        parts = [cast_numbers(self._data(part), element) for part in range(source, source + halves)]
         data = b"".join(part for part in parts if part is not None)
-        if _native.xxh3_64(data) != int(self._chunks.digest[chunk]):
+        if xxh3_64(data) != int(self._chunks.digest[chunk]):
             raise self._damage(self._checkpoint.path, chunk, "rounded from another tensor")
         return data
 
@@ -112,6 +119,6 @@ class ChunkData:
         name = index.tensors.names[int(index.pieces.tensor[piece])]
         number = chunk - int(self._chunks.first[piece])
         return DamagedError(
-            f"{path} is damaged: {name!r}, chunk {number}, is not what was written", range=place,
+            f"{path} is damaged: {name!r}, chunk {number}, does not match its digest", range=place,
             next="restore the file from a copy, or convert another step",
         )

@@ -1,4 +1,4 @@
-"""What torch's own pickles describe: tensors as places in storages, and the constants of torch."""
+"""The values in torch's pickles: tensors as views of storages, and constants of torch."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 
 from flowstone.config import NDIM_MAX
-from flowstone.convert.sources.restricted_unpickler import Global, Known, Opaque, hashables, items_of, pairs_of
+from flowstone.convert.sources.restricted_unpickler import Global, KnownFunctions, Opaque, hashables, items_of, pairs_of
 from flowstone.errors import DamagedError, UnsupportedFormatError
-from flowstone.format.objects import Named
+from flowstone.format.objects import NamedConstant
 from flowstone.table.dtype import DTYPES, DType
 
 STORAGE_DTYPES: Mapping[str, str] = {
@@ -22,11 +22,12 @@ STORAGE_DTYPES: Mapping[str, str] = {
 }
 _UNTYPED = ("torch.UntypedStorage", "torch.storage.UntypedStorage")
 _NUMBER_MAX = 1 << 60
-_TEXT_CHARS_MAX = 100  # of a device or layout
+_TEXT_CHARS_MAX = 100  # longest name of a device or layout
 
 
 class StorageRef(msgspec.Struct, frozen=True):
-    """A storage by its key in the file; `dtype` is None where its bytes have no type."""
+    """A reference to a storage, by its key in the file. `dtype`: None if the storage has no type. `bytes`: its length.
+    """
 
     key: str
     dtype: DType | None
@@ -34,7 +35,7 @@ class StorageRef(msgspec.Struct, frozen=True):
 
 
 class TensorView(msgspec.Struct, frozen=True):
-    """A tensor as its pickle has it: a view of a storage, all numbers in elements."""
+    """A tensor as a view of a storage. `offset` and `strides` are counted in elements."""
 
     storage: StorageRef
     dtype: DType
@@ -44,26 +45,31 @@ class TensorView(msgspec.Struct, frozen=True):
 
 
 def storage_of(identity: object) -> StorageRef:
-    """What torch's persistent id says: ("storage", type, key, location, elements). Raises ValueError."""
+    """The storage that torch's persistent id ("storage", type, key, location, elements) refers to. Raises ValueError.
+    """
     if not isinstance(identity, tuple) or len(identity) < 5 or identity[0] != "storage":
-        raise ValueError("a persistent id that is no storage")
+        raise ValueError("a persistent id does not refer to a storage")
     kind, key, elements = identity[1], identity[2], identity[4]
     if not isinstance(kind, Global) or not isinstance(key, str) or not isinstance(elements, int):
-        raise ValueError("a storage that is not described as torch does it")
+        raise ValueError("the description of a storage is not valid")
     if not 0 <= elements < _NUMBER_MAX:
-        raise ValueError("a storage with a negative or too large number of elements")
+        raise ValueError("a storage has a negative or too large number of elements")
     if kind.name in _UNTYPED:
         return StorageRef(key, None, elements)
     name = STORAGE_DTYPES.get(kind.name.removeprefix("torch."))
     if name is None:
-        raise UnsupportedFormatError(f"a storage of the unknown type {kind.name:.80}", next="convert it with torch")
+        raise UnsupportedFormatError(
+            f"a storage has the unknown type {kind.name:.80}",
+            next="load the file with torch, and save it with fs.Checkpointer",
+        )
     return StorageRef(key, DTYPES[name], elements * DTYPES[name].item_bytes)
 
 
 def _tensor_v2(storage: object, offset: object, shape: object, strides: object, *rest: object) -> TensorView:
     if len(rest) > 2 and isinstance(rest[2], dict) and any(rest[2].values()):
         raise UnsupportedFormatError(
-            "a tensor is a lazy conjugate or negation", found=", ".join(key for key in rest[2] if isinstance(key, str)),
+            "a tensor is a lazy conjugate or negation (is_conj() or is_neg() is true)",
+            found=", ".join(key for key in rest[2] if isinstance(key, str)),
             next="save tensor.resolve_conj().resolve_neg()",
         )
     return _tensor(storage, offset, shape, strides, None)
@@ -73,35 +79,40 @@ def _tensor_v3(storage: object, offset: object, shape: object, strides: object, 
     dtype = rest[2] if len(rest) > 2 else None
     if not isinstance(dtype, Global) or dtype.name.removeprefix("torch.") not in DTYPES:
         name = dtype.name if isinstance(dtype, Global) else type(dtype).__name__
-        raise UnsupportedFormatError(f"a tensor of the unknown type {name:.80}", next="convert it with torch")
+        raise UnsupportedFormatError(
+            f"a tensor has the unknown dtype {name:.80}",
+            next="load the file with torch, and save it with fs.Checkpointer",
+        )
     return _tensor(storage, offset, shape, strides, DTYPES[dtype.name.removeprefix("torch.")])
 
 
 def _tensor(storage: object, offset: object, shape: object, strides: object, dtype: DType | None) -> TensorView:
-    begin, sides, steps = *lengths((offset,)), lengths(shape), lengths(strides)
+    begin, sides, steps = *dimension_lengths((offset,)), dimension_lengths(shape), dimension_lengths(strides)
     if not isinstance(storage, StorageRef) or len(sides) != len(steps):
-        raise ValueError("a tensor without a storage, or of two ranks")
+        raise ValueError("a tensor has no storage, or its shape and strides differ in length")
     kind = dtype or storage.dtype
     if kind is None:
-        raise ValueError("a tensor without a type")
+        raise ValueError("a tensor has no dtype")
     return TensorView(storage, kind, begin, sides, steps)
 
 
-def lengths(values: object) -> tuple[int, ...]:
-    """Numbers of elements, one for each dimension. Raises ValueError."""
-    found = items_of(values)
-    if len(found) > NDIM_MAX:
-        raise ValueError(f"a tensor of {len(found)} dimensions, more than {NDIM_MAX}")
-    if not all(isinstance(n, int) and 0 <= n < _NUMBER_MAX for n in found):
-        raise ValueError("a tensor with a negative or too large side, stride or offset")
-    return tuple(found)
+def dimension_lengths(values: object) -> tuple[int, ...]:
+    """Return the values as a tuple of numbers of elements, one for each dimension. Raises ValueError if they are
+    invalid.
+    """
+    numbers = items_of(values)
+    if len(numbers) > NDIM_MAX:
+        raise ValueError(f"a tensor has {len(numbers)} dimensions, more than {NDIM_MAX}")
+    if not all(isinstance(n, int) and 0 <= n < _NUMBER_MAX for n in numbers):
+        raise ValueError("a tensor has a negative or too large length, stride or offset")
+    return tuple(numbers)
 
 
-def sides(value: object) -> tuple[int, ...]:
-    """A torch.Size, as the pickle has it, or a tuple or list of numbers. Raises ValueError."""
-    if isinstance(value, Named) and value.kind == "torch.Size":
+def size_of(value: object) -> tuple[int, ...]:
+    """The numbers in a torch.Size, tuple or list, as a tuple. Raises ValueError."""
+    if isinstance(value, NamedConstant) and value.kind == "torch.Size":
         return tuple(int(n) for n in value.text.split(",") if n)
-    return lengths(value)
+    return dimension_lengths(value)
 
 
 def _parameter(tensor: object, *_: object) -> object:
@@ -109,7 +120,9 @@ def _parameter(tensor: object, *_: object) -> object:
 
 
 def _from_type(function: object, kind: object, arguments: object, *_: object) -> object:
-    """A tensor of a subclass, or with attributes: the tensor alone, where it is one of torch's own."""
+    """Rebuild a tensor with attributes, or of a subclass. Returns the plain tensor if its type is one of torch's, else
+    an Opaque.
+    """
     plain = ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3", "torch._utils._rebuild_parameter")
     if isinstance(function, Global) and function.name in plain and isinstance(kind, Global):
         if kind.name in ("torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer"):
@@ -131,49 +144,50 @@ def _dict(items: object = ()) -> dict[object, object]:
 
 
 def _container_maker(kind: type) -> Callable[..., object]:
-    """A container of a builtin type, of nothing or of values."""
+    """A function that makes a container of a builtin type, empty or from the values that it is given."""
     is_hashed = kind in (set, frozenset)
     return lambda values=(): kind(hashables(items_of(values)) if is_hashed else items_of(values))
 
 
 def _text_bytes(text: object = "", encoding: object = "latin-1") -> bytes:
-    """How protocol 2 has bytes: as text, and latin-1."""
+    """The bytes that pickle protocol 2 stores as latin-1 text."""
     if not isinstance(text, str) or encoding not in ("latin1", "latin-1"):
-        raise ValueError("bytes in an unknown encoding")
+        raise ValueError("bytes have an unknown encoding")
     return text.encode("latin1")
 
 
 def _bytearray(content: object = b"", *encoding: object) -> bytearray:
-    """From bytes, or text in latin-1; not from a number, which would allocate that many bytes."""
+    """A bytearray made from bytes or from latin-1 text. A number is refused, as Python would allocate that many bytes.
+    """
     return bytearray(content if isinstance(content, bytes) else _text_bytes(content, *encoding))
 
 
 def _slice(*parts: object) -> slice:
     if not all(part is None or isinstance(part, int | float | str) for part in parts):
-        raise ValueError("a slice whose bounds are not numbers")
+        raise ValueError("the bounds of a slice are not numbers")
     return slice(*parts)
 
 
-def _device(*parts: object) -> Named:
+def _device(*parts: object) -> NamedConstant:
     text = ":".join(map(str, parts)) if all(isinstance(part, int | str) for part in parts) else ""
     if not 0 < len(text) <= _TEXT_CHARS_MAX:
-        raise ValueError("an invalid device")
-    return Named("torch.device", text)
+        raise ValueError("the name of a device is not valid")
+    return NamedConstant("torch.device", text)
 
 
 def _layout(name: object) -> Global:
     if not isinstance(name, str) or len(name) > _TEXT_CHARS_MAX:
-        raise ValueError("an invalid layout")
+        raise ValueError("the name of a layout is not valid")
     return Global(name)
 
 
-KNOWN: Known = {
+KNOWN: KnownFunctions = {
     "torch._utils._rebuild_tensor_v2": _tensor_v2,
     "torch._utils._rebuild_tensor_v3": _tensor_v3,
     "torch._utils._rebuild_parameter": _parameter,
     "torch._utils._rebuild_parameter_with_state": _parameter,
     "torch._tensor._rebuild_from_type_v2": _from_type,
-    "torch.Size": lambda sides=(): Named("torch.Size", ",".join(map(str, lengths(sides)))),
+    "torch.Size": lambda sides=(): NamedConstant("torch.Size", ",".join(map(str, dimension_lengths(sides)))),
     "torch.device": _device,
     "torch.serialization._get_layout": _layout,
     "collections.OrderedDict": _ordered_dict,
@@ -183,15 +197,15 @@ KNOWN: Known = {
        for kind in (set, frozenset, list, tuple)},
     **{f"{module}.{name}": call for module in ("builtins", "__builtin__") for name, call in (
         ("bytearray", _bytearray), ("bytes", lambda: b""), ("complex", complex), ("dict", _dict), ("range", range),
-        ("xrange", range),  # how protocol 2 calls it
+        ("xrange", range),  # the name of range in pickle protocol 2
         ("slice", _slice),
     )},
 }
-"""All that a pickle of torch may call."""
+"""All functions that a pickle of torch may call."""
 
 
 def view_bytes(view: TensorView) -> tuple[int, int]:
-    """Where a view's elements begin in its storage, and where they end, in bytes. Raises DamagedError."""
+    """Where the elements of a view are in its storage: begin and end, in bytes. Raises DamagedError."""
     item = view.dtype.item_bytes
     reach = 0 if 0 in view.shape else sum((n - 1) * s for n, s in zip(view.shape, view.strides, strict=True)) + 1
     begin, end = view.offset * item, (view.offset + reach) * item

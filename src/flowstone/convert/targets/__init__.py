@@ -1,1 +1,1 @@
-"""The formats that can be written: a file for each, which lays out its files before the first byte moves."""
+"""The formats that can be written. Each has a module, which plans the layout of its files before the copy starts."""

@@ -1,32 +1,33 @@
-"""A Universal Checkpoint, as DeepSpeed's `ds_to_universal` writes it: a directory for each parameter with a file for
-each of its slots, and the states of optimizer and engine.
+"""A Universal Checkpoint as a target, in the form of DeepSpeed's `ds_to_universal`: a directory for each parameter,
+with a file for its fp32 values and one for each tensor of its optimizer state; and files with the states of optimizer
+and engine.
 
-Jobs of ZeRO 1 and 2 and those of ZeRO 3 look for what they need in different places; both are written.
+ZeRO 1 and 2 read some values from other files than ZeRO 3, so both kinds of files are written.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from flowstone.convert.layout import Extent, Layout, Output, TargetFile
+from flowstone.convert.layout import Extent, Output, TargetFile, TargetLayout
 from flowstone.convert.sources.deepspeed_universal import OPTIMIZER_NAME, PARAMETERS_NAME
-from flowstone.convert.targets.pickle_writer import Call, Instance, Name, write_pickle
+from flowstone.convert.targets.pickle_writer import Instance, Name, PickledCall, write_pickle
 from flowstone.convert.targets.torch_archive import lay_out_archive
-from flowstone.convert.targets.torch_file import archive_entries, described, size
-from flowstone.convert.targets.universal_contents import STEP, Contents, Parameter, Value
-from flowstone.format.objects import Named
+from flowstone.convert.targets.torch_file import archive_entries, size_call, tensor_call
+from flowstone.convert.targets.universal_contents import STEP, UniversalContents, UniversalParameter, Value
+from flowstone.format.objects import NamedConstant
 from flowstone.table.stored import SourceTensor
 
-_WRITTEN_AS = "0.19.8"  # the version whose layout this is
+_WRITTEN_AS = "0.19.8"  # the version of DeepSpeed that writes this layout
 _LATEST = "latest_universal"
 _MODEL_STATES = "mp_rank_00_model_states.pt"
 _SCALERS = "deepspeed.runtime.fp16.loss_scaler"
 
 
-def lay_out_universal(contents: Contents, step: int | None) -> tuple[Layout, Mapping[str, bytes]]:
-    """The files, and `latest_universal`, which names the directory that the others are in.
+def lay_out_universal(contents: UniversalContents, step: int | None) -> tuple[TargetLayout, Mapping[str, bytes]]:
+    """The layout of the files, and the small file `latest_universal`, which names their directory.
 
-    step  how many steps the job has taken, where its engine does not say it
+    step  the job's step count; used if the state of DeepSpeed's engine has none
     """
     engine = {
         "global_steps": step or 0, "skipped_steps": 0, "dp_world_size": 1, "mp_world_size": 1,
@@ -44,40 +45,42 @@ def lay_out_universal(contents: Contents, step: int | None) -> tuple[Layout, Map
     files.add(f"{PARAMETERS_NAME}/{OPTIMIZER_NAME}", _optimizer(contents, engine["ds_version"]))
     state = _model_state(contents, engine)
     files.add(_MODEL_STATES, state)
-    files.add(f"zero_pp_rank_0_{_MODEL_STATES}", {**state, "module": {}})  # where a job of ZeRO 3 looks for it
+    files.add(f"zero_pp_rank_0_{_MODEL_STATES}", {**state, "module": {}})  # ZeRO 3 reads this file
     return files.layout(), {_LATEST: tag.encode()}
 
 
-def _optimizer(contents: Contents, version: Value) -> dict[str, Value]:
-    """What the optimizer keeps of no single parameter; ZeRO 3 takes the count of steps and the groups from below."""
+def _optimizer(contents: UniversalContents, version: Value) -> dict[str, Value]:
+    """The state of the optimizer that belongs to no single parameter. ZeRO 3 reads the step count and the groups from
+    it.
+    """
     options = [group.options if isinstance(group.options, dict) else {} for group in contents.groups]
-    groups = [{**one, "params": [number]} for number, one in enumerate(options)]
-    steps = [next((one.step for one in group.parameters if one.step is not None), None) for group in contents.groups]
+    groups = [{**group_options, "params": [number]} for number, group_options in enumerate(options)]
+    steps = [next((p.step for p in group.parameters if p.step is not None), None) for group in contents.groups]
     states = {number: {STEP: step} for number, step in enumerate(steps) if step is not None}
-    found = {name: _scaler(value) if name == "loss_scaler" else value for name, value in contents.scalars.items()}
+    state = {name: _scaler(value) if name == "loss_scaler" else value for name, value in contents.scalars.items()}
     if "zero_stage" in contents.engine:
-        found["zero_stage"] = contents.engine["zero_stage"]
+        state["zero_stage"] = contents.engine["zero_stage"]
     return {
-        **found, "ds_version": version, "param_groups": groups,
+        **state, "ds_version": version, "param_groups": groups,
         "optimizer_state_dict": {"state": states, "param_groups": groups},
     }
 
 
 def _scaler(fields: Value) -> Value:
-    """DeepSpeed's own object of these fields, which it puts into the optimizer's place of it."""
+    """A loss scaler object of DeepSpeed with these fields."""
     if not isinstance(fields, dict):
         return fields
     return Instance(Name(_SCALERS, "DynamicLossScaler" if fields.get("dynamic") else "LossScaler"), fields)
 
 
-def _model_state(contents: Contents, engine: Mapping[str, Value]) -> dict[str, Value]:
-    masters = {one.name: one.slots["fp32"] for group in contents.groups for one in group.parameters}
+def _model_state(contents: UniversalContents, engine: Mapping[str, Value]) -> dict[str, Value]:
+    masters = {parameter.name: parameter.slots["fp32"] for group in contents.groups for parameter in group.parameters}
     module: dict[str, Value] = {}
     for name, value in contents.module.items():
         is_master = isinstance(value, Output) and value is masters.get(contents.shared.get(name, name))
         module[name] = _without_elements(value) if is_master and isinstance(value, Output) else value
     shapes = [
-        Call(Name("collections", "OrderedDict"), ([(one.name, size(_shape(one))) for one in group.parameters],))
+        PickledCall(Name("collections", "OrderedDict"), ([(p.name, size_call(_shape(p))) for p in group.parameters],))
         for group in contents.groups
     ]
     return {
@@ -87,16 +90,16 @@ def _model_state(contents: Contents, engine: Mapping[str, Value]) -> dict[str, V
 
 
 def _without_elements(output: Output) -> Output:
-    """What ZeRO 3, too, leaves of a parameter whose elements lie elsewhere."""
+    """For a parameter whose elements are in other files: an empty tensor as a placeholder, as ZeRO 3 writes it."""
     return Output("", SourceTensor("", output.dtype, (0,), ()), output.dtype)
 
 
-def _shape(parameter: Parameter) -> tuple[int, ...]:
+def _shape(parameter: UniversalParameter) -> tuple[int, ...]:
     return parameter.slots["fp32"].tensor.shape
 
 
 class _Files:
-    """Lays out one archive after the other; `tag`: the directory that they are in."""
+    """Plans the layout of one archive after the other in the directory `tag`."""
 
     def __init__(self, tag: str) -> None:
         self._tag = tag
@@ -106,30 +109,30 @@ class _Files:
         self._checks = 0
 
     def add(self, name: str, value: Value) -> None:
-        """A file as torch.save writes it of this value."""
+        """Add a torch.save file that contains this value."""
         used: dict[int, None] = {}
         pickled = write_pickle(self._described(value, used))
         extents, end = lay_out_archive(archive_entries(pickled, self._outputs, list(used)), 0, self._checks)
         self._checks += sum(1 for extent in extents if extent.output is not None)
         self._files.append(TargetFile(f"{self._tag}/{name}", end, tuple[Extent, ...](extents)))
 
-    def layout(self) -> Layout:
-        return Layout(tuple(self._outputs), tuple(self._files), "crc32")
+    def layout(self) -> TargetLayout:
+        return TargetLayout(tuple(self._outputs), tuple(self._files), "crc32")
 
     def _described(self, value: Value, used: dict[int, None]) -> object:
-        """The value as a pickle has it; `used` gets the rows of its tensors."""
+        """Describe a value for a pickle. Adds the positions of its tensors to `used`."""
         if isinstance(value, Output):
             row = self._row(value)
             used[row] = None
-            return described(value, row)
+            return tensor_call(value, row)
         if isinstance(value, dict):
             return {key: self._described(inner, used) for key, inner in value.items()}
         if isinstance(value, list | tuple):
             return type(value)(self._described(inner, used) for inner in value)
-        if isinstance(value, Named):
+        if isinstance(value, NamedConstant):
             if value.kind == "torch.Size":
-                return size([int(side) for side in value.text.split(",") if side])
-            return Name("torch", value.text) if value.kind == "torch.dtype" else Call(
+                return size_call([int(side) for side in value.text.split(",") if side])
+            return Name("torch", value.text) if value.kind == "torch.dtype" else PickledCall(
                 Name("torch", "device"), (value.text,)
             )
         if isinstance(value, Instance):

@@ -1,4 +1,4 @@
-"""A checkpoint of ours as a target: segments laid out as a save lays them out, then index, objects and manifest."""
+"""A Flowstone checkpoint as a target: the same layout of segments as in a save, then index, objects and manifest."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flowstone._version import __version__
 from flowstone.commit.publish import Draft, Publication, publish
 from flowstone.commit.read import encode_sections, join_objects
 from flowstone.config import BLOCK_BYTES, CHUNK_BYTES
-from flowstone.convert.layout import Extent, Layout, Output, TargetFile
+from flowstone.convert.layout import Extent, Output, TargetFile, TargetLayout
 from flowstone.format.digest import digest
 from flowstone.format.manifest import IoRecord, Manifest, SegmentRow
 from flowstone.format.segment import encode_header
@@ -25,9 +25,9 @@ from flowstone.table.pieces import Alias, Piece
 
 
 class StepLayout(msgspec.Struct, frozen=True, eq=False):
-    """The segments of a checkpoint to be; `layout` is what is copied, the rest is what the index is made of."""
+    """The segments of a new checkpoint. The copy uses `layout`; the other fields are for the index."""
 
-    layout: Layout
+    layout: TargetLayout
     plan: WritePlan
     offsets: NDArray[np.uint64]
     headers: tuple[bytes, ...]
@@ -35,24 +35,29 @@ class StepLayout(msgspec.Struct, frozen=True, eq=False):
 
 
 def lay_out_step(outputs: Sequence[Output], aliases: Sequence[Alias]) -> StepLayout:
-    """As one rank would save these tensors. Raises CollisionError for names that a segment cannot hold."""
-    pieces = [Piece(one.name, one.dtype, one.tensor.shape, Box.whole(one.tensor.shape)) for one in outputs]
+    """Plan segments with these tensors, as in a save of one rank. Raises CollisionError for names that a segment cannot
+    store.
+    """
+    shapes = [output.tensor.shape for output in outputs]
+    pieces = [
+        Piece(output.name, output.dtype, shape, Box.whole(shape)) for output, shape in zip(outputs, shapes, strict=True)
+    ]
     plan = plan_writes(pieces)
     offsets = data_offsets(plan, np.zeros(len(pieces), np.uint64))
     headers = tuple(_header(plan, segment, offsets) for segment in plan.segments)
     files = tuple(
         TargetFile(segment.name, segment.bytes, (
             Extent(0, len(header), literal=header),
-            *(Extent(int(offsets[at]), int(plan.length[at]), output=at) for at in segment.pieces),
+            *(Extent(int(offsets[piece]), int(plan.length[piece]), output=piece) for piece in segment.pieces),
         ))
         for segment, header in zip(plan.segments, headers, strict=True)
     )
-    return StepLayout(Layout(tuple(outputs), files, "chunks"), plan, offsets, headers, tuple(aliases))
+    return StepLayout(TargetLayout(tuple(outputs), files, "chunks"), plan, offsets, headers, tuple(aliases))
 
 
 def _header(plan: WritePlan, segment: SegmentPlan, offsets: NDArray[np.uint64]) -> bytes:
     moving = segment.pieces[: segment.slotted]
-    rows = ((plan.text[at], int(offsets[at]), int(plan.length[at])) for at in moving)
+    rows = ((plan.text[piece], int(offsets[piece]), int(plan.length[piece])) for piece in moving)
     return encode_header(rows, header_bytes=segment.header_bytes, file_bytes=segment.bytes, packed=segment.packed)
 
 
@@ -60,14 +65,18 @@ def publish_step(
     step: StepLayout, checks: Sequence[int], objects: Mapping[str, object], store: Store, draft: Draft, store_id: str,
     io: IoRecord,
 ) -> Manifest:
-    """Commit what was copied: `checks` are the digests of chunks in the order of the files. Durable on return."""
+    """Commit the checkpoint whose segments were copied. `checks`: the digests of its chunks, in the order of the files.
+    Durable on return.
+    """
     return publish(store, draft, store_id, publication_of(step, checks, join_objects(encode_sections(objects), {}), io))
 
 
 def publication_of(
     step: StepLayout, checks: Sequence[int], objects: bytes, io: IoRecord, *, ranks: int = 1
 ) -> Publication:
-    """The parts of a checkpoint that was copied: see `publish_step`. `objects`: the text of objects.json."""
+    """The small files of a checkpoint whose segments were copied, for `publish_step`. `objects`: the content of
+    objects.json.
+    """
     plan = step.plan
     frame, order, chunks = global_index(
         [plan.pieces], [np.arange(len(plan.pieces))], step.aliases, plan.segment
@@ -83,17 +92,17 @@ def publication_of(
 
 
 def _by_piece(plan: WritePlan, checks: Sequence[int]) -> NDArray[np.uint64]:
-    """The digests of chunks in the order of pieces, of those in the order of the files."""
-    order = np.array([at for segment in plan.segments for at in segment.pieces], np.int64)
+    """Sort digests of chunks, which are in the order of the files, into the order of the pieces."""
+    order = np.array([piece for segment in plan.segments for piece in segment.pieces], np.int64)
     counts = -(-plan.length.astype(np.int64) // CHUNK_BYTES)[order]
-    found = np.zeros(plan.chunks, np.uint64)
-    assert len(checks) == plan.chunks, "every chunk was digested on its way"
-    found[spread(plan.chunk.astype(np.int64)[order], counts)] = np.array(checks, np.uint64)
-    return found
+    digests = np.zeros(plan.chunks, np.uint64)
+    assert len(checks) == plan.chunks, "the copy computed the digest of every chunk"
+    digests[spread(plan.chunk.astype(np.int64)[order], counts)] = np.array(checks, np.uint64)
+    return digests
 
 
 def io_record(backend: str, request_bytes: int, queue_depth: int, copied_bytes: int) -> IoRecord:
-    """How the segments were written, for the manifest."""
+    """The manifest's record of how the segments were written."""
     return IoRecord(
         backend=backend, alignment=BLOCK_BYTES, request_bytes=request_bytes, queue_depth=queue_depth,
         copied_bytes=copied_bytes,

@@ -1,7 +1,7 @@
-"""Writes the pickles that torch's formats need, from a description: nothing that they name has to be importable here.
+"""Writes the pickles of torch's formats from a description, so that the classes they name do not have to be installed.
 
-Protocol 2, as torch.save has it. Numbers, text, bytes, None, truth values, tuples, lists and dicts stand for
-themselves.
+Uses protocol 2, like torch.save. In a description, numbers, strings, bytes, None, booleans, tuples, lists and dicts
+stand for themselves.
 """
 
 from __future__ import annotations
@@ -18,28 +18,30 @@ class Name(msgspec.Struct, frozen=True):
     name: str
 
 
-class Call(msgspec.Struct, frozen=True):
-    """What a function returns for these arguments."""
+class PickledCall(msgspec.Struct, frozen=True):
+    """A call of a function with these arguments."""
 
     function: Name
     arguments: tuple[object, ...] = ()
 
 
 class Instance(msgspec.Struct, frozen=True, eq=False):
-    """A new object of a class, with this state. As a key each is itself alone."""
+    """A new object of the class `kind` with this state. Two descriptions are of the same object only if they are the
+    same description.
+    """
 
     kind: Name
     state: object = None
 
 
 class Persistent(msgspec.Struct, frozen=True):
-    """A reference to what lies outside of the pickle."""
+    """A reference to data outside of the pickle, by its persistent id."""
 
     identity: tuple[object, ...]
 
 
 def write_pickle(value: object) -> bytes:
-    """The pickle of a description. Raises TypeError for what it cannot describe: our mistake."""
+    """The pickle that a description stands for. Raises TypeError for an unknown type, which is a bug."""
     parts = [b"\x80\x02"]
     _write(value, parts)
     parts.append(b".")
@@ -56,13 +58,13 @@ def _write(value: object, parts: list[bytes]) -> None:
     elif isinstance(value, str):
         encoded = value.encode("utf-8", "surrogatepass")
         parts.append(b"X" + struct.pack("<I", len(encoded)) + encoded)
-    elif isinstance(value, bytes):  # as protocol 2 has them
-        _write(Call(Name("_codecs", "encode"), (value.decode("latin1"), "latin1")), parts)
+    elif isinstance(value, bytes):  # protocol 2 has no bytes, so they are written as latin-1 text
+        _write(PickledCall(Name("_codecs", "encode"), (value.decode("latin1"), "latin1")), parts)
     elif isinstance(value, tuple | list | dict):
         _write_container(value, parts)
     elif isinstance(value, Name):
         parts.append(f"c{value.module}\n{value.name}\n".encode())
-    elif isinstance(value, Call):
+    elif isinstance(value, PickledCall):
         _write(value.function, parts)
         _write(value.arguments, parts)
         parts.append(b"R")
@@ -76,7 +78,7 @@ def _write(value: object, parts: list[bytes]) -> None:
         _write(value.identity, parts)
         parts.append(b"Q")
     else:
-        raise TypeError(f"nothing is written of a {type(value).__name__}")
+        raise TypeError(f"cannot write a value of type {type(value).__name__} into a torch.save file")
 
 
 def _write_container(value: tuple[object, ...] | list[object] | dict[object, object], parts: list[bytes]) -> None:
@@ -85,9 +87,9 @@ def _write_container(value: tuple[object, ...] | list[object] | dict[object, obj
         parts.append(b")")
         return
     parts.append(opening)
-    for inner in value.items() if isinstance(value, dict) else ((one,) for one in value):
-        for one in inner:
-            _write(one, parts)
+    for inner in value.items() if isinstance(value, dict) else ((entry,) for entry in value):
+        for item in inner:
+            _write(item, parts)
     parts.append(closing)
 
 

@@ -1,1 +1,3 @@
-"""Kinds of values, one file each: how it is recognised, described and restored. The table is in `registry.py`."""
+"""Kinds of values, such as arrays and containers. Each file says how values of a kind are recognised, saved and
+restored. The table of all kinds is in `registry.py`.
+"""

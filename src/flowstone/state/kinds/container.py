@@ -1,41 +1,41 @@
-"""Dictionaries, lists and tuples: described and restored item by item."""
+"""Dictionaries, lists and tuples, which are saved and restored item by item."""
 
 from __future__ import annotations
 
+import collections
 import copy
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import cast
 
-import torch
-
 from flowstone.format.merge_points import MergePoint
 from flowstone.format.objects import tensor_refs
 from flowstone.state import state_dicts
-from flowstone.state.constants import constant_free, stored_key
-from flowstone.state.kind import Kind
+from flowstone.state.constants import resolve_constants, stored_key
+from flowstone.state.framework import FRAMEWORK
+from flowstone.state.kind import ValueKind
 from flowstone.state.kinds import plain
-from flowstone.state.loading import Loading, Replacement
+from flowstone.state.loading import Replacement, RestorePass
 from flowstone.state.names import PLAIN_KEYS, Place, names_below
-from flowstone.state.nodes import kind_of, refers_to_tensors
-from flowstone.state.records import MISSING, Phase
-from flowstone.state.saving import Saving
-from flowstone.state.scan import Scan
-from flowstone.state.sink import Role
-from flowstone.state.tensors import DENSE_TYPES
+from flowstone.state.nodes import describe_node, refers_to_tensors
+from flowstone.state.records import MISSING, RestorePhase
+from flowstone.state.saving import DescribePass
+from flowstone.state.scan import StateScan
+from flowstone.state.sink import TensorRole
 
 _TYPES = frozenset({dict, OrderedDict, list, tuple})
+_DENSE_TYPES = FRAMEWORK.DENSE_TYPES
 
 
-class Container(Kind):
-    """A container; may hold values of any kind."""
+class ContainerKind(ValueKind):
+    """A container of values of any kind."""
 
     types = _TYPES
     nests = True
     replaceable = True
 
-    def find(self, value: object, place: Place, scan: Scan) -> bool:
+    def find(self, value: object, place: Place, scan: StateScan) -> bool:
         only = _only_tensors(value)
         if only is not None:
             scan.tensors.append((place, *only))
@@ -43,16 +43,16 @@ class Container(Kind):
             return True
         live = False
         for key, item in _items_of(value):
-            # Most items are plain leaves: create a place only for the others.
+            # Most items are plain values. A Place is created only for the others.
             if type(item) not in plain.TYPES and scan.walk(item, place.child(key)):
                 live = True
         if live:
             scan.live.add(id(value))
         return live
 
-    def describe(self, value: object, place: Place, saving: Saving, role: Role) -> object:
+    def describe(self, value: object, place: Place, saving: DescribePass, role: TensorRole) -> object:
         if type(value) is OrderedDict and vars(value) and id(value) not in saving.scan.live:
-            # One of the caller's keeps its attributes; others are made anew at load.
+            # An existing OrderedDict keeps its attributes at a load; only one that a load creates needs them stored.
             from flowstone.state import fields  # imported here: few state dicts have any
 
             return fields.describe(value, place, saving)
@@ -60,7 +60,7 @@ class Container(Kind):
         if only is not None:
             return _references(value, place, saving, *only)
         walk = saving.walk
-        # Most items are immutable values: create no place and make no call for them.
+        # Most items are immutable values, for which no Place is created and no function called.
         if isinstance(value, dict):
             return _container_type(value, saving)([
                 (
@@ -75,30 +75,34 @@ class Container(Kind):
         ]
         return items if type(value) is list else tuple(items)
 
-    def restore(self, value: object, node: object, place: Place, loading: Loading) -> Replacement | None:
-        if id(value) in loading.scan.live or refers_to_tensors(node):
+    def restore(self, value: object, node: object, place: Place, loading: RestorePass) -> Replacement | None:
+        if id(value) in loading.state_scan.live or refers_to_tensors(node):
             return self._item_by_item(value, node, place, loading)
         return plain.restore(value, node, place, loading)
 
-    def _item_by_item(self, value: object, node: object, place: Place, loading: Loading) -> Replacement | None:
-        """Restore a container with something to write in place: its keys must match.
+    def _item_by_item(self, value: object, node: object, place: Place, loading: RestorePass) -> Replacement | None:
+        """Restore a container item by item, as something in it is written in place. Its keys must equal the stored
+        ones.
 
-        One container at two places, for which the checkpoint has two values, is replaced by two containers.
+        If a container is at two places of the state, for which the checkpoint has different values, it is replaced by
+        two containers.
         """
         mapping = isinstance(value, dict)
-        if state_dicts.is_optimizers(value) and state_dicts.is_lost_on(loading, value, node, place):
+        if state_dicts.is_optimizer_state_dict(value) and state_dicts.refuse_optimizer_state(
+            loading, value, node, place
+        ):
             return None
         own = None
-        if type(value) is not tuple and loading.first_unlike(value, node, place) is not None:
+        if type(value) is not tuple and loading.first_conflict(value, node, place) is not None:
             own = value = copy.copy(value)
         if node is not MISSING and (type(node) not in _TYPES or isinstance(node, dict) != mapping):
-            loading.differ("kind", place.name, kind_of(value), kind_of(node))
+            loading.add_difference("kind", place.name, describe_node(value), describe_node(node))
             return None
         replaced: dict[object, Replacement] = {}
         only = _only_tensors(value) if place.rank is None else None
         if only is not None:
-            keys, wanted = only
-            loading.into_tensors(place, keys, names_below(place.name, keys), wanted)
+            keys, kept_names = only
+            loading.request_tensors(place, keys, names_below(place.name, keys), kept_names)
             stored = _beside(node, keys, place)
         else:
             stored = _by_key(node, place)
@@ -108,18 +112,18 @@ class Container(Kind):
                     replaced[key] = replacement
         for key, item in stored.items():
             if not refers_to_tensors(item):
-                loading.differ("unexpected", place.child(key).name, "nothing of that name", kind_of(item))
+                loading.add_difference("unexpected", place.child(key).name, "nothing of that name", describe_node(item))
         if type(value) is tuple:
             return partial(_rebuilt, value, replaced) if replaced else None
         for key, replacement in replaced.items():
-            loading.later(Phase.VALUES, partial(_replace, cast("dict[object, object]", value), key, replacement))
+            loading.defer(RestorePhase.VALUES, partial(_replace, cast("dict[object, object]", value), key, replacement))
         return None if own is None else lambda: own
 
 
 def _references(
-    value: object, place: Place, saving: Saving, keys: Sequence[object], values: Sequence[torch.Tensor]
+    value: object, place: Place, saving: DescribePass, keys: Sequence[object], values: Sequence[object]
 ) -> object:
-    """The object for a container that holds only tensors, which are entered."""
+    """Add the tensors of a container that has only tensors to the sink. Returns the stored form of the container."""
     names = names_below(place.name, keys)
     saving.sink.enter_all(place, keys, names, values)
     references = tensor_refs(names)
@@ -130,44 +134,44 @@ def _references(
     return references if type(value) is list else tuple(references)
 
 
-def _container_type(value: object, saving: Saving) -> type[dict[object, object]]:
-    """The type that represents a dict: a MergePoint, if its items are restored one by one."""
+def _container_type(value: object, saving: DescribePass) -> type[dict[object, object]]:
+    """The type of the stored form of a dict: MergePoint if its items are restored one by one, otherwise dict."""
     if type(value) is OrderedDict:
         return OrderedDict
     return MergePoint if id(value) in saving.scan.live else dict
 
 
-def _only_tensors(value: object) -> tuple[Sequence[object], Sequence[torch.Tensor]] | None:
-    """The keys and tensors of a container that holds only tensors, and is not empty; else None."""
+def _only_tensors(value: object) -> tuple[Sequence[object], Sequence[object]] | None:
+    """The keys and tensors of a non-empty container that has only tensors; otherwise None."""
     items = list(value.values()) if isinstance(value, dict) else cast("Sequence[object]", value)
-    if not items or type(items[0]) not in DENSE_TYPES or not DENSE_TYPES.issuperset(map(type, items)):
+    if not items or type(items[0]) not in _DENSE_TYPES or not _DENSE_TYPES.issuperset(map(type, items)):
         return None
     keys = list(value) if isinstance(value, dict) else range(len(items))
-    return keys, cast("Sequence[torch.Tensor]", items)
+    return keys, items
 
 
 def _items_of(value: object) -> Iterable[tuple[object, object]]:
-    """Keys and items of a container; the keys of a sequence are positions."""
+    """Keys and items of a container; the keys of a sequence are its positions."""
     if isinstance(value, dict):
         return cast("Iterable[tuple[object, object]]", value.items())
     return enumerate(cast("Iterable[object]", value))
 
 
 def _by_key(node: object, place: Place) -> dict[object, object]:
-    """A stored container's items, by the keys of the state's own container."""
+    """The items of a stored container, with keys as the state's container has them."""
     if node is MISSING:
         return {}
-    return {constant_free(key, place.name): item for key, item in _items_of(node)}
+    return {resolve_constants(key, place.name): item for key, item in _items_of(node)}
 
 
 def _beside(node: object, keys: Sequence[object], place: Place) -> dict[object, object]:
-    """A stored container's items with other keys than `keys`."""
+    """Those items of a stored container whose keys are not in `keys`."""
     if isinstance(node, (list, tuple)):
         return dict(list(enumerate(node))[len(keys) :])
     if isinstance(node, dict) and PLAIN_KEYS.issuperset(map(type, node)) and list(node) == keys:
-        return {}  # the usual case
-    wanted = set(keys)
-    return {key: item for key, item in _by_key(node, place).items() if key not in wanted}
+        return {}  # usually all keys are in `keys`
+    given = set(keys)
+    return {key: item for key, item in _by_key(node, place).items() if key not in given}
 
 
 def _rebuilt(value: tuple[object, ...], replaced: Mapping[object, Replacement]) -> tuple[object, ...]:
@@ -176,3 +180,44 @@ def _rebuilt(value: tuple[object, ...], replaced: Mapping[object, Replacement]) 
 
 def _replace(container: dict[object, object], key: object, replacement: Replacement) -> None:
     container[key] = replacement()
+
+
+class DequeKind(ValueKind):
+    """A deque of values, which may be tensors. A load replaces its values; none is written in place."""
+
+    types = frozenset({collections.deque})
+    nests = True
+    replaceable = True
+
+    def find(self, value: object, place: Place, scan: StateScan) -> bool:
+        return False
+
+    def describe(self, value: object, place: Place, saving: DescribePass, role: TensorRole) -> object:
+        line = cast("collections.deque[object]", value)
+        with saving.inner_objects_as("refused"):
+            items = [saving.walk(item, place.child(i)) for i, item in enumerate(line)]
+        return collections.deque(items, line.maxlen)
+
+    def restore(self, value: object, node: object, place: Place, loading: RestorePass) -> Replacement | None:
+        return plain.restore(value, node, place, loading, holds_tensors=True)
+
+
+class CounterKind(ValueKind):
+    """A collections.Counter: counts by key."""
+
+    types = frozenset({collections.Counter})
+    nests = True
+    replaceable = True
+
+    def find(self, value: object, place: Place, scan: StateScan) -> bool:
+        return False
+
+    def describe(self, value: object, place: Place, saving: DescribePass, role: TensorRole) -> object:
+        built: collections.Counter[object] = collections.Counter()
+        with saving.inner_objects_as("refused"):
+            for key, count in cast("collections.Counter[object]", value).items():
+                built[stored_key(key, place)] = cast("int", saving.walk(count, place.child(key)))
+        return built
+
+    def restore(self, value: object, node: object, place: Place, loading: RestorePass) -> Replacement | None:
+        return plain.restore(value, node, place, loading)

@@ -1,4 +1,4 @@
-"""Objects of classes with named fields: configurations, and containers that are more than a dictionary or a list."""
+"""Objects of classes with named fields: configurations, and subclasses of dictionaries and lists."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ from typing import cast
 
 import numpy as np
 
-from flowstone.format.objects import Provided
-from flowstone.state.kind import Kind
-from flowstone.state.loading import Loading, Replacement
+from flowstone.format.objects import ProviderRecord
+from flowstone.state.kind import ValueKind
+from flowstone.state.loading import Replacement, RestorePass
 from flowstone.state.names import Place
-from flowstone.state.saving import Saving
-from flowstone.state.scan import Scan
-from flowstone.state.sink import Role
+from flowstone.state.saving import DescribePass
+from flowstone.state.scan import StateScan
+from flowstone.state.sink import TensorRole
 
-# What does the work is imported at the first value of these kinds: most states have none.
+# The implementation is imported at the first such object, as most states have none.
 
 
-class Record(Kind):
-    """An object that `classes.py` takes apart. Its fields may be of any kind."""
+class RecordKind(ValueKind):
+    """An object that `classes.py` takes apart into fields. The fields may be values of any kind."""
 
     nests = True
     replaceable = True
 
     def __init__(self, *, arrays: bool = False) -> None:
-        """`arrays`: numpy arrays of text or of objects, which have no bytes of their own, and nothing else."""
+        """`arrays`: this kind is only for numpy arrays of text or objects, which cannot be stored as plain memory."""
         self._arrays = arrays
 
     def recognises(self, value: object) -> bool:
@@ -34,17 +34,17 @@ class Record(Kind):
 
         return form_of(type(value)) is not None
 
-    def find(self, value: object, place: Place, scan: Scan) -> bool:
+    def find(self, value: object, place: Place, scan: StateScan) -> bool:
         from flowstone.state import fields
 
         return fields.find(value, place, scan)
 
-    def describe(self, value: object, place: Place, saving: Saving, role: Role) -> Provided:
+    def describe(self, value: object, place: Place, saving: DescribePass, role: TensorRole) -> ProviderRecord:
         from flowstone.state import fields
 
         return fields.describe(value, place, saving)
 
-    def restore(self, value: object, node: object, place: Place, loading: Loading) -> Replacement | None:
+    def restore(self, value: object, node: object, place: Place, loading: RestorePass) -> Replacement | None:
         from flowstone.state import fields
 
         return fields.restore(value, node, place, loading)

@@ -1,25 +1,28 @@
-"""Any other object with state_dict() and load_state_dict(): the returned tree is described."""
+"""Any other object with state_dict() and load_state_dict(). What is stored is the tree that its state_dict() returns.
+"""
 
 from __future__ import annotations
 
-from torch.optim.lr_scheduler import LRScheduler
+from collections.abc import Collection
 
 from flowstone.errors import StateError
-from flowstone.state.kind import Kind
-from flowstone.state.loading import Loading, Replacement
+from flowstone.state.imported import class_if_imported
+from flowstone.state.kind import ValueKind
+from flowstone.state.loading import Replacement, RestorePass
 from flowstone.state.names import Place
 from flowstone.state.new_values import NewValues
-from flowstone.state.nodes import holds_provided, kind_of
-from flowstone.state.records import MISSING, Phase
-from flowstone.state.saving import Saving
-from flowstone.state.scan import facts_of_failure, refuse_failed_call
-from flowstone.state.sink import Role
+from flowstone.state.nodes import describe_node, holds_provided
+from flowstone.state.records import MISSING, RestorePhase
+from flowstone.state.saving import DescribePass
+from flowstone.state.scan import failed_call_error, failure_facts
+from flowstone.state.sink import TensorRole
 
 _VERBS = ("state_dict", "load_state_dict")
 
 
-class Stateful(Kind):
-    """Saved by its state_dict(), restored by its load_state_dict(), which runs last."""
+class StatefulKind(ValueKind):
+    """An object that is saved by its state_dict(), and restored by its load_state_dict(), after modules and optimizers.
+    """
 
     one_value = True
     is_object = True
@@ -27,19 +30,19 @@ class Stateful(Kind):
     def recognises(self, value: object) -> bool:
         return not isinstance(value, type) and all(callable(getattr(value, name, None)) for name in _VERBS)
 
-    def describe(self, value: object, place: Place, saving: Saving, role: Role) -> object:
+    def describe(self, value: object, place: Place, saving: DescribePass, role: TensorRole) -> object:
         tree = state_of(value, place)
-        with saving.inside("marked"):
+        with saving.inner_objects_as("marked"):
             return saving.walk(tree, place)
 
-    def restore(self, value: object, node: object, place: Place, loading: Loading) -> Replacement | None:
+    def restore(self, value: object, node: object, place: Place, loading: RestorePass) -> Replacement | None:
         if node is MISSING:
-            loading.differ("missing", place.name, kind_of(value), "nothing of that name")
+            loading.add_difference("missing", place.name, describe_node(value), "nothing of that name")
             return None
-        new_values = NewValues(loading, phase=Phase.STATEFUL)
-        has_objects = holds_provided(node) or isinstance(value, LRScheduler)
-        new_values.want(node, place, state_of(value, place) if has_objects else MISSING)
-        loading.later(Phase.STATEFUL, lambda: load_state(value, new_values.build(node, place.name), place))
+        new_values = NewValues(loading, phase=RestorePhase.STATEFUL)
+        has_objects = holds_provided(node) or _is_scheduler(value)
+        new_values.request(node, place, state_of(value, place) if has_objects else MISSING)
+        loading.defer(RestorePhase.STATEFUL, lambda: load_state(value, new_values.build(node, place.name), place))
         return None
 
     def takes_state(self, value: object) -> bool:
@@ -47,11 +50,11 @@ class Stateful(Kind):
 
 
 def state_of(value: object, place: Place) -> object:
-    """What an object's state_dict() returns."""
+    """The result of an object's state_dict()."""
     try:
         return value.state_dict()  # type: ignore[attr-defined]
     except Exception as error:
-        raise refuse_failed_call(place, "state_dict", error) from error
+        raise failed_call_error(place, "state_dict", error) from error
 
 
 def load_state(value: object, tree: object, place: Place) -> None:
@@ -61,12 +64,36 @@ def load_state(value: object, tree: object, place: Place) -> None:
     except Exception as error:
         raise StateError(
             f"cannot restore '{place.name}'",
-            **facts_of_failure("load_state_dict", error, next=(
+            **failure_facts("load_state_dict", error, next=(
                 "fix that load_state_dict(), and load again before you save: all tensors of the state are already "
                 "restored, and the objects before this one"
             )),
         ) from error
     if result is not None:
-        from flowstone.state.module_loads import check_read  # imported here: few objects say anything
+        check_all_keys_read(getattr(result, "unexpected_keys", None), getattr(result, "missing_keys", None), place)
 
-        check_read(getattr(result, "unexpected_keys", None), getattr(result, "missing_keys", None), place)
+
+def check_all_keys_read(unexpected: Collection[str] | None, missing: Collection[str] | None, place: Place) -> None:
+    """Raise StateError for keys that a load_state_dict() has reported as unexpected or missing."""
+    if not unexpected and not missing:
+        return
+    faults = [f"does not read {listed_keys(unexpected)}"] if unexpected else []
+    faults += [f"finds nothing for {listed_keys(missing)}"] if missing else []
+    raise StateError(
+        f"cannot restore '{place.name}': its load_state_dict() does not match its state_dict()",
+        found=f"it {' and '.join(faults)}",
+        next="read each entry in _load_from_state_dict(), or allow the difference by a rule (fs.Skip, fs.Init); its "
+        "parameters and buffers are already restored",
+    )
+
+
+def listed_keys(keys: Collection[str]) -> str:
+    """At most eight keys, for a message."""
+    shown = ", ".join(f"'{key}'" for key in sorted(keys)[:8])
+    return shown if len(keys) <= 8 else f"{shown} and {len(keys) - 8} more"
+
+
+def _is_scheduler(value: object) -> bool:
+    """Whether the value is a learning rate scheduler of torch, whose state may contain further schedulers."""
+    own = class_if_imported("torch.optim.lr_scheduler", "LRScheduler")
+    return own is not None and isinstance(value, own)

@@ -1,1 +1,3 @@
-"""A store in a bucket: S3, Google Cloud Storage, Azure, through obstore (docs/decisions/024-object-stores.md)."""
+"""A store in a bucket of S3, Google Cloud Storage or Azure, which is accessed with obstore
+(docs/decisions/024-object-stores.md).
+"""

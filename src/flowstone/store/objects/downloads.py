@@ -1,4 +1,4 @@
-"""Extents on their way out of a bucket: ranged reads into blocks of the arena, many at once."""
+"""Read ranges of files from a bucket, by concurrent range requests into blocks of the arena (staging memory)."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from flowstone import _native
+from flowstone._native import Engine, File, ReadJob, WriteJob
 from flowstone.config import POLL_S
 from flowstone.errors import FlowstoneError, StorageError
 from flowstone.store.base import ReadReceipt
-from flowstone.store.jobs import JobReading
+from flowstone.store.jobs import JobReadHandle
 from flowstone.store.objects.client import Client
 from flowstone.store.objects.failures import storage_error
 from flowstone.store.os_errors import MORE_THREADS
 
 
-def give_up(
-    engine: _native.Engine, job: _native.WriteJob | _native.ReadJob, direction: Literal["read", "write"],
+def cancel_unserved(
+    engine: Engine, job: WriteJob | ReadJob, direction: Literal["read", "write"],
     files: tuple[int, int],
 ) -> None:
-    """End a job whose requests no thread carries out. Blocks until it has ended."""
+    """Cancel a job, because no thread could be started for its requests. Returns once the job has ended."""
     job.cancel()
     while True:
         wakes = engine.wakes
@@ -34,14 +34,14 @@ def give_up(
 
 
 class Downloads:
-    """Threads that carry out a job's requests for objects until it has ended.
+    """Threads that carry out the requests of a read job for objects, until the job has ended.
 
-    paths   of the objects; the engine numbers them from `first_file` on
-    refusal the first error
+    paths    the objects' paths; the engine numbers them from `first_file` on
+    refusal  the first error
     """
 
     def __init__(
-        self, client: Client, engine: _native.Engine, job: _native.ReadJob, paths: Sequence[str], *, first_file: int,
+        self, client: Client, engine: Engine, job: ReadJob, paths: Sequence[str], *, first_file: int,
         threads: int,
     ) -> None:
         self._client, self._engine, self._job, self._paths = client, engine, job, paths
@@ -52,7 +52,7 @@ class Downloads:
             thread.start()
 
     def join(self) -> None:
-        """Once the job has ended: each looks for that."""
+        """Wait until the threads have ended, which is after the job."""
         for thread in self._threads:
             thread.join()
 
@@ -64,16 +64,18 @@ class Downloads:
             for number, file, offset, address, length, _ in self._engine.take("read", self._numbers, 1, POLL_S, wakes):
                 self._read(number, self._paths[file - self._numbers[0]], offset, address, length)
             if not threading.main_thread().is_alive():
-                self._job.cancel()  # what is read ahead waits for a load that will not come
+                self._job.cancel()  # a job that reads ahead would wait for a load that never begins
 
     def _read(self, number: int, path: str, offset: int, address: int, length: int) -> None:
-        """Without an address the engine takes the bytes from obstore's memory, and is done with them on return."""
+        """Carry out one request of the engine. If `address` is 0, the engine copies the bytes from obstore's memory
+        before `complete` returns.
+        """
         moved, code, lent = 0, 0, 0
         try:
-            found = self._client.read_range(path, offset, length)
-            moved, lent = found.nbytes, found.ctypes.data
+            data = self._client.read_range(path, offset, length)
+            moved, lent = data.nbytes, data.ctypes.data
             if address:
-                ctypes.memmove(address, lent, moved)  # lets go of the interpreter lock
+                ctypes.memmove(address, lent, moved)  # Python's global interpreter lock is released during this copy
         except FlowstoneError as error:
             self.refusal, code = self.refusal or error, errno.EIO
         except BaseException as error:
@@ -81,11 +83,11 @@ class Downloads:
         self._engine.complete(number, moved, code, lent)
 
 
-class ObjectReading(JobReading):
-    """A Reading of one job, and what carries out its requests."""
+class ObjectReadHandle(JobReadHandle):
+    """A ReadHandle of one job, with the threads that carry out its requests."""
 
     def __init__(
-        self, client: Client, engine: _native.Engine, job: _native.ReadJob, paths: Sequence[str], *, first_file: int,
+        self, client: Client, engine: Engine, job: ReadJob, paths: Sequence[str], *, first_file: int,
         threads: int,
     ) -> None:
         super().__init__(Path(client.location), job)
@@ -100,28 +102,28 @@ class ObjectReading(JobReading):
         return self._downloads.refusal or super()._error()
 
 
-class ObjectExtents:
-    """Objects that are read by a job of another store's (see Parts)."""
+class ObjectOpenExtents:
+    """Objects that a job of another store reads (see StripeMember)."""
 
     def __init__(
-        self, client: Client, engine: _native.Engine, paths: Sequence[str], *, first_file: int, threads: int,
+        self, client: Client, engine: Engine, paths: Sequence[str], *, first_file: int, threads: int,
         of_path: int,
     ) -> None:
         self._client, self._paths, self.engine = client, paths, engine
         self._first_file, self._count = first_file, threads
         self._downloads: Downloads | None = None
         self.natives = [
-            _native.File(fd=first_file + at, path=f"{client.location}/{path}", alignment=1, of_path=of_path)
-            for at, path in enumerate(paths)
+            File(fd=first_file + index, path=f"{client.location}/{path}", alignment=1, of_path=of_path)
+            for index, path in enumerate(paths)
         ]
 
-    def begin(self, job: _native.ReadJob) -> None:
+    def begin(self, job: ReadJob) -> None:
         try:
             self._downloads = Downloads(
                 self._client, self.engine, job, self._paths, first_file=self._first_file, threads=self._count
             )
         except RuntimeError as error:
-            give_up(self.engine, job, "read", (self._first_file, self._first_file + len(self._paths)))
+            cancel_unserved(self.engine, job, "read", (self._first_file, self._first_file + len(self._paths)))
             raise StorageError(
                 f"cannot start the threads that read from {self._client.location}", errno=errno.EAGAIN,
                 reason=str(error), next=MORE_THREADS,

@@ -1,8 +1,8 @@
-"""A file system of fsspec's, called as an object store of obstore's is: slower, and with weaker promises.
+"""An fsspec file system with the interface of an obstore object store: slower, and with weaker guarantees.
 
-fsspec has no put under a condition. On S3 (s3fs) an object appears whole under its name, and is created only where
-there is none. Everywhere else bytes go into a temporary file beside the name, which is then moved there; whether the
-name is free is asked before. So readers see all of a file or nothing, and two writers are kept apart by the lock alone
+fsspec has no conditional put. On S3 (s3fs), an object appears complete, and is created only if its name is free. On all
+other file systems, a temporary file in the same directory is written. It is renamed after a check that the new name is
+free. So readers see a complete file or none, but only the store's lock prevents that two writers use the same name
 (docs/ORDERING.md, File systems of fsspec).
 """
 
@@ -21,30 +21,34 @@ import msgspec
 from flowstone.config import MIB
 from flowstone.errors import ArgumentError, FrameworkError, StorageError
 from flowstone.store.objects.client import DIRECTORY_NAME, same_tag
-from flowstone.store.objects.urls import FSSPEC, check_parts, without_secrets
+from flowstone.store.urls import FSSPEC, check_parts, without_secrets
 
 T = TypeVar("T")
-_Bytes = bytes  # in a class that has a method of that name
+_Bytes = bytes  # used in annotations of a class that has a method `bytes`
 
-_PART_PREFIX = ".flowstone-part-"  # of a temporary file's name
+_PART_PREFIX = ".flowstone-part-"  # the names of temporary files begin with this
 _PART_BYTES_MIN, _WRITE_BYTES = 8 * MIB, MIB
-_APPEARS_WHOLE = frozenset({"s3", "s3a"})  # and `create` is one request that is refused where the name is taken
-_OF_THREADS = frozenset({"file", "local"})  # any thread may call, as on those whose calls are coroutines
+# here a file appears complete, and `create` is one request, which is refused if the name exists
+_APPEARS_WHOLE = frozenset({"s3", "s3a"})
+_OF_THREADS = frozenset({"file", "local"})  # file systems that can be called on any thread; asynchronous ones can, too
 _CACHES = frozenset({"blockcache", "filecache", "simplecache", "cached"})
-_MARKS = (  # what file systems call that which tells a file from the one that it has replaced
+_MARKS = (  # entries of fsspec's info() that differ between a file and the file that replaces it
     "ETag", "etag", "e_tag", "generation", "VersionId", "version_id", "md5Hash", "content_md5", "ino", "LastModified",
     "last_modified", "mtime", "updated", "modified", "created",
 )
-_SURE_MARKS = frozenset(_MARKS[: _MARKS.index("LastModified")])  # the others are times, of a second perhaps
-_READ_FOR_TAG_MAX = 64 * 1024  # bytes of a file that is read where there are times alone
+# the other entries are times, which may be rounded to seconds
+_SURE_MARKS = frozenset(_MARKS[: _MARKS.index("LastModified")])
+# if only times are available, files up to this size are read to compute a tag from their bytes
+_READ_FOR_TAG_MAX = 64 * 1024
 
 
 def open_file_system(url: str) -> tuple[object, str, str]:
-    """The file system and the path that a URL names, and how it is called. May connect, as fsspec does.
+    """Open the file system of a URL. Returns it, the path in it, and the URL without secrets. fsspec may connect to a
+    server.
 
-    raises  FrameworkError  fsspec, or what it needs for this scheme, is not installed
-            ArgumentError   fsspec knows no such scheme
-            StorageError    it does not connect
+    raises  FrameworkError  fsspec, or a package that it needs for this scheme, is not installed
+            ArgumentError   fsspec does not know the scheme
+            StorageError    the connection fails
     """
     inner, name = url.removeprefix(FSSPEC), without_secrets(url).rstrip("/")
     try:
@@ -54,7 +58,7 @@ def open_file_system(url: str) -> tuple[object, str, str]:
             f"cannot open {name}: fsspec is not installed", next="pip install 'flowstone[fsspec]'"
         ) from error
     try:
-        # An instance of our own: another user's listings, and transactions, are not ours.
+        # A separate instance, since cached listings and transactions belong to the instance.
         file_system, path = url_to_fs(inner, skip_instance_cache=True)
     except ImportError as error:
         raise FrameworkError(
@@ -62,10 +66,10 @@ def open_file_system(url: str) -> tuple[object, str, str]:
         ) from error
     except (ValueError, TypeError) as error:
         raise ArgumentError(
-            f"{name} is no URL that fsspec can open: {str(error).partition(chr(10))[0]}",
+            f"fsspec cannot open the URL {name}: {str(error).partition(chr(10))[0]}",
             next="write fsspec+sftp://user@host/path, or any other scheme that fsspec knows",
         ) from error
-    except Exception as error:  # of what the file system uses: this module knows none of it
+    except Exception as error:  # libraries of the file system may raise any error
         code = error.errno if isinstance(error, OSError) and error.errno else errno.EHOSTUNREACH
         raise StorageError(
             f"cannot connect to {name}", errno=code, reason=f"{type(error).__name__}: {error!s:.300}",
@@ -75,19 +79,20 @@ def open_file_system(url: str) -> tuple[object, str, str]:
 
 
 class FileSystemBucket:
-    """See obstore's ObjectStore: as much of it as store/objects/ calls.
+    """Offers the methods of obstore's ObjectStore that store/objects/ calls, and implements them with an fsspec file
+    system.
 
-    file_system  of fsspec's
-    root         the directory that paths are in, as that file system writes it
+    file_system  an instance of fsspec's
+    root         the directory to which all paths are relative, as that file system writes it
 
-    raises  ArgumentError  something else is given, or a file system that keeps copies of what it has read
+    raises  ArgumentError  `file_system` is not an fsspec file system, or caches bytes of files
     """
 
     def __init__(self, file_system: object, root: str) -> None:
         protocols = _protocols_of(file_system)
         if any(mark in root for mark in "*?["):
             raise ArgumentError(
-                f"the path {root!r} has one of * ? [, which fsspec takes for a pattern", next="choose another directory"
+                f"the path {root!r} contains * ? or [, which fsspec takes as a pattern", next="choose another directory"
             )
         self._fs: Any = cast("Any", file_system)
         self._root = str(self._fs._strip_protocol(root)).rstrip("/")
@@ -100,37 +105,37 @@ class FileSystemBucket:
     def root(self) -> str:
         return self._root
 
-    # What reads
+    # Reading
 
     def head(self, path: str) -> dict[str, Any]:
-        found = self._look(path)
-        if found is None:
+        meta = self._stat(path)
+        if meta is None:
             raise FileNotFoundError(errno.ENOENT, "no such file", path)
-        return found
+        return meta
 
-    def get(self, path: str, *, options: Mapping[str, Any] | None = None) -> _Found:
+    def get(self, path: str, *, options: Mapping[str, Any] | None = None) -> _GetResult:
         meta = self.head(path)
-        wanted = (options or {}).get("range", (0, meta["size"]))
-        begin, end = (wanted["offset"], meta["size"]) if isinstance(wanted, dict) else wanted
-        return _Found(meta, lambda at, to: self.get_range(path, start=at, length=to - at), begin, end)
+        range_ = (options or {}).get("range", (0, meta["size"]))
+        begin, end = (range_["offset"], meta["size"]) if isinstance(range_, dict) else range_
+        return _GetResult(meta, lambda start, stop: self.get_range(path, start=start, length=stop - start), begin, end)
 
     def get_range(self, path: str, *, start: int, length: int) -> bytes:
-        place = self._place(path)
+        full_path = self._full_path(path)
         try:
-            return bytes(self._ask(lambda: self._range(place, start, start + length)))
+            return bytes(self._call(lambda: self._range(full_path, start, start + length)))
         except FileNotFoundError:
             raise
         except OSError:
             if start < self.head(path)["size"]:
                 raise
-            return b""  # some refuse a range that begins behind the end
+            return b""  # some file systems refuse a range that begins after the end
 
-    def _range(self, place: str, begin: int, end: int) -> bytes:
+    def _range(self, full_path: str, begin: int, end: int) -> bytes:
         if not _is_generic(self._fs, "cat_file"):
-            return bytes(self._fs.cat_file(place, start=begin, end=end))
-        with self._fs.open(place, "rb") as file:
-            if hasattr(file, "readv"):  # paramiko's: else each 32 KiB waits for its answer
-                end = min(end, int(self._fs.info(place)["size"]))
+            return bytes(self._fs.cat_file(full_path, start=begin, end=end))
+        with self._fs.open(full_path, "rb") as file:
+            if hasattr(file, "readv"):  # files of paramiko: `read` would wait for the answer to each 32 KiB
+                end = min(end, int(self._fs.info(full_path)["size"]))
                 return b"".join(file.readv([(begin, end - begin)])) if begin < end else b""
             file.seek(begin)
             return bytes(file.read(end - begin))
@@ -141,189 +146,198 @@ class FileSystemBucket:
         return {"objects": whole, "common_prefixes": directories}
 
     def _entries(self, path: str) -> tuple[list[str], list[str]]:
-        """Files, those included that are not whole yet, and directories."""
-        place = self._place(path)
+        """Returns the names of files, including temporary ones, and of directories."""
+        full_path = self._full_path(path)
         try:
-            entries = self._ask(lambda: self._fs.ls(place, detail=True), place)
+            entries = self._call(lambda: self._fs.ls(full_path, detail=True), full_path)
         except (FileNotFoundError, NotADirectoryError):
             entries = []
         names: dict[str, list[str]] = {"directory": [], "file": []}
         for entry in entries:
             name = str(entry["name"]).strip("/")
-            if name != place.strip("/"):  # some list a file, or a directory, as what is in it
+            if name != full_path.strip("/"):  # some file systems list a file, or a directory, as an entry of itself
                 names["directory" if entry["type"] == "directory" else "file"].append(name)
         return names["file"], names["directory"]
 
-    # What writes
+    # Writing
 
     def put(
         self, path: str, data: bytes | Iterable[bytes], *, mode: object = "overwrite", use_multipart: bool = False,
         attributes: object = None, chunk_size: int = 0, max_concurrency: int = 1,
     ) -> dict[str, Any]:
-        """`mode`: "create", "overwrite", or {"e_tag": the tag of what is replaced}. FileExistsError where that is not
-        what is there.
+        """Write a file. `mode` is "create", "overwrite", or {"e_tag": the tag of the file to replace}. Raises
+        FileExistsError if the file exists ("create"), or has another tag.
         """
-        del use_multipart, attributes, max_concurrency  # it has its own ways of these
+        del use_multipart, attributes, max_concurrency  # the file system decides itself what these options say
         if getattr(self._fs, "_intrans", False):
-            raise OSError(errno.EBUSY, "a transaction of fsspec's is open: nothing is written before it ends", path)
-        found = self._look(path)
+            raise OSError(errno.EBUSY, "an fsspec transaction is open, and delays all writes until it ends", path)
+        existing = self._stat(path)
         if isinstance(mode, dict):
-            if found is None:
+            if existing is None:
                 raise FileNotFoundError(errno.ENOENT, "no such file", path)
-            if not same_tag(found["e_tag"], mode["e_tag"]):
-                raise FileExistsError(errno.EEXIST, "another file is there", path)
-        elif mode == "create" and found is not None:
-            raise FileExistsError(errno.EEXIST, "the name is taken", path)
-        place = self._place(path)
+            if not same_tag(existing["e_tag"], mode["e_tag"]):
+                raise FileExistsError(errno.EEXIST, "the file was replaced by another one", path)
+        elif mode == "create" and existing is not None:
+            raise FileExistsError(errno.EEXIST, "the file exists", path)
+        full_path = self._full_path(path)
         if not self._appears_whole:
-            self._put_moved(path, data, chunk_size, found)
+            self._put_moved(path, data, chunk_size, existing)
         elif isinstance(data, bytes):
-            how = "create" if mode == "create" else "overwrite"
-            self._ask(lambda: self._fs.pipe_file(place, data, mode=how), place)
+            write_mode = "create" if mode == "create" else "overwrite"
+            self._call(lambda: self._fs.pipe_file(full_path, data, mode=write_mode), full_path)
         else:
-            self._send(place, data, chunk_size, autocommit=False)
+            self._send(full_path, data, chunk_size, autocommit=False)
         if isinstance(data, bytes) and mode != "overwrite" and self.get(path).bytes() != data:
-            raise FileExistsError(errno.EEXIST, "another writer has replaced it at once", path)
+            raise FileExistsError(errno.EEXIST, "another writer has replaced the file at the same time", path)
         return {"e_tag": self.head(path)["e_tag"]}
 
     def delete(self, path: str) -> None:
-        place = self._place(path)
-        self._ask(lambda: self._fs.rm_file(place), place)
+        full_path = self._full_path(path)
+        self._call(lambda: self._fs.rm_file(full_path), full_path)
         directory, _, name = path.rpartition("/")
         if name == DIRECTORY_NAME and directory and not self._appears_whole:
             self._remove_directory(directory)
 
     def copy(self, source: str, target: str) -> None:
-        self._ask(lambda: self._fs.cp_file(self._place(source), self._place(target)), self._place(target))
+        self._call(lambda: self._fs.cp_file(self._full_path(source), self._full_path(target)), self._full_path(target))
 
     def _remove_directory(self, directory: str) -> None:
-        """Where directories are more than prefixes. Only an empty one, but for what a killed writer has left: some
-        remove all that is inside.
+        """Remove a directory that has only temporary files of killed writers, if the file system has real directories.
+        First checks that the directory has no other files, since rmdir of some file systems removes all entries.
         """
-        place = self._place(directory)
-        with suppress(OSError):  # safe: an empty directory is listed, and is no checkpoint
-            for name in (one.rpartition("/")[2] for one in self._entries(directory)[0]):
+        full_path = self._full_path(directory)
+        with suppress(OSError):  # an empty directory that stays is listed, but is not a checkpoint
+            for name in (entry.rpartition("/")[2] for entry in self._entries(directory)[0]):
                 if name.startswith(_PART_PREFIX):
-                    self._ask(lambda name=name: self._fs.rm_file(f"{place}/{name}"), place)  # type: ignore[misc]
+                    self._call(lambda name=name: self._fs.rm_file(f"{full_path}/{name}"), full_path)  # type: ignore[misc]
             if self._entries(directory) == ([], []):
-                self._ask(lambda: self._fs.rmdir(place), place)
+                self._call(lambda: self._fs.rmdir(full_path), full_path)
 
     def _put_moved(
         self, path: str, data: bytes | Iterable[bytes], chunk_bytes: int, replaced: Mapping[str, Any] | None
     ) -> None:
-        part = f"{self._place(path).rpartition('/')[0]}/{_PART_PREFIX}{secrets.token_hex(8)}"
+        part = f"{self._full_path(path).rpartition('/')[0]}/{_PART_PREFIX}{secrets.token_hex(8)}"
         try:
             sent = self._send(part, [data] if isinstance(data, bytes) else data, chunk_bytes)
             self._move(part, path, sent, replaced)
         except BaseException:
-            with suppress(Exception):  # safe: it is swept with the draft; the reason is on its way
-                self._ask(lambda: self._fs.rm_file(part), part)
+            with suppress(Exception):  # the file is removed with its directory later; the first error is raised
+                self._call(lambda: self._fs.rm_file(part), part)
             raise
 
     def _move(self, part: str, path: str, sent: int, replaced: Mapping[str, Any] | None) -> None:
-        place = self._place(path)
+        full_path = self._full_path(path)
 
         def move() -> None:
-            if _is_generic(self._fs, "mv"):  # by patterns, and for directories
-                self._fs.cp_file(part, place)
+            if _is_generic(self._fs, "mv"):  # the generic `mv` of fsspec is for patterns and directories
+                self._fs.cp_file(part, full_path)
                 self._fs.rm_file(part)
             else:
-                self._fs.mv(part, place)
+                self._fs.mv(part, full_path)
 
         try:
-            self._ask(move, place)
+            self._call(move, full_path)
         except OSError:
-            # It may have been done, and its answer lost: then what is there is all that there is of the new file.
-            left, there = self._look_at(part), self._look(path)
-            is_new = there is not None and (replaced is None or there["e_tag"] != replaced["e_tag"])
-            if left is None and there is not None and is_new and there["size"] == sent:
+            # The rename may have succeeded although its answer was lost. In that case only the target exists.
+            left, current = self._info(part), self._stat(path)
+            is_new = current is not None and (replaced is None or current["e_tag"] != replaced["e_tag"])
+            if left is None and current is not None and is_new and current["size"] == sent:
                 return
-            if left is None or left["size"] != sent or replaced is None or there is None:
+            if left is None or left["size"] != sent or replaced is None or current is None:
                 raise
-            self._ask(lambda: self._fs.rm_file(place), place)  # some move to free names alone
-            self._ask(move, place)
+            # some file systems rename a file only to a name that does not exist
+            self._call(lambda: self._fs.rm_file(full_path), full_path)
+            self._call(move, full_path)
 
-    def _send(self, place: str, pieces: Iterable[bytes], chunk_bytes: int, **how: bool) -> int:
-        """Write a new file; its bytes. One that does not come to its end is given up: to close it would complete it."""
+    def _send(self, full_path: str, pieces: Iterable[bytes], chunk_bytes: int, **how: bool) -> int:
+        """Write a new file. Returns its size in bytes. After an error the open file is discarded, since closing it
+        would complete the file.
+        """
         length, sent = max(chunk_bytes, _PART_BYTES_MIN), 0
-        file = self._ask(lambda: self._opened(place, length, how), place)
+        file = self._call(lambda: self._opened(full_path, length, how), full_path)
         try:
             for piece in pieces:
-                for at in range(0, len(piece), _WRITE_BYTES):  # between them the lease can be renewed
-                    part = piece[at : at + _WRITE_BYTES]
-                    self._ask(lambda part=part: _write(file, part))  # type: ignore[misc]
+                # in small writes, so that the lease can be renewed in between
+                for start in range(0, len(piece), _WRITE_BYTES):
+                    part = piece[start : start + _WRITE_BYTES]
+                    self._call(lambda part=part: _write(file, part))  # type: ignore[misc]
                 sent += len(piece)
-            self._ask(file.close)
+            self._call(file.close)
             if how:
-                self._ask(file.commit)
-            self._check_sent(place, sent)
+                self._call(file.commit)
+            self._check_sent(full_path, sent)
         except BaseException:
-            with suppress(Exception):  # safe: what is left of it is swept with the draft; the reason is on its way
-                self._ask(file.discard if how else file.close)
-                file.closed = True  # else it is completed when it is collected
+            # the rest of the file is removed with its directory later; the first error is raised
+            with suppress(Exception):
+                self._call(file.discard if how else file.close)
+                file.closed = True  # otherwise the garbage collector would close, and so complete, the file
             raise
         finally:
-            self._fs.invalidate_cache(place)
+            self._fs.invalidate_cache(full_path)
         return sent
 
-    def _check_sent(self, place: str, sent: int) -> None:
-        """Some tell late, or not at all, that a write has failed."""
-        found = self._look_at(place)
-        there = 0 if found is None else found["size"]
-        if there != sent:
-            raise OSError(errno.EIO, f"it has {there} of {sent} bytes after all were written", place)
+    def _check_sent(self, full_path: str, sent: int) -> None:
+        """Raise OSError if the written file is too short, since some file systems report a failed write late, or never.
+        """
+        info = self._info(full_path)
+        size = 0 if info is None else info["size"]
+        if size != sent:
+            raise OSError(errno.EIO, f"after the write, the file has {size} bytes instead of {sent}", full_path)
 
-    def _opened(self, place: str, length: int, how: Mapping[str, bool]) -> Any:
+    def _opened(self, full_path: str, length: int, how: Mapping[str, bool]) -> Any:
         if self._appears_whole:
-            return self._fs.open(place, "wb", block_size=length, **how)
+            return self._fs.open(full_path, "wb", block_size=length, **how)
         try:
-            return self._fs.open(place, "wb")
+            return self._fs.open(full_path, "wb")
         except FileNotFoundError:
-            self._fs.makedirs(place.rpartition("/")[0], exist_ok=True)
-            return self._fs.open(place, "wb")
+            self._fs.makedirs(full_path.rpartition("/")[0], exist_ok=True)
+            return self._fs.open(full_path, "wb")
 
-    # What both need
+    # Common
 
-    def _place(self, path: str) -> str:
+    def _full_path(self, path: str) -> str:
         return f"{self._root}/{path}" if path else self._root or "/"
 
-    def _look(self, path: str) -> dict[str, Any] | None:
-        found = self._look_at(self._place(path))
-        if found is None:
+    def _stat(self, path: str) -> dict[str, Any] | None:
+        info = self._info(self._full_path(path))
+        if info is None:
             return None
-        size = int(found["size"] or 0)
-        marks = [f"{name}={found[name]}" for name in _MARKS if found.get(name) is not None]
-        if not any(found.get(name) is not None for name in _SURE_MARKS) and size <= _READ_FOR_TAG_MAX:
-            place = self._place(path)
+        size = int(info["size"] or 0)
+        marks = [f"{name}={info[name]}" for name in _MARKS if info.get(name) is not None]
+        if not any(info.get(name) is not None for name in _SURE_MARKS) and size <= _READ_FOR_TAG_MAX:
+            full_path = self._full_path(path)
             try:
-                marks.append(hashlib.blake2b(self._ask(lambda: self._fs.cat_file(place))).hexdigest())
+                marks.append(hashlib.blake2b(self._call(lambda: self._fs.cat_file(full_path))).hexdigest())
             except FileNotFoundError:
                 return None
         tag = hashlib.blake2b(repr((size, marks)).encode(), digest_size=16).hexdigest()
         return {"e_tag": tag, "size": size, "last_modified": None, "version": None, "path": path}
 
-    def _look_at(self, place: str) -> Mapping[str, Any] | None:
+    def _info(self, full_path: str) -> Mapping[str, Any] | None:
         try:
-            found: Mapping[str, Any] = self._ask(lambda: self._fs.info(place), place)
+            info: Mapping[str, Any] = self._call(lambda: self._fs.info(full_path), full_path)
         except (FileNotFoundError, NotADirectoryError):
             return None
-        return None if found["type"] == "directory" else found
+        return None if info["type"] == "directory" else info
 
-    def _ask(self, act: Callable[[], T], place: str | None = None) -> T:
-        """The result of a call. `place`: what it asks about, or changes: listings that are kept are not believed."""
+    def _call(self, act: Callable[[], T], full_path: str | None = None) -> T:
+        """Call `act`, which reads or changes `full_path`, and return its result. Cached listings of the path are
+        dropped first.
+        """
         try:
             with self._guard:
-                if place is not None:
-                    self._fs.invalidate_cache(place)
-                    self._fs.invalidate_cache(place.rpartition("/")[0])
+                if full_path is not None:
+                    self._fs.invalidate_cache(full_path)
+                    self._fs.invalidate_cache(full_path.rpartition("/")[0])
                 return act()
         except NotImplementedError as error:
             kind = type(self._fs).__name__
-            raise OSError(errno.ENOTSUP, f"fsspec's {kind} cannot do that: {error}".rstrip(": ")) from error
+            message = f"fsspec's {kind} does not implement an operation that Flowstone needs: {error}".rstrip(": ")
+            raise OSError(errno.ENOTSUP, message) from error
 
 
-class _Found(msgspec.Struct, frozen=True):
-    """A file that is there: obstore's GetResult."""
+class _GetResult(msgspec.Struct, frozen=True):
+    """A file that is being read, with the interface of obstore's GetResult."""
 
     meta: Mapping[str, Any]
     read: Callable[[int, int], _Bytes]
@@ -343,12 +357,12 @@ class _Found(msgspec.Struct, frozen=True):
 
 
 def _write(file: Any, data: bytes) -> None:
-    """Write, with all answers on return."""
+    """Write `data` to an open file, and wait for all answers of the server."""
     if not hasattr(file, "set_pipelined"):
         file.write(data)
         return
-    # paramiko's: else each 32 KiB waits for its answer. An answer that is still to come would be taken by the next call
-    # for anything else, and waited for ever after: so the last byte waits for all.
+    # Files of paramiko: without pipelining, each 32 KiB waits for its answer. With an outstanding answer, a later call
+    # of another kind would wait forever. So the last byte is written without pipelining, which waits for all answers.
     file.set_pipelined(True)
     file.write(data[:-1])
     file.set_pipelined(False)
@@ -356,7 +370,7 @@ def _write(file: Any, data: bytes) -> None:
 
 
 def _is_generic(file_system: object, verb: str) -> bool:
-    """Whether a file system has no way of its own for a call."""
+    """Whether a file system has only the generic implementation of fsspec for a method."""
     return str(getattr(type(file_system), verb).__qualname__).startswith("AbstractFileSystem.")
 
 
@@ -366,15 +380,15 @@ def _protocols_of(file_system: object) -> frozenset[str]:
     ]
     if missing or protocol is None:
         raise ArgumentError(
-            f"{type(file_system).__name__} is no file system of fsspec's",
+            f"{type(file_system).__name__} is not an fsspec file system",
             missing=", ".join([*missing] or ["protocol"]),
-            next="give one: fsspec.filesystem('sftp', host=...)",
+            next="give a file system, such as fsspec.filesystem('sftp', host=...)",
         )
     protocols = frozenset([protocol] if isinstance(protocol, str) else protocol)
     if protocols & _CACHES:
         raise ArgumentError(
-            f"{type(file_system).__name__} keeps copies of what it has read: another job's commits would not be seen",
-            next="give the file system beneath it",
+            f"{type(file_system).__name__} caches what it has read, and would miss another job's commits",
+            next="give the underlying file system",
         )
     return protocols
 

@@ -1,7 +1,8 @@
-"""Listings that obstore refuses as a whole, because of the names of some objects, which other programs have made.
+"""Lists directories that obstore cannot list, because they contain objects of other programs whose names obstore
+refuses.
 
-Such names have an empty part (`run//x`), `.`, `..` or control characters; none of ours has. They are skipped and
-logged.
+Such names have an empty component (`run//x`), `.`, `..` or control characters. Flowstone never writes such names, so
+they are skipped and logged.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from flowstone.errors import FrameworkError, StorageError
-from flowstone.store.objects.failures import refusal_of
+from flowstone.store.objects.failures import server_error_of
 
 if TYPE_CHECKING:
     from obstore import ListResult, ObjectMeta
@@ -25,7 +26,9 @@ _SAYS = ("Encountered object with invalid path", "Got invalid XML")
 
 
 class Listing(msgspec.Struct, frozen=True):
-    """Names in a directory: of objects, of directories, and of what can be neither of ours, as text for a message."""
+    """The names in a directory: objects, directories, and foreign names, which Flowstone cannot have written. Foreign
+    names are quoted, for a message.
+    """
 
     objects: list[str]
     directories: list[str]
@@ -36,12 +39,14 @@ class Listing(msgspec.Struct, frozen=True):
 
 
 def is_refused(error: BaseException | None) -> bool:
-    """Whether obstore refuses a listing because of a name in it."""
-    return error is not None and any(says in refusal_of(error).text for says in _SAYS)
+    """Whether the error means that obstore refuses a listing because of a name in it."""
+    return error is not None and any(says in server_error_of(error).text for says in _SAYS)
 
 
 def s3_client() -> Any:
-    """boto3's client for the endpoint and region of the environment, as obstore reads it. Raises ImportError."""
+    """A boto3 client for the endpoint and region in the environment variables, which obstore reads, too. Raises
+    ImportError.
+    """
     import boto3
     from botocore.config import Config
 
@@ -52,42 +57,45 @@ def s3_client() -> Any:
     return boto3.client("s3", endpoint_url=endpoint, region_name=region, config=patience)
 
 
-def place_of(bucket: Bucket, path: str = "") -> tuple[str, str]:
-    """The name of S3's bucket, and what the keys below a path begin with."""
+def bucket_and_prefix(bucket: Bucket, path: str = "") -> tuple[str, str]:
+    """The name of the S3 bucket, and the prefix of all keys below `path`."""
     settings: Any = bucket
     return settings.config["bucket"], "".join(f"{part}/" for part in (settings.prefix, path) if part)
 
 
 def list_all(location: str, bucket: Bucket, path: str, refused: StorageError | None = None) -> Listing:
-    """List a directory in a bucket of S3 with boto3, which refuses no name.
+    """List a directory in an S3 bucket with boto3, which refuses no name.
 
     refused  the error of obstore's listing
-    raises   FrameworkError  if it is not on S3, or boto3 is not installed; all errors of boto3
+    raises   FrameworkError  the bucket is not on S3, or boto3 is not installed
+             all errors of boto3
     """
     is_s3 = type(bucket).__name__ == "S3Store"
     remedy = "remove that object, which Flowstone did not write"
     try:
         if not is_s3:
-            raise ImportError("boto3 is for S3 alone")
+            raise ImportError("boto3 can be used only for S3, and this is not an S3 bucket")
         client = s3_client()
     except ImportError as error:
         raise FrameworkError(
             f"cannot list {f'{location}/{path}'.rstrip('/')}: an object in it has a name that obstore refuses",
             reason="" if refused is None else refused.facts["reason"],
-            next=f"pip install boto3, which can list it, so that it is skipped; or {remedy}" if is_s3 else remedy,
+            next=f"pip install boto3, with which Flowstone can ignore this object; or {remedy}" if is_s3 else remedy,
         ) from error
-    name, prefix = place_of(bucket, path)
-    found = Listing([], [], [])
+    name, prefix = bucket_and_prefix(bucket, path)
+    listing = Listing([], [], [])
     for page in client.get_paginator("list_objects_v2").paginate(Bucket=name, Prefix=prefix, Delimiter="/"):
         for entry in page.get("Contents", ()):
-            _add(found, path, entry["Key"][len(prefix) :])
+            _add(listing, path, entry["Key"][len(prefix) :])
         for entry in page.get("CommonPrefixes", ()):
-            _add(found, path, entry["Prefix"][len(prefix) :])
-    return found
+            _add(listing, path, entry["Prefix"][len(prefix) :])
+    return listing
 
 
 def _add(listing: Listing, path: str, name: str) -> None:
-    """`name`: of a directory, if a slash is at its end; "" for the directory's own object, as consoles make it."""
+    """Add a name to a listing. A name that ends with a slash is a directory. The name "" is the directory's own object,
+    which web consoles create.
+    """
     own = name.removesuffix("/")
     if own in (".", "..") or any(ord(char) < 32 or 127 <= ord(char) < 160 for char in own) or name == "/":
         listing.foreign.append(repr(name))
@@ -97,11 +105,11 @@ def _add(listing: Listing, path: str, name: str) -> None:
         listing.foreign.append(repr(f"{path}/"))
 
 
-def sorted_out(path: str, found: ListResult[Sequence[ObjectMeta]]) -> Listing:
-    """The `Listing` of what obstore has listed."""
+def to_listing(path: str, listed: ListResult[Sequence[ObjectMeta]]) -> Listing:
+    """Convert a result of obstore to a `Listing`."""
     listing = Listing([], [], [])
-    for entry in found["objects"]:
+    for entry in listed["objects"]:
         _add(listing, path, "" if entry["path"] == path else entry["path"].rpartition("/")[2])
-    for name in found["common_prefixes"]:
+    for name in listed["common_prefixes"]:
         _add(listing, path, f"{str(name).rstrip('/').rpartition('/')[2]}/")
     return listing

@@ -1,23 +1,24 @@
-"""Unfinished uploads of dead writers: parts that no list of objects shows, and that cost money."""
+"""Abort unfinished uploads of dead writers. Their parts cost money, although listings do not show them."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from flowstone.log import log
-from flowstone.store.objects.foreign_names import place_of, s3_client
+from flowstone.store.objects.foreign_names import bucket_and_prefix, s3_client
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore as Bucket
 
-_ABORTED_MAX = 10_000  # by one call: what is left goes with the next writer
+_ABORTED_MAX = 10_000  # how many uploads one call aborts; the next writer aborts the rest
 
 
 def abort_unfinished(location: str, bucket: Bucket) -> int:
-    """Abort every unfinished upload below the store's prefix, by boto3, as obstore cannot list them. Returns how many.
+    """Abort all unfinished uploads below the store's prefix, with boto3, as obstore cannot list them. Returns their
+    number.
 
-    Only the holder of the lease may call it: whose upload is aborted can complete it no more. Does nothing where boto3
-    is not installed, or the store is not S3's; a failure is logged, as the bucket's own rule will remove them.
+    Only the holder of the lease may call it: an aborted upload cannot be completed. Does nothing if boto3 is not
+    installed or the store is not on S3. A failure is only logged: a lifecycle rule of the bucket can remove the parts.
     """
     if type(bucket).__name__ != "S3Store":
         return 0
@@ -25,7 +26,7 @@ def abort_unfinished(location: str, bucket: Bucket) -> int:
         client = s3_client()
     except ImportError:
         return 0
-    name, prefix = place_of(bucket)
+    name, prefix = bucket_and_prefix(bucket)
     aborted = 0
     try:
         for page in client.get_paginator("list_multipart_uploads").paginate(Bucket=name, Prefix=prefix):
@@ -34,6 +35,6 @@ def abort_unfinished(location: str, bucket: Bucket) -> int:
                 aborted += 1
                 if aborted == _ABORTED_MAX:
                     return aborted
-    except Exception as error:  # any of botocore's, which this module does not name
-        log.warning("%s: unfinished uploads of earlier jobs could not be removed: %s", location, error)
+    except Exception as error:  # botocore may raise any error
+        log.warning("%s: cannot remove unfinished uploads of earlier jobs: %s", location, error)
     return aborted

@@ -1,4 +1,4 @@
-"""Credentials of AWS profiles: they are in files that obstore does not read, and boto3 does."""
+"""Credentials of AWS profiles. boto3 reads the files with the profiles, since obstore does not."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ from pathlib import Path
 from flowstone.errors import ArgumentError, FrameworkError
 
 _SCHEMES = ("s3://", "s3a://")
-_GIVEN = ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_SKIP_SIGNATURE")  # obstore takes these itself
+# obstore itself uses credentials in these variables
+_GIVEN = ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_SKIP_SIGNATURE")
 
 
-def of_profile(url: str) -> dict[str, object]:
-    """What obstore is given for the profile that applies to a URL; nothing where none does.
+def profile_arguments(url: str) -> dict[str, object]:
+    """obstore's arguments for the AWS profile that applies to a URL; empty if none does.
 
-    As with AWS's own programs the environment comes first, then AWS_PROFILE, or the profile `default`, of ~/.aws/config
-    and ~/.aws/credentials (or AWS_CONFIG_FILE, AWS_SHARED_CREDENTIALS_FILE): keys, roles that are assumed, SSO.
+    As in AWS's own programs, credentials in environment variables come first. Otherwise the profile AWS_PROFILE, or
+    `default`, in ~/.aws/config and ~/.aws/credentials (or AWS_CONFIG_FILE, AWS_SHARED_CREDENTIALS_FILE) is used; it may
+    have keys, an assumed role, or SSO.
 
-    raises  FrameworkError  a profile is named, and boto3 is not installed
-            ArgumentError   there is no such profile, or it cannot be used
+    raises  FrameworkError  a profile is named, but boto3 is not installed
+            ArgumentError   the profile does not exist, or cannot be used
     """
     if not url.startswith(_SCHEMES) or any(os.environ.get(name) for name in _GIVEN):
         return {}
@@ -35,7 +37,7 @@ def of_profile(url: str) -> dict[str, object]:
         from obstore.auth.boto3 import Boto3CredentialProvider
     except ImportError as error:
         if not named:
-            return {}  # perhaps an instance's role has what is needed; the error says so where it has not
+            return {}  # the machine's own role may have credentials; if not, a later error says so
         raise FrameworkError(
             f"cannot use the AWS profile {named!r} for {url}: boto3, which reads profiles, is not installed",
             next="pip install boto3, or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
@@ -48,5 +50,5 @@ def of_profile(url: str) -> dict[str, object]:
     except BotoCoreError as error:
         raise ArgumentError(
             f"cannot use the AWS profile {named or 'default'!r} for {url}", reason=f"{error!s:.300}",
-            next="correct AWS_PROFILE or the files of ~/.aws; `aws sts get-caller-identity` tells whether it works",
+            next="correct AWS_PROFILE or the files in ~/.aws; test them with `aws sts get-caller-identity`",
         ) from error

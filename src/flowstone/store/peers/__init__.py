@@ -1,1 +1,1 @@
-"""The memory of a job's several nodes as one store: docs/PEERS.md."""
+"""The memory of a job's nodes as one store (docs/PEERS.md)."""

@@ -1,4 +1,6 @@
-"""This node's segments for the memory of other nodes, as copies or for parity: in parts, each verified there."""
+"""Send this node's segments to the memory of other nodes, as copies or for parity, in parts whose digests the receivers
+check.
+"""
 
 from __future__ import annotations
 
@@ -13,21 +15,21 @@ import msgspec
 from flowstone.config import PEER_PART_BYTES, PEER_PARTS_UNDER_WAY, POLL_S
 from flowstone.errors import CancelledError, FlowstoneError, PeerError, StorageError
 from flowstone.format.digest import digest
-from flowstone.store.contents import MemoryFile
+from flowstone.store.memory.contents import MemoryFile
 from flowstone.store.peers.erasure import coefficient
 from flowstone.store.peers.memory import view_of
-from flowstone.store.peers.node import Link, checked
-from flowstone.store.peers.parity import Share, contributions, parity_name, parts
-from flowstone.store.peers.wire import Ask
+from flowstone.store.peers.node import NodeLink, check_answer
+from flowstone.store.peers.parity import ParityShare, contributions, parity_name, parts
+from flowstone.store.peers.wire import PeerRequest
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """What bounds the copies of one save.
+    """Limits on the speed of one save's copies.
 
-    bytes_per_s   that this node sends; None: no limit
-    spread_s      over how long they are spread, as long as that is not slower than the network; 0: not at all
-    is_expedited  whether a thread waits for them: then they are spread no more
-    is_cancelled  whether the save was cancelled
+    bytes_per_s   how many bytes per second this node may send; None: no limit
+    spread_s      the seconds over which the sending of copies is spread, unless the network needs longer; 0: not spread
+    is_expedited  returns whether a thread waits for the copies, which then are sent at full rate
+    is_cancelled  returns whether the save was cancelled
     """
 
     bytes_per_s: float | None
@@ -36,11 +38,11 @@ class Limits(msgspec.Struct, frozen=True):
     is_cancelled: Callable[[], bool]
 
 
-class Pace:
-    """When parts are sent to one node. One thread at a time.
+class SendPace:
+    """Decides when the next part is sent to one node. For one thread at a time.
 
-    share        of the limit that counts for this node
-    total_bytes  that it gets
+    share        the part of the rate limit, from 0 to 1, that is used for the receiving node
+    total_bytes  the number of bytes to send to the node
     """
 
     def __init__(self, limits: Limits, share: float, total_bytes: int) -> None:
@@ -50,7 +52,7 @@ class Pace:
         self._sent_bytes = 0
 
     def wait(self, length: int) -> None:
-        """Until so many bytes may be sent. Raises CancelledError."""
+        """Wait until `length` bytes may be sent. Raises CancelledError."""
         while True:
             if self._limits.is_cancelled():
                 raise CancelledError("the save was cancelled", next="save again")
@@ -68,33 +70,34 @@ class Pace:
         return max(self._due, self._begin + self._limits.spread_s * self._sent_bytes / self._total_bytes)
 
 
-class Sending(msgspec.Struct, frozen=True, eq=False):
-    """What one node is sent for one of its files: first what makes that, then ranges of ours, one after the other.
+class Transfer(msgspec.Struct, frozen=True, eq=False):
+    """The messages that send one file to a node: a request that creates the file there, then ranges of this node's
+    files, in order.
 
-    asked    what makes it; `payload` follows
-    verb     what each part of the ranges is for
-    ranges   of files: where they begin, and their length
+    asked    the request that creates the file; the bytes `payload` follow it
+    verb     the verb of the requests that send parts of the ranges
+    ranges   (file, begin, length) of each range
     """
 
-    asked: Ask
+    asked: PeerRequest
     payload: bytes
     verb: Literal["fill", "add"]
     ranges: Sequence[tuple[MemoryFile, int, int]]
 
 
-def copies_of(files: Sequence[tuple[str, MemoryFile]]) -> list[Sending]:
-    """Of whole files, by their paths."""
+def copies_of(files: Sequence[tuple[str, MemoryFile]]) -> list[Transfer]:
+    """The transfers that copy these files completely. `files`: path and file."""
     return [
-        Sending(Ask("create", path, size_bytes=file.size_bytes), b"", "fill", [(file, 0, file.size_bytes)])
+        Transfer(PeerRequest("create", path, size_bytes=file.size_bytes), b"", "fill", [(file, 0, file.size_bytes)])
         for path, file in files
     ]
 
 
 def shares_of(
-    files: Sequence[tuple[str, MemoryFile]], shares: Sequence[Share], writer: str
-) -> dict[int, list[Sending]]:
-    """What each node is sent for the parity of files of one directory. `writer`: see parity_name."""
-    sendings: dict[int, list[Sending]] = {}
+    files: Sequence[tuple[str, MemoryFile]], shares: Sequence[ParityShare], writer: str
+) -> dict[int, list[Transfer]]:
+    """node -> the transfers to that node, for the parity of one directory's files. `writer`: see parity_name."""
+    sendings: dict[int, list[Transfer]] = {}
     if not shares or not files:
         return sendings
     directory = files[0][0].rpartition("/")[0]
@@ -105,18 +108,19 @@ def shares_of(
         ranges = [(by_name[part.file], part.offset, part.length) for part in parts(contribution)]
         described = msgspec.msgpack.encode(contribution)
         for row, node in enumerate(share.keepers):
-            asked = Ask(
+            request = PeerRequest(
                 "gather", f"{directory}/{parity_name(share, writer, row)}", target=str(share.column),
                 number=coefficient(columns, rows, row, share.column), size_bytes=contribution.length,
                 payload_bytes=len(described),
             )
             if ranges:
-                sendings.setdefault(node, []).append(Sending(asked, described, "add", ranges))
+                sendings.setdefault(node, []).append(Transfer(request, described, "add", ranges))
     return sendings
 
 
-def send(sendings: Sequence[tuple[Link, Sequence[Sending]]], limits: Limits) -> None:
-    """Send to several nodes at once. All is there, and verified, when this returns.
+def send(sendings: Sequence[tuple[NodeLink, Sequence[Transfer]]], limits: Limits) -> None:
+    """Send to several nodes concurrently. When this returns, all bytes have arrived, and the receivers have verified
+    them.
 
     raises  StorageError, FullError, PeerError: the first failure; CancelledError
     """
@@ -124,31 +128,31 @@ def send(sendings: Sequence[tuple[Link, Sequence[Sending]]], limits: Limits) -> 
         return
     share = 1 / len(sendings)
     with ThreadPoolExecutor(len(sendings), thread_name_prefix="flowstone-copy") as executor:
-        under_way = [executor.submit(_send, link, what, limits, share) for link, what in sendings]
-    for one in under_way:
-        one.result()
+        futures = [executor.submit(_send, link, transfers, limits, share) for link, transfers in sendings]
+    for future in futures:
+        future.result()
 
 
-def _send(link: Link, sendings: Sequence[Sending], limits: Limits, share: float) -> None:
+def _send(link: NodeLink, sendings: Sequence[Transfer], limits: Limits, share: float) -> None:
     path = ""
-    pace = Pace(limits, share, sum(length for sending in sendings for _, _, length in sending.ranges))
+    pace = SendPace(limits, share, sum(length for sending in sendings for _, _, length in sending.ranges))
     try:
         for sending in sendings:
             path = sending.asked.path
-            number = link.ask(sending.asked, sending.payload).number
+            number = link.request(sending.asked, sending.payload).number
             _send_ranges(link, number, sending, pace)
     except FlowstoneError:
         raise
     except OSError as error:
         raise StorageError(
             f"cannot copy {path} to the node at {link.place.shown}", errno=error.errno or errno.EIO,
-            reason=error.strerror, next="save again; look into the memory agent's log of that node",
+            reason=error.strerror, next="save again; read the memory agent's log on that node",
         ) from error
     finally:
         link.close()
 
 
-def _send_ranges(link: Link, number: int, sending: Sending, pace: Pace) -> None:
+def _send_ranges(link: NodeLink, number: int, sending: Transfer, pace: SendPace) -> None:
     under_way = target = 0
     for file, begin, length in sending.ranges:
         mapping = file.mapped(writable=False)
@@ -156,20 +160,23 @@ def _send_ranges(link: Link, number: int, sending: Sending, pace: Pace) -> None:
             part_bytes = min(PEER_PART_BYTES, begin + length - offset)
             pace.wait(part_bytes)
             assert mapping is not None, "it has bytes"
-            said = digest(view_of(mapping.address + offset, part_bytes))
-            asked = Ask(sending.verb, text=said, number=number, offset=target, payload_bytes=part_bytes)
-            link.send_file(asked, file.fd, offset)
+            part_digest = digest(view_of(mapping.address + offset, part_bytes))
+            request = PeerRequest(
+                sending.verb, text=part_digest, number=number, offset=target, payload_bytes=part_bytes
+            )
+            link.send_file(request, file.fd, offset)
             target += part_bytes
             under_way += 1
             if under_way == PEER_PARTS_UNDER_WAY:
-                _confirmed(link, sending)
+                _receive_confirmation(link, sending)
                 under_way -= 1
     for _ in range(under_way):
-        _confirmed(link, sending)
+        _receive_confirmation(link, sending)
 
 
-def _confirmed(link: Link, sending: Sending) -> None:
-    if not checked(link.receive(), link.place).yes:
+def _receive_confirmation(link: NodeLink, sending: Transfer) -> None:
+    if not check_answer(link.receive(), link.place).yes:
         raise PeerError(
-            f"the node at {link.place.shown} has not confirmed a part of {sending.asked.path}", next="save again"
+            f"the node at {link.place.shown} did not confirm that it has received a part of {sending.asked.path}",
+            next="save again",
         )

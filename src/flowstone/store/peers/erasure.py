@@ -1,7 +1,7 @@
-"""Reed-Solomon codes over GF(256) by ISA-L: docs/decisions/035-parity.md. Bytes are given by address, and not owned.
+"""Reed-Solomon codes over GF(256), computed with ISA-L (docs/decisions/035-parity.md). Callers own the memory.
 
-Shards are numbered: those with data from 0 on, then those with parity. The matrix is Cauchy's, of which each square
-part can be inverted, so any `data` shards give all others.
+`data` data shards are numbered from 0 on, and parity shards after them. The factors form a Cauchy matrix, of which each
+square part can be inverted, so any `data` shards determine all others.
 """
 
 from __future__ import annotations
@@ -12,32 +12,33 @@ from importlib import metadata
 
 from flowstone.errors import FrameworkError
 
-SHARDS_MAX = 255  # there are no more elements to tell them apart
+SHARDS_MAX = 255  # GF(256) has no more nonzero elements
 _SYSTEMS = "libisal.so.2"
-_WHEELS = "pyeclib"  # its wheel has the library in it
+_WHEELS = "pyeclib"  # the Python package whose wheel contains the library
 
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """ISA-L, of the system or of PyECLib's wheel. Raises FrameworkError."""
+    """The library ISA-L, from the system or from PyECLib's wheel. Raises FrameworkError."""
     for name in (_SYSTEMS, *_in_wheel()):
         try:
-            found = ctypes.CDLL(name)  # its calls leave the interpreter to other threads
+            isal = ctypes.CDLL(name)  # calls of this library release the global interpreter lock
         except OSError:
+            # the library is not installed under this name; if it is under no name, FrameworkError is raised below
             continue
         pointer, integer = ctypes.c_void_p, ctypes.c_int
-        found.gf_gen_cauchy1_matrix.argtypes = (pointer, integer, integer)
-        found.gf_invert_matrix.argtypes = (pointer, pointer, integer)
-        found.ec_init_tables.argtypes = (integer, integer, pointer, pointer)
-        found.ec_encode_data_update.argtypes = (integer, integer, integer, integer, pointer, pointer, pointer)
-        return found
+        isal.gf_gen_cauchy1_matrix.argtypes = (pointer, integer, integer)
+        isal.gf_invert_matrix.argtypes = (pointer, pointer, integer)
+        isal.ec_init_tables.argtypes = (integer, integer, pointer, pointer)
+        isal.ec_encode_data_update.argtypes = (integer, integer, integer, integer, pointer, pointer, pointer)
+        return isal
     raise FrameworkError(
         f"parity needs ISA-L, which is not installed: neither {_SYSTEMS} nor PyECLib's wheel",
         next="pip install 'flowstone[parity]' on all nodes, or the system's package (libisal2)",
     )
 
 
-def is_there() -> bool:
+def is_available() -> bool:
     try:
         library()
     except FrameworkError:
@@ -46,24 +47,27 @@ def is_there() -> bool:
 
 
 def coefficient(data: int, rows: int, row: int, column: int) -> int:
-    """That by which a shard counts in a row of parity."""
+    """The factor by which data shard number `column` is multiplied in parity shard number `row`."""
     return _matrix(data, rows)[(data + row) * data + column]
 
 
 def accumulate(factor: int, source: int, target: int, length: int) -> None:
-    """Add `factor` times the bytes at `source` to those at `target`."""
+    """Add `factor` times the bytes at address `source` to the bytes at address `target`."""
     library().ec_encode_data_update(length, 1, 1, 0, _tables((factor,)), source, (ctypes.c_void_p * 1)(target))
 
 
 @functools.lru_cache(1000)
 def factors_for(data: int, rows: int, shards: tuple[int, ...], lost: int) -> tuple[int, ...]:
-    """By what each of these `data` shards counts in a lost one with data."""
-    assert len(shards) == data, "as many as there is data"
+    """The factors for computing the data shard `lost`: it is the sum of the given `shards` (there are `data` of them),
+    each multiplied by its factor.
+    """
+    assert len(shards) == data, "as many shards as data shards"
     matrix = _matrix(data, rows)
-    chosen = ctypes.create_string_buffer(b"".join(matrix[at * data : (at + 1) * data] for at in shards), data * data)
+    shard_rows = b"".join(matrix[index * data : (index + 1) * data] for index in shards)
+    chosen = ctypes.create_string_buffer(shard_rows, data * data)
     inverse = ctypes.create_string_buffer(data * data)
-    refused = library().gf_invert_matrix(chosen, inverse, data)
-    assert not refused, "each square part of it can be inverted"
+    failure = library().gf_invert_matrix(chosen, inverse, data)
+    assert not failure, "each square part of a Cauchy matrix can be inverted"
     return tuple(inverse.raw[lost * data : (lost + 1) * data])
 
 

@@ -1,4 +1,4 @@
-"""Memory by its address, as a buffer."""
+"""Memory by its address, as a memoryview."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import ctypes
 
 
 def view_of(address: int, length: int) -> memoryview:
-    """The bytes at an address, writable. Its owner has to keep them as long as this is used."""
+    """A writable view of the bytes at an address. The memory must stay allocated while the view is used."""
     return memoryview((ctypes.c_char * length).from_address(address)).cast("B")

@@ -1,4 +1,4 @@
-"""A node of the job as this process sees it: its address, and connections to its peer server."""
+"""A node of the job: its address, and connections to the server of its memory agent."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import msgspec
 
 from flowstone.config import PEER_DOWN_S, PEER_GREETING_S
 from flowstone.errors import FullError, PeerError
-from flowstone.store.peers.wire import Ask, Channel, Told, greet, prepare
+from flowstone.store.peers.wire import Channel, PeerRequest, PeerResponse, greet, set_timeouts
 
 
-class Place(msgspec.Struct, frozen=True):
-    """Where a node serves a run, as the ranks tell each other. `node` tells it apart from all others."""
+class NodeAddress(msgspec.Struct, frozen=True):
+    """The address at which a node serves a run to other nodes; ranks exchange it. `node`: the node's unique id."""
 
     node: str
     address: str
@@ -27,65 +27,76 @@ class Place(msgspec.Struct, frozen=True):
         return f"[{self.address}]:{self.port}" if ":" in self.address else f"{self.address}:{self.port}"
 
 
-class Link:
-    """One connection to a node's server, made anew where it was lost. One thread at a time."""
+class NodeLink:
+    """A connection to a node's server. If the connection is lost, the next request connects again. For one thread at a
+    time.
+    """
 
-    def __init__(self, place: Place, run: str, secret: bytes) -> None:
+    def __init__(self, place: NodeAddress, run: str, secret: bytes) -> None:
         self.place = place
         self._run, self._secret = run, secret
         self._channel: Channel | None = None
 
-    def send(self, asked: Ask, payload: bytes | memoryview = b"") -> None:
-        """Raises PeerError. The answer is taken by `receive`: several may be under way, in their order."""
+    def send(self, request: PeerRequest, payload: bytes | memoryview = b"") -> None:
+        """Send a request; `receive` returns its answer. Several requests may be outstanding. Raises PeerError."""
         channel = self._channel or self._connect()
         try:
-            channel.send(asked)
+            channel.send(request)
             if payload:
                 channel.connection.sendall(payload)
         except OSError as error:
             raise self._lost(error) from error
 
-    def send_file(self, asked: Ask, fd: int, offset: int) -> None:
-        """The same, with payload_bytes of a file from `offset` on, which is not that of what is asked."""
-        self.send(asked)
+    def send_file(self, request: PeerRequest, fd: int, offset: int) -> None:
+        """Send a request with `payload_bytes` of a file, from its `offset` on. Raises PeerError."""
+        self.send(request)
         assert self._channel is not None, "it is connected"
         try:
-            self._channel.send_file(fd, offset, asked.payload_bytes)
+            self._channel.send_file(fd, offset, request.payload_bytes)
         except (OSError, EOFError) as error:
             raise self._lost(error) from error
 
-    def receive(self) -> Told:
-        """The next answer, of whatever kind. What follows it is to be taken before the next. Raises PeerError."""
+    def receive(self) -> PeerResponse:
+        """Receive the next answer, which may be a refusal. If bytes follow it, the caller must receive them before the
+        next answer. Raises PeerError.
+        """
         if self._channel is None:
             raise self._lost(EOFError())
         try:
-            return self._channel.receive(Told)
+            return self._channel.receive(PeerResponse)
         except (OSError, EOFError) as error:
             raise self._lost(error) from error
         except BaseException:
-            self.close()  # what comes next would be taken for another answer
+            self.close()  # else the rest of this answer would be read as the next answer
             raise
 
-    def ask(self, asked: Ask, payload: bytes | memoryview = b"") -> Told:
-        """The answer. Raises OSError where it is a refusal, FullError, PeerError."""
-        self.send(asked, payload)
-        return checked(self.receive(), self.place)
+    def request(self, request: PeerRequest, payload: bytes | memoryview = b"") -> PeerResponse:
+        """Send a request, and return the answer. Raises OSError if the node refuses, FullError if its memory is full,
+        and PeerError if it does not answer.
+        """
+        self.send(request, payload)
+        return check_answer(self.receive(), self.place)
 
-    def read_into(self, asked: Ask, target: memoryview) -> int:
-        """Read a range of a file. Returns how many bytes it has there. Raises as `ask`."""
-        told = self.ask(asked)
-        if told.payload_bytes > len(target):
+    def read_into(self, request: PeerRequest, target: memoryview) -> int:
+        """Read a range of a file into `target`. Returns the number of bytes read, which is smaller if the file ends.
+        Raises the errors of `request`.
+        """
+        answer = self.request(request)
+        if answer.payload_bytes > len(target):
             self.close()
-            raise PeerError(f"the node at {self.place.shown} sends more than was asked for", next="use one release")
+            raise PeerError(
+                f"the node at {self.place.shown} sends more bytes than were requested",
+                next="install one release of flowstone on all nodes",
+            )
         assert self._channel is not None, "it has answered"
         try:
-            self._channel.receive_into(target[: told.payload_bytes])
+            self._channel.receive_into(target[: answer.payload_bytes])
         except (OSError, EOFError) as error:
             raise self._lost(error) from error
         except BaseException:
             self.close()
             raise
-        return told.payload_bytes
+        return answer.payload_bytes
 
     def close(self) -> None:
         if self._channel is not None:
@@ -93,14 +104,14 @@ class Link:
             self._channel = None
 
     def forget(self) -> None:
-        """In a forked child: the connection stays its parent's."""
+        """Called in a forked child: close the copy of the connection, which the parent still uses."""
         if self._channel is not None:
             self._channel.connection.close()
             self._channel = None
 
     @property
     def node(self) -> str:
-        """Which node answers; "" before it has."""
+        """The id of the node at the other end; "" before that node has answered."""
         return "" if self._channel is None else self._channel.node
 
     @property
@@ -108,14 +119,14 @@ class Link:
         return self._channel is not None
 
     def _connect(self) -> Channel:
-        place = self.place
+        address = self.place
         try:
-            family = socket.AF_INET6 if ":" in place.address else socket.AF_INET
+            family = socket.AF_INET6 if ":" in address.address else socket.AF_INET
             connection = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
             try:
-                prepare(connection, PEER_GREETING_S)
-                connection.connect((place.address, place.port))
-                channel = greet(connection, self._run, self._secret, place.shown)
+                set_timeouts(connection, PEER_GREETING_S)
+                connection.connect((address.address, address.port))
+                channel = greet(connection, self._run, self._secret, address.shown)
             except BaseException:
                 connection.close()
                 raise
@@ -123,7 +134,7 @@ class Link:
             raise
         except OSError as error:
             raise self._lost(error, "cannot be reached") from error
-        if place.node and channel.node != place.node:
+        if address.node and channel.node != address.node:
             channel.close()
             raise self._lost(EOFError(), "was restarted")
         self._channel = channel
@@ -136,31 +147,31 @@ class Link:
             how = "does not answer"
         return PeerError(
             f"the node at {self.place.shown} {how}", errno=errno.EHOSTUNREACH, reason=os.strerror(number),
-            next="see whether that node is up, and its job; a job that starts again goes on without it",
+            next="check that node and its job; a restarted job continues without this node",
         )
 
 
-def checked(told: Told, place: Place) -> Told:
-    """The answer, unless it is a refusal: raises OSError, FullError."""
-    if told.full:
+def check_answer(answer: PeerResponse, address: NodeAddress) -> PeerResponse:
+    """Return the answer. Raises OSError or FullError if the answer is a refusal."""
+    if answer.full:
         raise FullError(
-            f"the node at {place.shown}: {told.error}", errno=errno.ENOSPC, needed=told.text,
-            available=told.names[0] if told.names else "unknown",
+            f"the node at {address.shown}: {answer.error}", errno=errno.ENOSPC, needed=answer.text,
+            available=answer.names[0] if answer.names else "unknown",
             next="save less, free memory on that node, or keep fewer replicas or generations",
         )
-    if told.errno:
-        raise OSError(told.errno, told.error)
-    return told
+    if answer.errno:
+        raise OSError(answer.errno, answer.error)
+    return answer
 
 
 class Node:
-    """A node with the connection over which it is asked small things. The caller has one thread do so at a time.
+    """A node of the job, with a connection for small requests. For one thread at a time.
 
-    why_down  why it has not answered; "" if it has
+    why_down  why the node did not answer; "" if it did
     """
 
-    def __init__(self, place: Place, run: str, secret: bytes) -> None:
-        self.place, self.link = place, Link(place, run, secret)
+    def __init__(self, place: NodeAddress, run: str, secret: bytes) -> None:
+        self.place, self.link = place, NodeLink(place, run, secret)
         self.why_down = ""
         self._down_until = 0.0
 
@@ -168,36 +179,38 @@ class Node:
     def is_down(self) -> bool:
         return time.monotonic() < self._down_until
 
-    def failed(self, error: PeerError) -> None:
+    def mark_down(self, error: PeerError) -> None:
         self.why_down, self._down_until = error.message, time.monotonic() + PEER_DOWN_S
 
-    def answered(self) -> None:
+    def mark_up(self) -> None:
         self.why_down, self._down_until = "", 0.0
 
 
-def ask_all(nodes: Sequence[Node], asked: Ask, payload: bytes = b"") -> list[Told | PeerError]:
-    """Ask several nodes at once. The answers, refusals among them, in their order; an error where there is none."""
-    answers: list[Told | PeerError] = []
-    sent = [_try_to_send(node, asked, payload) for node in nodes]
+def request_all(nodes: Sequence[Node], request: PeerRequest, payload: bytes = b"") -> list[PeerResponse | PeerError]:
+    """Send a request to several nodes concurrently. Returns, in the order of the nodes, the answer of each (which may
+    be a refusal), or its error.
+    """
+    answers: list[PeerResponse | PeerError] = []
+    sent = [_try_to_send(node, request, payload) for node in nodes]
     for node, failure in zip(nodes, sent, strict=True):
         answers.append(failure or _try_to_receive(node))
     return answers
 
 
-def _try_to_send(node: Node, asked: Ask, payload: bytes) -> PeerError | None:
+def _try_to_send(node: Node, request: PeerRequest, payload: bytes) -> PeerError | None:
     try:
-        node.link.send(asked, payload)
+        node.link.send(request, payload)
     except PeerError as error:
-        node.failed(error)
+        node.mark_down(error)
         return error
     return None
 
 
-def _try_to_receive(node: Node) -> Told | PeerError:
+def _try_to_receive(node: Node) -> PeerResponse | PeerError:
     try:
-        told = node.link.receive()
+        answer = node.link.receive()
     except PeerError as error:
-        node.failed(error)
+        node.mark_down(error)
         return error
-    node.answered()
-    return told
+    node.mark_up()
+    return answer

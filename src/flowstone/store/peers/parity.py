@@ -1,8 +1,9 @@
-"""Where the parity of nodes' segments is, and how a lost segment follows from it: docs/PEERS.md.
+"""Place the parity of nodes' segments, and rebuild lost segments from it (docs/PEERS.md).
 
-The nodes of a group are a ring. There are as many stripes as nodes in it. In stripe s, the nodes s, s + 1, ... keep
-the rows of parity, and each of the others, the columns, has one share of what it saves there. So a node's segments are
-cut into as many shares as there are columns, all nodes keep equally much, and no stripe has two shards on one node.
+The nodes of a group form a ring, with as many stripes as nodes. In stripe s, the nodes s, s + 1, ... keep parity, one
+row (a parity shard) each. Each other node is a column, and contributes a data shard: a share of its segments. So a
+node's segments are cut into as many shares as a stripe has columns. All nodes keep the same amount of parity, and no
+node has two shards of a stripe.
 """
 
 from __future__ import annotations
@@ -20,10 +21,13 @@ _NAME = re.compile(r"(\.parity-(\d+)-(\d+)-(\d+)-(\d+))-(\d+)(?:\.(\d+))?", re.A
 _PREFIX = ".parity-"
 
 
-class Share(msgspec.Struct, frozen=True):
-    """A share of what a node saves. Where its parity is: at the nodes that keep rows 0, 1, ... of that stripe.
+class ParityShare(msgspec.Struct, frozen=True):
+    """One share of a node's segments, which is a column (data shard) of a stripe.
 
-    group  the first node of the group
+    group    the first node of the node's group
+    stripe   number of the stripe in the group
+    column   number of this share among the stripe's `columns`
+    keepers  the nodes that keep rows 0, 1, ... of the stripe's parity
     """
 
     group: int
@@ -33,8 +37,10 @@ class Share(msgspec.Struct, frozen=True):
     keepers: tuple[int, ...]
 
 
-class Contribution(msgspec.Struct, frozen=True):
-    """What a column of a stripe is: length bytes from `begin` on of these files, one after the other."""
+class ParityContribution(msgspec.Struct, frozen=True):
+    """Describes one column (data shard) of a stripe: it is `length` bytes, from `begin` on, of the node's files, as if
+    these were concatenated. `columns`, `rows`: how many data and parity shards the stripe has.
+    """
 
     columns: int
     rows: int
@@ -43,32 +49,36 @@ class Contribution(msgspec.Struct, frozen=True):
     length: int
 
 
-class Part(msgspec.Struct, frozen=True):
-    """A range of a file in the checkpoint's directory."""
+class FileRange(msgspec.Struct, frozen=True):
+    """A range of a file in a checkpoint's directory."""
 
     file: str
     offset: int
     length: int
 
 
-class Span(msgspec.Struct, frozen=True):
-    """How bytes begin..end of a lost file follow from others: those that are `shift` further, in each of the shards.
+class RebuildSpan(msgspec.Struct, frozen=True):
+    """How to compute bytes `begin` to `end` - 1 of a lost file from shards. In the shards, the position of these bytes
+    is higher by `shift`.
 
-    shards  with the factor of each, and its parts in their order; behind the last of these are zeros
+    shards  for each shard its factor, and the ranges of files of which it consists, in order; after the last range, a
+            shard has zeros
     """
 
     begin: int
     end: int
     shift: int
-    shards: tuple[tuple[int, tuple[Part, ...]], ...]
+    shards: tuple[tuple[int, tuple[FileRange, ...]], ...]
 
 
-class Rebuilt(msgspec.Struct, frozen=True):
-    """A file that is on no node, but follows from others. Its spans have all of its bytes, in their order."""
+class RebuildPlan(msgspec.Struct, frozen=True):
+    """How to compute a file that no node has. The spans cover all its bytes, in order. `number`: the number that the
+    file gets.
+    """
 
     number: int
     size_bytes: int
-    spans: tuple[Span, ...]
+    spans: tuple[RebuildSpan, ...]
 
 
 def is_parity(name: str) -> bool:
@@ -76,73 +86,87 @@ def is_parity(name: str) -> bool:
 
 
 def column_of(name: str) -> tuple[str, int | None]:
-    """The stripe and the column that a file describes, by its name; None where it describes none."""
+    """The stripe and the column in the name of a file that describes a stripe's column. ("", None) if `name` is the
+    name of any other file.
+    """
     match = _NAME.fullmatch(name)
     return ("", None) if match is None or match[7] is None else (match[1], int(match[7]))
 
 
-def parity_name(share: Share, writer: str, row: int) -> str:
-    """Of the file with that row. `writer`: which of its node's files these are, as two numbers; nodes' equal ones meet.
+def parity_name(share: ParityShare, writer: str, row: int) -> str:
+    """The name of the file with parity row number `row` of a stripe.
+
+    writer  two numbers that identify one write of a node. Parity is computed from the writes of a group's nodes with
+            equal numbers
     """
     return f"{_PREFIX}{share.group}-{share.stripe}-{writer}-{row}"
 
 
 def ring(node: int, nodes: int, size: int) -> tuple[int, int]:
-    """The first node and the length of a node's group: of `size`, or more, as evenly as they can be."""
+    """The first node of the group of `node`, and the number of nodes in that group. The nodes are divided as evenly as
+    possible into groups of at least `size` nodes.
+    """
     count = max(1, nodes // size)
     least, more = divmod(nodes, count)
-    bounds = [at * least + min(at, more) for at in range(count + 1)]
-    at = next(at for at in range(count) if node < bounds[at + 1])
-    return bounds[at], bounds[at + 1] - bounds[at]
+    bounds = [index * least + min(index, more) for index in range(count + 1)]
+    index = next(index for index in range(count) if node < bounds[index + 1])
+    return bounds[index], bounds[index + 1] - bounds[index]
 
 
-def shares(node: int, nodes: int, columns: int, rows: int) -> tuple[Share, ...]:
-    """The shares of what a node saves, in their order. None if it is alone. Fewer rows where there are fewer nodes."""
+def shares(node: int, nodes: int, columns: int, rows: int) -> tuple[ParityShare, ...]:
+    """The shares of a node's segments, in order, each with the nodes that keep its parity. If there are too few nodes
+    for `rows` rows of parity, there are fewer rows. Empty for a single node.
+    """
     first, length = ring(node, nodes, columns + rows)
     rows = min(rows, length - 1)
     if not rows:
         return ()
-    found = []
+    result = []
     for column in range(length - rows):
         stripe = (node - first - rows - column) % length
         keepers = tuple(first + (stripe + row) % length for row in range(rows))
-        found.append(Share(first, stripe, column, length - rows, keepers))
-    return tuple(found)
+        result.append(ParityShare(first, stripe, column, length - rows, keepers))
+    return tuple(result)
 
 
 def contributions(
     files: Sequence[tuple[str, int]], columns: int, rows: int
-) -> Iterator[Contribution]:
-    """Cut files, by name and size, into as many shares; the last ones may be empty."""
+) -> Iterator[ParityContribution]:
+    """Cut files (name and size in bytes) into `columns` shares of equal length. The last shares may be shorter or
+    empty.
+    """
     whole = sum(size_bytes for _, size_bytes in files)
-    each = -(-whole // (64 * columns)) * 64  # shards are multiplied by whole words
+    each = -(-whole // (64 * columns)) * 64  # shards are multiplied in units of 64 bytes
     for column in range(columns):
         begin = min(whole, column * each)
-        yield Contribution(columns, rows, tuple(files), begin, min(whole, begin + each) - begin)
+        yield ParityContribution(columns, rows, tuple(files), begin, min(whole, begin + each) - begin)
 
 
-def parts(of: Contribution) -> tuple[Part, ...]:
-    """The ranges of files that a column has."""
-    found, begin, end = [], of.begin, of.begin + of.length
-    at = 0
-    for name, size_bytes in of.files:
-        low, high = max(begin, at), min(end, at + size_bytes)
+def parts(contribution: ParityContribution) -> tuple[FileRange, ...]:
+    """The ranges of files of which a column (data shard) consists."""
+    ranges, begin, end = [], contribution.begin, contribution.begin + contribution.length
+    offset = 0
+    for name, size_bytes in contribution.files:
+        low, high = max(begin, offset), min(end, offset + size_bytes)
         if low < high:
-            found.append(Part(name, low - at, high - low))
-        at += size_bytes
-    return tuple(found)
+            ranges.append(FileRange(name, low - offset, high - low))
+        offset += size_bytes
+    return tuple(ranges)
 
 
-def rebuilt(
-    missing: Mapping[str, int], available: Mapping[str, int], described: Mapping[str, Contribution],
+def plan_rebuilds(
+    missing: Mapping[str, int], available: Mapping[str, int], described: Mapping[str, ParityContribution],
     number_of: Callable[[str], int],
-) -> dict[str, Rebuilt]:
-    """Those of the missing files, by name and size, that follow from files that are available.
+) -> dict[str, RebuildPlan]:
+    """For each missing file that can be computed from available files: how to do that. Files are given as name -> size
+    in bytes.
 
-    described  contributions, by the name of their description: of what could be read. Each row has one of each column
-    number_of  a file that is available: tells one checkpoint's from another's
+    described  name of a description file -> its content (a column of a stripe). Each parity row has a description of
+               each column
+    number_of  returns the number of an available file. A rebuilt file gets the number of a parity file of its
+               checkpoint, so that files of two checkpoints have different numbers
     """
-    stripes: dict[str, dict[int, Contribution]] = {}
+    stripes: dict[str, dict[int, ParityContribution]] = {}
     rows: dict[str, list[int]] = {}
     columns = {(stripe, column) for stripe, column in map(column_of, available) if column is not None}
     for name in available:
@@ -151,92 +175,104 @@ def rebuilt(
             rows.setdefault(match[1], []).append(int(match[6]))
         elif match is not None and name in described:
             stripes.setdefault(match[1], {})[int(match[7])] = described[name]
-    spans: dict[str, list[Span]] = {name: [] for name in missing}
-    for stripe, known in stripes.items():
-        if all(column in known for other, column in columns if other == stripe):  # else it would be taken for zeros
-            _solve(stripe, known, sorted(rows.get(stripe, ())), available, spans)
-    found = {}
+    spans: dict[str, list[RebuildSpan]] = {name: [] for name in missing}
+    for stripe, by_column in stripes.items():
+        # Without its description, a column would wrongly count as zeros.
+        if all(column in by_column for other, column in columns if other == stripe):
+            _solve(stripe, by_column, sorted(rows.get(stripe, ())), available, spans)
+    plans = {}
     for name, size_bytes in missing.items():
         ordered = sorted(spans[name], key=lambda span: span.begin)
         ends = [0, *(span.end for span in ordered)]
         if [span.begin for span in ordered] == ends[:-1] and ends[-1] == size_bytes:
             number = number_of(next(filter(is_parity, available)))
-            found[name] = Rebuilt(number, size_bytes, tuple(ordered))
-    return found
+            plans[name] = RebuildPlan(number, size_bytes, tuple(ordered))
+    return plans
 
 
 def _solve(
-    stripe: str, columns: Mapping[int, Contribution], rows: Sequence[int], available: Mapping[str, int],
-    spans: Mapping[str, list[Span]],
+    stripe: str, columns: Mapping[int, ParityContribution], rows: Sequence[int], available: Mapping[str, int],
+    spans: Mapping[str, list[RebuildSpan]],
 ) -> None:
-    """Add what the lost columns of one stripe have of missing files, if there is parity enough, and columns agree."""
-    some = next(iter(columns.values()))
-    agree = all((one.columns, one.rows) == (some.columns, some.rows) for one in columns.values())
-    if not agree or max(columns) >= some.columns or max(rows, default=0) >= some.rows:
+    """Add to `spans` how to compute missing files in the lost columns of a stripe, if there is enough parity, and all
+    descriptions of the columns agree.
+    """
+    first = next(iter(columns.values()))
+    shapes = {(contribution.columns, contribution.rows) for contribution in columns.values()}
+    if len(shapes) > 1 or max(columns) >= first.columns or max(rows, default=0) >= first.rows:
         return
-    longest = max(one.length for one in columns.values())
+    longest = max(contribution.length for contribution in columns.values())
     whole = [row for row in rows if available[f"{stripe}-{row}"] >= longest]
     has = {
-        column: all(available.get(part.file) == dict(one.files)[part.file] for part in parts(one))
-        for column, one in columns.items()
+        column: all(available.get(part.file) == dict(contribution.files)[part.file] for part in parts(contribution))
+        for column, contribution in columns.items()
     }
     lost = [column for column, is_whole in has.items() if not is_whole]
     if not lost or len(lost) > len(whole):
         return
     used = whole[: len(lost)]
-    there = [column for column in range(some.columns) if has.get(column, True)]  # what is no column's is zero
-    numbers = (*there, *(some.columns + row for row in used))
-    shards = [parts(columns[column]) if column in columns else () for column in there]
-    shards += [(Part(f"{stripe}-{row}", 0, longest),) for row in used]
+    # a column without a file consists of zeros
+    present = [column for column in range(first.columns) if has.get(column, True)]
+    numbers = (*present, *(first.columns + row for row in used))
+    shards = [parts(columns[column]) if column in columns else () for column in present]
+    shards += [(FileRange(f"{stripe}-{row}", 0, longest),) for row in used]
     for column in lost:
-        factors = erasure.factors_for(some.columns, some.rows, numbers, column)
+        factors = erasure.factors_for(first.columns, first.rows, numbers, column)
         counted = tuple((factor, shard) for factor, shard in zip(factors, shards, strict=True) if factor and shard)
-        at = 0
+        position = 0
         for part in parts(columns[column]):
             if part.file in spans:
-                spans[part.file].append(Span(part.offset, part.offset + part.length, at - part.offset, counted))
-            at += part.length
+                spans[part.file].append(
+                    RebuildSpan(part.offset, part.offset + part.length, position - part.offset, counted)
+                )
+            position += part.length
 
 
 def rebuild(
-    of: Rebuilt, offset: int, target: memoryview, read: Callable[[Part, memoryview], None], room: memoryview
+    plan: RebuildPlan, offset: int, target: memoryview, read: Callable[[FileRange, memoryview], None],
+    buffer: memoryview
 ) -> int:
-    """Fill `target` with a lost file's bytes from `offset` on. Returns how many there are. Raises what `read` does.
+    """Compute the bytes of a lost file from `offset` on, and write them to `target`. Returns their number. Raises the
+    errors of `read`.
 
-    room  for a part of one shard, writable: all the memory that this takes, however many shards there are
+    buffer  writable memory for a part of one shard; no other memory is used
     """
-    end = min(of.size_bytes, offset + len(target))
-    into = np.frombuffer(target, np.uint8)
-    for span in of.spans:
+    end = min(plan.size_bytes, offset + len(target))
+    output = np.frombuffer(target, np.uint8)
+    for span in plan.spans:
         low, high = max(offset, span.begin), min(end, span.end)
-        for begin in range(low, high, len(room)) if low < high else ():  # else there may be no room either
-            _add_up(span, begin, into[begin - offset : min(high, begin + len(room)) - offset], read, room)
+        # `buffer` may be empty if there is nothing to do
+        for begin in range(low, high, len(buffer)) if low < high else ():
+            _add_up(span, begin, output[begin - offset : min(high, begin + len(buffer)) - offset], read, buffer)
     return max(0, end - offset)
 
 
 def _add_up(
-    span: Span, begin: int, into: NDArray[np.uint8], read: Callable[[Part, memoryview], None], room: memoryview
+    span: RebuildSpan, begin: int, output: NDArray[np.uint8], read: Callable[[FileRange, memoryview], None],
+    buffer: memoryview
 ) -> None:
-    """The file's bytes from `begin` on, shard by shard."""
-    into[:] = 0
-    part = room[: len(into)]
+    """Compute a lost file's bytes from `begin` on: add up the shards, each times its factor, in `output`."""
+    output[:] = 0
+    part = buffer[: len(output)]
     source = np.frombuffer(part, np.uint8)
     for factor, shard in span.shards:
         if _read_shard(shard, begin + span.shift, part, read):
-            erasure.accumulate(factor, source.ctypes.data, into.ctypes.data, len(into))
+            erasure.accumulate(factor, source.ctypes.data, output.ctypes.data, len(output))
 
 
 def _read_shard(
-    shard: Sequence[Part], begin: int, target: memoryview, read: Callable[[Part, memoryview], None]
+    shard: Sequence[FileRange], begin: int, target: memoryview, read: Callable[[FileRange, memoryview], None]
 ) -> bool:
-    """A shard's bytes from `begin` on, with zeros behind it. Whether it has some there."""
-    end, at, has_bytes = begin + len(target), 0, False
+    """Read the bytes of a shard from `begin` on. After the shard's end, `target` is filled with zeros. Returns False if
+    the shard ends before `begin`.
+    """
+    end, position, has_bytes = begin + len(target), 0, False
     for part in shard:
-        low, high = max(begin, at), min(end, at + part.length)
+        low, high = max(begin, position), min(end, position + part.length)
         if low < high:
             if not has_bytes:
                 np.frombuffer(target, np.uint8)[:] = 0
-            read(Part(part.file, part.offset + low - at, high - low), target[low - begin : high - begin])
+            read(FileRange(part.file, part.offset + low - position, high - low), target[low - begin : high - begin])
             has_bytes = True
-        at += part.length
+        position += part.length
     return has_bytes

@@ -1,7 +1,7 @@
-"""When the copies of a save are made: over a part of the time between two saves, which is learned as they begin.
+"""Spread a save's copies over a part of the measured time between two saves.
 
-Gemini (SOSP 2023) profiles a training's first iterations, and sends in the spans in which the network idles. A store
-does not see what training sends, but how long it goes on until the next save.
+Gemini (SOSP 2023) measures the first iterations of a training, and sends when the network is idle. A store does not see
+the traffic of training, but it knows how often saves begin.
 """
 
 from __future__ import annotations
@@ -11,42 +11,48 @@ from collections.abc import Callable
 
 from flowstone.config import PEER_SPREAD_S_MAX
 
-_INTERVALS = 4  # that are known: the shortest of them counts, as one may have a pause in it
-_KEPT = 8  # drafts that may still be written
+# how many times between saves are remembered; the shortest is used, as others may contain a pause of training
+_INTERVALS = 4
+_DRAFTS_MAX = 8  # how many saves may still be sending copies
 
 
-class Due:
-    """When the copies of one save are to be there.
+class CopyDeadline:
+    """The time by which the copies of one save should be complete.
 
-    time          by the spreading's clock; None: as soon as they can be
-    is_expedited  a thread waits for them. Set by any thread
+    time          in seconds of the clock of `CopySchedule`; None: as soon as possible
+    is_expedited  whether a thread waits for the copies, so that they are sent at full rate; any thread may set it
     """
 
     def __init__(self, due: float | None) -> None:
         self.time, self.is_expedited = due, False
 
+    def expedite(self) -> None:
+        self.is_expedited = True
 
-class Spreading:
-    """The copies of one store's saves. `began` is called by one thread at a time; the others by any.
 
-    share  of the time between two saves, from the beginning of the first on; 0: copies are not spread
-    max_s  that they are spread over at most
+class CopySchedule:
+    """Decides by when the copies of each save of one store should be sent. One thread at a time calls `note_save`; the
+    other methods can be called on any thread.
+
+    share  the part (0 to 1) of the time between the starts of two saves in which copies are sent; 0: at full rate
+    max_s  the longest time, in seconds, over which copies are spread
     """
 
     def __init__(
         self, share: float, max_s: float = PEER_SPREAD_S_MAX, now: Callable[[], float] = time.monotonic
     ) -> None:
         self._share, self._max_s, self._now = share, max_s, now
-        self._last: float | None = None  # when the last save began
+        self._last: float | None = None  # the time when the last save began
         self._intervals: tuple[float, ...] = ()
-        self._dues: tuple[tuple[str, Due], ...] = ()  # by draft; replaced, never changed
+        # (directory of an unfinished checkpoint, its deadline); the tuple is replaced, never changed
+        self._dues: tuple[tuple[str, CopyDeadline], ...] = ()
 
-    def bounded(self, max_s: float) -> Spreading:
-        """What has learned nothing yet, and spreads over less."""
-        return Spreading(self._share, min(self._max_s, max_s), self._now)
+    def bounded(self, max_s: float) -> CopySchedule:
+        """A new schedule that spreads copies over at most `max_s` seconds. It has no measurements of saves yet."""
+        return CopySchedule(self._share, min(self._max_s, max_s), self._now)
 
-    def began(self, draft: str) -> None:
-        """A save begins; it may say so several times."""
+    def note_save(self, draft: str) -> None:
+        """Note that the save into the directory `draft` begins. Further calls for the same directory do nothing."""
         if any(name == draft for name, _ in self._dues):
             return
         now = self._now()
@@ -54,17 +60,18 @@ class Spreading:
             self._intervals = (*self._intervals, now - self._last)[-_INTERVALS:]
         self._last = now
         spread_s = min(self._share * min(self._intervals, default=0.0), self._max_s)
-        self._dues = (*self._dues, (draft, Due(now + spread_s if spread_s else None)))[-_KEPT:]
+        self._dues = (*self._dues, (draft, CopyDeadline(now + spread_s if spread_s else None)))[-_DRAFTS_MAX:]
 
-    def left_s(self, due: Due) -> float:
-        """Seconds that there are for copies which begin now; 0: none, at full rate."""
+    def left_s(self, due: CopyDeadline) -> float:
+        """How many seconds are left for copies that begin now; 0: send them at full rate."""
         return 0.0 if due.time is None or due.is_expedited else max(0.0, due.time - self._now())
 
-    def due(self, draft: str) -> Due:
-        """That of a save which has begun; else that of copies at full rate."""
-        return next((due for name, due in self._dues if name == draft), Due(None))
+    def due(self, draft: str) -> CopyDeadline:
+        """The deadline of the save into the directory `draft`. For an unknown directory, copies are sent at full rate.
+        """
+        return next((due for name, due in self._dues if name == draft), CopyDeadline(None))
 
     def expedite(self) -> None:
-        """A thread waits for all saves so far."""
+        """Send the copies of all saves so far at full rate, because a thread waits for them."""
         for _, due in self._dues:
-            due.is_expedited = True
+            due.expedite()

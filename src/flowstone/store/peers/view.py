@@ -1,4 +1,4 @@
-"""Which checkpoints several nodes have together, from what each of them holds."""
+"""Merge the nodes' inventories (lists of files), to find the checkpoints that the nodes have together."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from flowstone.format.manifest import MANIFEST_NAME
-from flowstone.store.peers.parity import Contribution, Rebuilt, is_parity, rebuilt
-from flowstone.store.peers.wire import Held
+from flowstone.store.peers.parity import ParityContribution, RebuildPlan, is_parity, plan_rebuilds
+from flowstone.store.peers.wire import PeerInventory
 
-HIDDEN = ".peer-"  # begins names of what is on its way between nodes
+HIDDEN = ".peer-"  # names of files that are in transfer between nodes begin with this
 _STEP = re.compile(r"step-\d{8,}", re.ASCII)
 
 
-class Source(msgspec.Struct, frozen=True):
-    """A file on a node."""
+class FileSource(msgspec.Struct, frozen=True):
+    """A node that has a file, and the file's number and size there."""
 
     node: int
     number: int
     size_bytes: int
 
 
-class WholeStep(msgspec.Struct, frozen=True):
-    """A checkpoint that is whole: its files, and which nodes have each, in the order in which they are to be asked.
+class CompleteStep(msgspec.Struct, frozen=True):
+    """A complete checkpoint: for each file, the nodes that have it, in the order in which to try them.
 
-    parity   the same of files with parity, which are in no list
-    rebuilt  files that no node has, but that follow from the others
+    parity   for each parity file (not in listings), the nodes that have it
+    rebuilt  for each file that no node has, but that parity determines: how to compute it
     """
 
     manifest: str
-    files: Mapping[str, tuple[Source, ...]]
-    parity: Mapping[str, tuple[Source, ...]] = {}
-    rebuilt: Mapping[str, Rebuilt] = {}
+    files: Mapping[str, tuple[FileSource, ...]]
+    parity: Mapping[str, tuple[FileSource, ...]] = {}
+    rebuilt: Mapping[str, RebuildPlan] = {}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -41,85 +41,93 @@ class WholeStep(msgspec.Struct, frozen=True):
 
 
 class View(msgspec.Struct, frozen=True):
-    """What several nodes hold together.
+    """The merged inventories of several nodes.
 
-    epoch  the newest of theirs
-    names  in the root, without directories of checkpoints that are not whole
-    steps  those that are whole, by directory
-    lacks  of the others, why they are not
+    epoch  the highest epoch of any node (see PeerInventory)
+    names  the entries at the store's root, without incomplete checkpoints
+    steps  the complete checkpoints: directory -> checkpoint
+    incomplete  the incomplete checkpoints: directory -> why it is incomplete
     """
 
     epoch: int
     names: tuple[str, ...]
-    steps: Mapping[str, WholeStep]
-    lacks: Mapping[str, str]
+    steps: Mapping[str, CompleteStep]
+    incomplete: Mapping[str, str]
 
 
 def is_step(name: str) -> bool:
     return _STEP.fullmatch(name) is not None
 
 
-def see(
-    held: Mapping[int, Held], own: int, segments: Callable[[str, str, Sequence[Source]], Mapping[str, int]],
-    described: Callable[[str, Mapping[str, tuple[Source, ...]]], Mapping[str, Contribution]],
+def merge_inventories(
+    inventories: Mapping[int, PeerInventory], own: int,
+    segments: Callable[[str, str, Sequence[FileSource]], Mapping[str, int]],
+    described: Callable[[str, Mapping[str, tuple[FileSource, ...]]], Mapping[str, ParityContribution]],
 ) -> View:
-    """What there is together.
+    """Merge the inventories of the nodes that answer.
 
-    held      by node, of those that answer
-    own       this node: its files are read first, then those of the nodes that follow
-    segments  names and sizes of a checkpoint's segments, from its directory, its manifest's digest, and where that is
-    described  what its parity is of, from its directory, and the files of that; {}: parity is of no use here
+    inventories  number of a node -> its inventory
+    own          the number of this node, whose files are read first; then come those of the following nodes
+    segments     returns names and sizes of a checkpoint's segments, given its directory, its manifest's digest, and
+                 the nodes that have the manifest
+    described    returns the descriptions of a checkpoint's parity, given its directory and parity files; {} if parity
+                 cannot be used
 
-    A checkpoint is whole if each of its segments is somewhere, on a node that has the same manifest, or follows from
-    what is on such nodes: so no file of another one of that step is taken for it. A node that was away when a later job
-    began to save, so that its epoch is older, adds files to checkpoints that others know, but none of its own: these
-    are from before.
+    A checkpoint is complete if each segment is on a node with the same manifest, or can be computed from files on such
+    nodes. So files of another checkpoint of that step are not mixed in. A node that was down when a later job began to
+    save has an older epoch. Its files count for checkpoints that other nodes have, too, but its other checkpoints are
+    outdated.
     """
-    epoch = max((one.epoch for one in held.values()), default=0)
-    known = {(name, step.manifest) for one in held.values() if one.epoch == epoch for name, step in one.steps.items()}
-    names = {name for one in held.values() for name in one.names if not name.startswith(HIDDEN)}
-    steps: dict[str, WholeStep] = {}
+    epoch = max((inventory.epoch for inventory in inventories.values()), default=0)
+    newest = [inventory for inventory in inventories.values() if inventory.epoch == epoch]
+    current = {(name, step.manifest) for inventory in newest for name, step in inventory.steps.items()}
+    names = {name for inventory in inventories.values() for name in inventory.names if not name.startswith(HIDDEN)}
+    manifests: dict[str, set[str]] = {}
+    for inventory in inventories.values():
+        for name, step in inventory.steps.items():
+            manifests.setdefault(name, set()).add(step.manifest)
+    steps: dict[str, CompleteStep] = {}
     lacks: dict[str, str] = {}
-    for name in sorted({name for one in held.values() for name in one.steps}):
-        for manifest in sorted({one.steps[name].manifest for one in held.values() if name in one.steps}):
-            if (name, manifest) not in known:
-                lacks.setdefault(name, "it is from before the job that saved last")
+    for name in sorted(manifests):
+        for manifest in sorted(manifests[name]):
+            if (name, manifest) not in current:
+                lacks.setdefault(name, "it was saved by a job before the last one")
                 continue
-            files, parity = _files(held, name, manifest, own)
-            missing = _missing(files, wanted := segments(name, manifest, files[MANIFEST_NAME]))
-            again: Mapping[str, Rebuilt] = {}
+            files, parity = _files(inventories, name, manifest, own)
+            missing = _missing(files, needed := segments(name, manifest, files[MANIFEST_NAME]))
+            rebuilt_files: Mapping[str, RebuildPlan] = {}
             if missing and parity:
-                again = _rebuilt(missing, files, parity, described(name, parity))
-                missing = {one: size_bytes for one, size_bytes in missing.items() if one not in again}
+                rebuilt_files = _rebuilt(missing, files, parity, described(name, parity))
+                missing = {file: size_bytes for file, size_bytes in missing.items() if file not in rebuilt_files}
             if missing:
-                lacks[name] = _lack(missing, len(wanted), is_short=bool(parity))
+                lacks[name] = _gaps(missing, len(needed), is_short=bool(parity))
             else:
-                files = {one: sources for one, sources in files.items() if one not in again}
-                steps[name] = WholeStep(manifest, files, parity, again)
+                files = {file: sources for file, sources in files.items() if file not in rebuilt_files}
+                steps[name] = CompleteStep(manifest, files, parity, rebuilt_files)
         if name in steps:
             lacks.pop(name, None)
     return View(epoch, tuple(sorted(names - lacks.keys())), steps, lacks)
 
 
 def _files(
-    held: Mapping[int, Held], name: str, manifest: str, own: int
-) -> tuple[dict[str, tuple[Source, ...]], dict[str, tuple[Source, ...]]]:
-    """Which nodes have each file; and those with parity apart."""
-    found: dict[str, list[Source]] = {}
-    last = max(held) + 1
-    for node in sorted(held, key=lambda node: (node - own) % last):
-        step = held[node].steps.get(name)
+    inventories: Mapping[int, PeerInventory], name: str, manifest: str, own: int
+) -> tuple[dict[str, tuple[FileSource, ...]], dict[str, tuple[FileSource, ...]]]:
+    """Two mappings, for files and for parity files: name of the file -> the nodes that have it."""
+    by_file: dict[str, list[FileSource]] = {}
+    last = max(inventories) + 1
+    for node in sorted(inventories, key=lambda node: (node - own) % last):
+        step = inventories[node].steps.get(name)
         if step is not None and step.manifest == manifest:
             for file, (number, size_bytes) in step.files.items():
-                found.setdefault(file, []).append(Source(node, number, size_bytes))
-    files: dict[str, tuple[Source, ...]] = {}
-    parity: dict[str, tuple[Source, ...]] = {}
-    for file, sources in found.items():
+                by_file.setdefault(file, []).append(FileSource(node, number, size_bytes))
+    files: dict[str, tuple[FileSource, ...]] = {}
+    parity: dict[str, tuple[FileSource, ...]] = {}
+    for file, sources in by_file.items():
         (parity if is_parity(file) else files)[file] = tuple(sources)
     return files, parity
 
 
-def _missing(files: Mapping[str, tuple[Source, ...]], segments: Mapping[str, int]) -> dict[str, int]:
+def _missing(files: Mapping[str, tuple[FileSource, ...]], segments: Mapping[str, int]) -> dict[str, int]:
     return {
         name: size_bytes for name, size_bytes in segments.items()
         if not any(source.size_bytes == size_bytes for source in files.get(name, ()))
@@ -127,20 +135,21 @@ def _missing(files: Mapping[str, tuple[Source, ...]], segments: Mapping[str, int
 
 
 def _rebuilt(
-    missing: Mapping[str, int], files: Mapping[str, tuple[Source, ...]], parity: Mapping[str, tuple[Source, ...]],
-    described: Mapping[str, Contribution],
-) -> Mapping[str, Rebuilt]:
+    missing: Mapping[str, int], files: Mapping[str, tuple[FileSource, ...]],
+    parity: Mapping[str, tuple[FileSource, ...]],
+    described: Mapping[str, ParityContribution],
+) -> Mapping[str, RebuildPlan]:
     if not described:
         return {}
     available = {
         name: sources[0].size_bytes for name, sources in {**files, **parity}.items() if name not in missing
     }
-    return rebuilt(missing, available, described, lambda name: parity[name][0].number)
+    return plan_rebuilds(missing, available, described, lambda name: parity[name][0].number)
 
 
-def _lack(missing: Mapping[str, int], segments: int, *, is_short: bool) -> str:
-    """In words."""
+def _gaps(missing: Mapping[str, int], segments: int, *, is_short: bool) -> str:
+    """Why a checkpoint is incomplete, as text for a message."""
     names = list(missing)
     shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    more = ", and too little else of its group to rebuild it" if is_short else ""
-    return f"{shown} of {segments} segments in the memory of no node that answers{more}"
+    more = ", and the remaining parity cannot rebuild them" if is_short else ""
+    return f"of its {segments} files of tensors, no node that answers has {shown}{more}"

@@ -1,1 +1,1 @@
-"""A store over several paths: segments are spread over directories and buckets (docs/FORMAT.md, Paths)."""
+"""A store over several paths: segments are distributed over directories and buckets (docs/FORMAT.md, Paths)."""

@@ -1,4 +1,5 @@
-"""What a striped store notes of its paths, and where a checkpoint's segments lie on them (docs/FORMAT.md, Paths)."""
+"""The notes of a striped store about its paths, and the names of the directories of segments (docs/FORMAT.md, Paths).
+"""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from flowstone.format.checksummed import add_checksum, verify_checksum
 from flowstone.store.base import Names
 
 PART_NAME = "path.json"
-"""In a further path: which one of which store it is."""
+"""Name of the note in a further path that identifies the path and its store."""
 NOTE_BYTES_MAX = 64 * 1024
 SEGMENTS = "segments-"
 _SAVING = re.compile(r"\.saving-(\d{8,})-([^/]+)", re.ASCII)
@@ -20,7 +21,9 @@ _SEGMENTS = re.compile(rf"{SEGMENTS}(\d{{8,}})-([^/]+)", re.ASCII)
 
 
 class PathNote(msgspec.Struct, frozen=True):
-    """A further path, noted in both: sealed JSON. `location` is where the other one was when it was noted."""
+    """A note about a path that is not the first: JSON with a checksum. One copy is in that path, and one in the first
+    path. `location`: where the other of these two paths is.
+    """
 
     path: int
     store: str
@@ -28,13 +31,13 @@ class PathNote(msgspec.Struct, frozen=True):
 
 
 def note_name(number: int) -> str:
-    """In the first path: where a further one is."""
+    """The name of the note, in the first path, about path `number`."""
     return f"path-{number}.json"
 
 
 def noted_numbers(names: tuple[str, ...]) -> list[int]:
-    """The numbers of the paths that a store has noted."""
-    return sorted(int(found[1]) for name in names if (found := _NOTE.fullmatch(name)) is not None)
+    """The numbers of the paths about which there are notes among `names`."""
+    return sorted(int(match[1]) for name in names if (match := _NOTE.fullmatch(name)) is not None)
 
 
 def encode_note(note: PathNote) -> bytes:
@@ -42,7 +45,7 @@ def encode_note(note: PathNote) -> bytes:
 
 
 def read_note(store: Names, name: str) -> PathNote:
-    """Raises DamagedError, StorageError."""
+    """Read a note. Raises DamagedError, StorageError."""
     path = f"{store.location}/{name}"
     text = verify_checksum(store.read(name, bytes_max=NOTE_BYTES_MAX), path=path)
     try:
@@ -52,16 +55,18 @@ def read_note(store: Names, name: str) -> PathNote:
 
 
 def segments_directory(step: int, identity: str) -> str:
-    """Where a further path has the segments of a checkpoint, from its draft on."""
+    """The name of the directory, on all paths but the first, for the segments of a checkpoint, finished or not."""
     return f"{SEGMENTS}{step:08d}-{identity}"
 
 
-def of_draft(directory: str) -> str | None:
-    """The same for a draft's directory; None for another one."""
-    found = _SAVING.fullmatch(directory)
-    return None if found is None else segments_directory(int(found[1]), found[2])
+def segments_of_draft(directory: str) -> str | None:
+    """The name of the directory of segments for the unfinished checkpoint in `directory`. None if `directory` is not
+    that of an unfinished checkpoint.
+    """
+    match = _SAVING.fullmatch(directory)
+    return None if match is None else segments_directory(int(match[1]), match[2])
 
 
 def step_of_segments(name: str) -> int | None:
-    found = _SEGMENTS.fullmatch(name)
-    return None if found is None else int(found[1])
+    match = _SEGMENTS.fullmatch(name)
+    return None if match is None else int(match[1])

@@ -1,4 +1,4 @@
-"""What one rank does, and the others do not: calls, failures, other states, Checkpointers more and less."""
+"""Moves of one rank alone: calls, failures, different states, additional or missing Checkpointers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TABLE = Table()
 
 @TABLE.move()
 def save_alone(loop: Loop, chance: Random) -> None:
-    """One rank saves, and no other does; they train on, and may save the next."""
+    """Only one rank saves; all continue to train, and may save the next step."""
     alone, next_too = some_rank(loop, chance), chance.random() < 0.5
     loop.disturb("save-alone")
     if loop.rank == alone:
@@ -42,7 +42,7 @@ def save_alone(loop: Loop, chance: Random) -> None:
 
 @TABLE.move()
 def skip_a_save(loop: Loop, chance: Random) -> None:
-    """An exception keeps one rank from a save; it goes on with the next step, as the others do."""
+    """An exception keeps one rank from a save; it continues with the next step, like the others."""
     absent, later = some_rank(loop, chance), chance.randint(0, 2)
     loop.disturb("skip-a-save")
     if loop.rank != absent:
@@ -56,7 +56,7 @@ def skip_a_save(loop: Loop, chance: Random) -> None:
 
 @TABLE.move()
 def ask_alone(loop: Loop, chance: Random) -> None:
-    """One rank asks for the newest checkpoint, or loads or goes back, by itself, while the others save."""
+    """One rank finds the newest checkpoint, or loads or goes back, by itself, while the others save."""
     alone, verb, saves = some_rank(loop, chance), chance.choice(["latest", "load", "rewind"]), chance.random() < 0.5
     loop.disturb("ask-alone")
     if loop.rank == alone:
@@ -71,7 +71,7 @@ def ask_alone(loop: Loop, chance: Random) -> None:
 
 @TABLE.move()
 def wait_alone(loop: Loop, chance: Random) -> None:
-    """One rank waits and fences when the others do not, which is its own matter."""
+    """One rank waits and fences when the others do not, which affects only itself."""
     alone = some_rank(loop, chance)
     loop.save()
     if loop.rank == alone:
@@ -85,9 +85,9 @@ def save_other_steps(loop: Loop, chance: Random) -> None:
     other, shift = some_rank(loop, chance), chance.choice([1, 2, -1])
     loop.disturb("save-other-steps")
     loop.newest += 1
-    at = loop.newest + 1
-    loop.save(step=at + shift if loop.rank == other else at)
-    loop.newest = at + max(shift, 0)
+    position = loop.newest + 1
+    loop.save(step=position + shift if loop.rank == other else position)
+    loop.newest = position + max(shift, 0)
 
 
 @TABLE.move()
@@ -118,7 +118,7 @@ def _odd_states(loop: Loop, chance: Random) -> dict[str, dict[str, Any]]:
 
 
 class Raising:
-    """Cannot be described."""
+    """An object that cannot be described."""
 
     def state_dict(self) -> dict[str, object]:
         raise OSError("made up")
@@ -128,7 +128,7 @@ class Raising:
 
 @TABLE.move(weight=2)
 def save_other_states(loop: Loop, chance: Random) -> None:
-    """One rank's state has something more, or less, or is something that cannot be saved."""
+    """One rank's state has an additional or missing part, or cannot be saved."""
     other = some_rank(loop, chance)
     how = chance.choice(["more", "fewer", "other words", "other type", "odd", "raises"])
     odd = _odd_states(loop, chance)[how]
@@ -139,7 +139,7 @@ def save_other_states(loop: Loop, chance: Random) -> None:
 
 @TABLE.move()
 def save_other_shapes(loop: Loop, chance: Random) -> None:
-    """A tensor of one rank has another shape or type than the others say."""
+    """A tensor of one rank has another shape or type than on the others."""
     other, how = some_rank(loop, chance), chance.choice(["shape", "type", "place"])
     rows = 300 if how == "shape" and loop.rank == other else 256
     dtype = torch.float16 if how == "type" and loop.rank == other else torch.float32
@@ -152,12 +152,12 @@ def save_other_shapes(loop: Loop, chance: Random) -> None:
 
 
 class Raised(Exception):
-    """What the user's code raises."""
+    """The exception of the user's code."""
 
 
 @TABLE.move()
 def raise_in_on_event(loop: Loop, chance: Random) -> None:
-    """on_event raises on one rank from here on, which must not matter."""
+    """on_event raises on one rank from here on, without an effect."""
 
     def fail(event: object) -> None:
         raise Raised
@@ -168,7 +168,7 @@ def raise_in_on_event(loop: Loop, chance: Random) -> None:
 
 @TABLE.move()
 def raise_after_a_save(loop: Loop, chance: Random) -> None:
-    """One rank raises behind a save, collects garbage, and goes on a while later."""
+    """One rank raises after a save, collects garbage, and continues later."""
     loop.save()
     if loop.rank == some_rank(loop, chance):
         try:
@@ -181,7 +181,7 @@ def raise_after_a_save(loop: Loop, chance: Random) -> None:
 
 @TABLE.move()
 def interrupt_a_save(loop: Loop, chance: Random) -> None:
-    """A signal's handler raises on one rank, at some instant of save()."""
+    """A signal's handler raises on one rank, at some time during save()."""
     victim, delay_s = some_rank(loop, chance), chance.random() ** 2 * 0.02 + 1e-5
     loop.disturb("interrupt-a-save")
     loop.save(around=(lambda begin: alarmed(begin, delay_s)) if loop.rank == victim else None)
@@ -189,7 +189,7 @@ def interrupt_a_save(loop: Loop, chance: Random) -> None:
 
 @TABLE.move()
 def stand_still(loop: Loop, chance: Random) -> None:
-    """One rank is stopped for a moment, all its threads, while a save is under way."""
+    """All threads of one rank are stopped for a moment, while a save is in flight."""
     victim, delay_s = some_rank(loop, chance), 0.1 + chance.random() * 0.5
     loop.save()
     if loop.rank == victim:
@@ -198,7 +198,7 @@ def stand_still(loop: Loop, chance: Random) -> None:
 
 
 def stopped(delay_s: float) -> None:
-    """This process is stopped, and goes on after so long: a child wakes it."""
+    """This process is stopped, and a child wakes it after this time."""
     import os
 
     parent = os.getpid()
@@ -218,7 +218,7 @@ def stopped(delay_s: float) -> None:
 
 @TABLE.move()
 def close_one(loop: Loop, chance: Random) -> None:
-    """One rank closes its Checkpointer; the others save, are told so, and all make new ones."""
+    """One rank closes its Checkpointer; the saves of the others fail and say so, and all create new ones."""
     loop.together()
     loop.disturb("close-one")
     if loop.rank == some_rank(loop, chance):
@@ -235,7 +235,7 @@ def close_one(loop: Loop, chance: Random) -> None:
 
 @TABLE.move()
 def one_more(loop: Loop, chance: Random) -> None:
-    """One rank makes another Checkpointer of the same store, one that fails to be made, and looks at what is there."""
+    """One rank creates a second Checkpointer for the same store, fails to create a third, and reads checkpoints."""
     if loop.rank == some_rank(loop, chance):
         other = loop.opened()
         try:
@@ -251,16 +251,16 @@ def one_more(loop: Loop, chance: Random) -> None:
 
 @TABLE.move()
 def save_by_itself(loop: Loop, chance: Random) -> None:
-    """One rank saves with alone=True, into a store of its own, and loads it, beside the save of all."""
+    """One rank saves with alone=True into a store of its own and loads it, beside the save of all."""
     loop.save()
     if loop.rank == some_rank(loop, chance):
-        path = loop.root.parent / f"{loop.root.name}-alone-{loop.rank}"  # another rank may make its own meanwhile
+        path = loop.root.parent / f"{loop.root.name}-alone-{loop.rank}"  # another rank may create its own meanwhile
         table = torch.randn(30_000)
         with loop.opened(path, alone=True) as alone:
             alone.save(loop.newest, {"x": {"table": table}}).committed.result(30)
-            found = torch.zeros_like(table)
-            alone.load({"x": {"table": found}})
-        if not torch.equal(found, table):
+            tensor = torch.zeros_like(table)
+            alone.load({"x": {"table": tensor}})
+        if not torch.equal(tensor, table):
             loop.problem("what was saved by itself was loaded otherwise")
         shutil.rmtree(path)
     loop.train()
@@ -268,8 +268,8 @@ def save_by_itself(loop: Loop, chance: Random) -> None:
 
 @TABLE.move()
 def save_by_itself_in_between(loop: Loop, chance: Random) -> None:
-    """One rank tries to save with alone=True into the store of all, which has its writer."""
-    if not loop.has_writer:  # it is locked on rank 0, which may come to its first save after this rank has tried
+    """One rank tries to save with alone=True into the common store, which has a writer."""
+    if not loop.has_writer:  # rank 0 locks it, perhaps only after this rank has tried
         loop.make_known()
     loop.save()
     loop.known = False

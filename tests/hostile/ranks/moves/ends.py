@@ -1,4 +1,4 @@
-"""How jobs end: orderly, or by the death of ranks; another one, of another size, goes on in the same store."""
+"""How jobs end: in order, or by the death of ranks. Another job, of another size, continues in the same store."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from random import Random
 from typing import TYPE_CHECKING
 from unittest import mock
 
-from flowstone.pipeline import capturing
-from flowstone.pipeline.save_coordinator import SaveCoordinator
+from flowstone.coordination.save_coordinator import SaveCoordinator
+from flowstone.save import capturing
 from flowstone.store.local import LocalStore
-from flowstone.store.local_io import LocalWriting
+from flowstone.store.local_io import LocalWriteHandle
 from flowstone.store.system import System
 from hostile.ranks.moves.move import Ending, Table, some_rank
 
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
 TABLE = Table()
 POINTS: tuple[tuple[object, str, str | None], ...] = (
-    (SaveCoordinator, "assign", None), (capturing, "start_capture", None), (LocalWriting, "receipt", None),
+    (SaveCoordinator, "assign", None), (capturing, "start_capture", None), (LocalWriteHandle, "receipt", None),
     (System, "sync", None),
     (SaveCoordinator, "commit", None), (LocalStore, "put", "index"), (LocalStore, "put", "manifest"),
     (LocalStore, "rename", None), (LocalStore, "sync_directory", None),
 )
-"""Calls before which a rank is killed, and text that one of their arguments has."""
+"""Calls before which a rank is killed, with a text that one of their arguments contains."""
 
 
 @TABLE.move(weight=1.5, ending=Ending.ORDERLY)
 def restart(loop: Loop, chance: Random) -> None:
-    """The job ends in order, with saves under way, and goes on with another number of ranks."""
+    """The job ends in order with saves in flight, and continues with another number of ranks."""
     loop.save()
     if loop.unsettled:
         loop.together()
@@ -36,7 +36,7 @@ def restart(loop: Loop, chance: Random) -> None:
 
 @TABLE.move(weight=0.7, ending=Ending.KILLED)
 def kill_one(loop: Loop, chance: Random) -> None:
-    """One rank is killed at some point of a save; the others are told so, in time; all are started anew."""
+    """One rank is killed at some point of a save; the others report that in time; then all are restarted."""
     from hostile.ranks.loop import killed, killed_after
 
     victim, point, delay_s = some_rank(loop, chance), chance.choice([None, *POINTS]), chance.random() * 0.05
@@ -46,12 +46,12 @@ def kill_one(loop: Loop, chance: Random) -> None:
         if point is None:
             killed_after(delay_s)
         else:
-            killed_after(1.0)  # where it does not come by that point
+            killed_after(1.0)  # in case it does not reach that point
             owner, name, words = point
             original = getattr(owner, name)
 
             def strike(*arguments: object, **more: object) -> object:
-                if words is None or any(isinstance(one, str) and words in one for one in arguments):
+                if words is None or any(isinstance(argument, str) and words in argument for argument in arguments):
                     killed()
                 return original(*arguments, **more)
 
@@ -67,7 +67,7 @@ def kill_one(loop: Loop, chance: Random) -> None:
 
 @TABLE.move(weight=0.7, ending=Ending.KILLED)
 def kill_all(loop: Loop, chance: Random) -> None:
-    """All ranks are killed, one after the other, within moments, while they save."""
+    """All ranks are killed, one after the other, within a moment, while they save."""
     from hostile.ranks.loop import killed_after
 
     delays_s = [chance.random() ** 2 * 0.2 for _ in range(loop.size)]

@@ -1,4 +1,4 @@
-"""A move of a job: what its ranks do at one point of their loops, each its part."""
+"""A move of a job: the actions of its ranks, each its part, at one point of their loops."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 
 class Ending(Enum):
-    """How a move ends the job, which is then begun anew with another number of ranks.
+    """How a move ends the job, which is then restarted with another number of ranks.
 
-    NONE     it goes on
+    NONE     the job continues
     ORDERLY  every rank closes its Checkpointer
-    KILLED   processes are killed; those that are left end without a word
+    KILLED   processes are killed; the remaining ones end without closing anything
     """
 
     NONE = auto()
@@ -33,9 +33,9 @@ _Act = TypeVar("_Act", bound=Callable[["Loop", Random], None])
 class Move:
     """A move of all ranks.
 
-    act     makes it; called on every rank, with chances that are the same on all
-    weight  of 1 is what most have in the draw
-    basic   loops that are drawn from a few named moves have it all the same
+    act     makes it; called on every rank, with random numbers that are the same on all
+    weight  relative frequency; most moves have 1
+    basic   loops that are restricted to a few named moves still have it
     """
 
     name: str
@@ -50,7 +50,7 @@ class Move:
 
 
 class Table(dict[str, Move]):
-    """Moves by name; a function's first line of documentation says what it does."""
+    """Moves by name; a function's first docstring line describes the move."""
 
     def move(
         self, *, weight: float = 1, basic: bool = False, ending: Ending = Ending.NONE
@@ -66,9 +66,9 @@ class Table(dict[str, Move]):
 
 
 def some_rank(loop: Loop, chance: Random) -> int:
-    """Rank 0, which decides, half of the time."""
+    """In half of the cases rank 0, which decides."""
     return chance.choice([0, chance.randrange(loop.size)])
 
 
 BROKEN: dict[str, str] = {}
-"""Moves that are known to break the library, and how: not drawn. Empty, or there is something to mend."""
+"""Moves that are known to break the library, and how. They are not drawn. Empty, unless something has to be fixed."""

@@ -1,4 +1,4 @@
-"""What ranks do to tensors between a save and the next step, some of them alone."""
+"""Changes that ranks make to tensors between a save and the next step, on some ranks alone."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WAYS = (
 
 @dataclass
 class OneRank:
-    """What moves of one rank ask a trainer for: tensors that are captured lazily."""
+    """The methods of a trainer that moves of one rank need: tensors that are captured lazily."""
 
     tensors: list[torch.Tensor]
 
@@ -37,14 +37,14 @@ class OneRank:
 
 
 def _often_known(loop: Loop, chance: Random) -> None:
-    """Most changes meet a layout that has been shared out, some one that is shared out while they are made."""
+    """Most changes happen with a known plan, some while a new layout is planned."""
     if chance.random() < 0.7:
         loop.make_known()
 
 
 @TABLE.move(weight=4)
 def change_on_one_rank(loop: Loop, chance: Random) -> None:
-    """One rank changes tensors while they are captured, in one of the ways of one rank, and changes them back after."""
+    """One rank changes tensors during their capture by a move of one rank, and reverts the changes afterwards."""
     victim = some_rank(loop, chance)
     _often_known(loop, chance)
     way = chance.choice(WAYS)
@@ -64,7 +64,7 @@ def change_on_one_rank(loop: Loop, chance: Random) -> None:
 
 @TABLE.move(weight=2)
 def change_on_all(loop: Loop, chance: Random) -> None:
-    """All change what they hold alike, without a word, while it is captured."""
+    """All ranks change their tensors in the same way, without calling fence(), during their capture."""
     _often_known(loop, chance)
     loop.save()
     with torch.no_grad():
@@ -78,7 +78,7 @@ def change_on_all(loop: Loop, chance: Random) -> None:
 
 @TABLE.move()
 def change_parts(loop: Loop, chance: Random) -> None:
-    """One rank changes what it alone holds, while it is captured: from there on the state is another one."""
+    """One rank changes tensors that only it holds, during their capture; the state keeps the new values."""
     victim = some_rank(loop, chance)
     _often_known(loop, chance)
     way = chance.choice(WAYS)
@@ -92,14 +92,14 @@ def change_parts(loop: Loop, chance: Random) -> None:
 
 @TABLE.move()
 def free_on_one_rank(loop: Loop, chance: Random) -> None:
-    """Memory of one rank goes away while it is captured, and comes back, as offloaders have it."""
-    victim, at = some_rank(loop, chance), chance.random()
+    """Memory of one rank is freed during its capture, and restored, like by offloaders."""
+    victim, position = some_rank(loop, chance), chance.random()
     loop.make_known()
     loop.save()
-    found = [tensor.untyped_storage() for tensor in loop.job.lazy()]
-    found = [storage for storage in found if storage.resizable() and not storage.is_shared()]
-    if loop.rank == victim and found:
-        storage = found[int(at * len(found))]
+    result = [tensor.untyped_storage() for tensor in loop.job.lazy()]
+    result = [storage for storage in result if storage.resizable() and not storage.is_shared()]
+    if loop.rank == victim and result:
+        storage = result[int(position * len(result))]
         kept, size = storage.clone(), storage.nbytes()
         loop.escapes("free-on-one-rank")
         storage.resize_(0)
@@ -111,7 +111,7 @@ def free_on_one_rank(loop: Loop, chance: Random) -> None:
 
 @TABLE.move(weight=2)
 def drift(loop: Loop, chance: Random) -> None:
-    """Replicas of some ranks drift away as a whole: saves fail by name, until they are alike again."""
+    """Replicas of some ranks drift completely: saves fail by name until they are equal again."""
     ranks = chance.sample(range(loop.size), chance.randint(1, loop.size - 1)) if loop.size > 1 else []
     replicas = [
         part.local for part in loop.job.parts()
@@ -121,7 +121,7 @@ def drift(loop: Loop, chance: Random) -> None:
     loop.call("fence", loop.checkpointer.fence)
     if not replicas or not ranks:
         return
-    loop.make_known()  # a layout that is new may pass over a difference, once
+    loop.make_known()  # the first save of a new layout may miss a difference
     loop.drifted, loop.known = True, False
     with torch.no_grad():
         for tensor in replicas if loop.rank in ranks else ():
@@ -132,5 +132,5 @@ def drift(loop: Loop, chance: Random) -> None:
 
 @TABLE.move()
 def make_alike(loop: Loop, chance: Random) -> None:
-    """Replicas are brought back to what rank 0 has."""
+    """Replicas get the values of rank 0 again."""
     loop.made_alike()

@@ -1,4 +1,4 @@
-"""What all ranks do alike, at about the same time."""
+"""Calls that all ranks make, at about the same time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TABLE = Table()
 
 @TABLE.move(weight=6, basic=True)
 def save(loop: Loop, chance: Random) -> None:
-    """Saves, and goes on."""
+    """Saves, and continues."""
     loop.save()
 
 
@@ -38,10 +38,10 @@ def save_by_hand(loop: Loop, chance: Random) -> None:
 
 @TABLE.move(weight=2, basic=True)
 def save_and_wait(loop: Loop, chance: Random) -> None:
-    """Saves, and waits until it is durable."""
-    one = loop.save()
-    if one.save is not None:
-        one.save.committed.exception(30)
+    """Saves, and waits until the save is durable."""
+    save = loop.save()
+    if save.save is not None:
+        save.save.committed.exception(30)
 
 
 @TABLE.move(weight=5, basic=True)
@@ -60,7 +60,7 @@ def save_every_step(loop: Loop, chance: Random) -> None:
 
 @TABLE.move()
 def straggle(loop: Loop, chance: Random) -> None:
-    """One rank is late for a save, and the others have gone on to train."""
+    """One rank is late for a save, and the others have already continued to train."""
     late, delay_s = some_rank(loop, chance), chance.random() * 0.4
     if loop.rank == late:
         gc.collect()
@@ -71,12 +71,12 @@ def straggle(loop: Loop, chance: Random) -> None:
 
 @TABLE.move(weight=2)
 def save_in_a_forward(loop: Loop, chance: Random) -> None:
-    """On another thread, while FSDP2 has gathered a layer for its forward pass, which goes on as if nothing were."""
+    """Saves on another thread while FSDP2 has gathered a layer for its forward pass, which continues undisturbed."""
     module = loop.job.state.get("fsdp")
     if not isinstance(module, Tall):
         loop.save()
         return
-    layer, found = module.tall, list[fs.Save | Exception]()
+    layer, outcomes = module.tall, list[fs.Save | Exception]()
     x = torch.linspace(-1, 1, layer.in_features)
     with torch.no_grad():
         expected = layer(x)
@@ -84,9 +84,9 @@ def save_in_a_forward(loop: Loop, chance: Random) -> None:
     def around(begin: Callable[[], fs.Save]) -> fs.Save:
         def ask() -> None:
             try:
-                found.append(begin())
+                outcomes.append(begin())
             except Exception as error:
-                found.append(error)
+                outcomes.append(error)
 
         def save(*_: object) -> None:
             thread = threading.Thread(target=ask)
@@ -100,16 +100,16 @@ def save_in_a_forward(loop: Loop, chance: Random) -> None:
                     loop.problem("a forward pass is another one where a thread saves meanwhile")
         finally:
             hook.remove()
-        if isinstance(found[0], Exception):
-            raise found[0]
-        return found[0]
+        if isinstance(outcomes[0], Exception):
+            raise outcomes[0]
+        return outcomes[0]
 
     loop.save(around=around)
 
 
 @TABLE.move()
 def communicate_meanwhile(loop: Loop, chance: Random) -> None:
-    """A collective is under way around a save, which some ranks begin before it and some behind."""
+    """A collective runs around a save; some ranks start it before the save and some after."""
     value, behind = torch.ones(1000), chance.random() < 0.5
     work = dist.all_reduce(value, async_op=True)
     if behind and loop.rank % 2:
@@ -128,24 +128,24 @@ def wait(loop: Loop, chance: Random) -> None:
 
 @TABLE.move()
 def latest(loop: Loop, chance: Random) -> None:
-    """All ask for the newest checkpoint."""
+    """All ranks find the newest checkpoint."""
     loop.in_step()
-    found = loop.call("latest", loop.checkpointer.latest)
-    least = max((one.step for one in loop.tries if loop.is_committed(one)), default=-1)
-    if (-1 if found is None else found.step) < least:
-        loop.problem(f"the newest is {found}, and {least} was committed")
+    result = loop.call("latest", loop.checkpointer.latest)
+    least = max((attempt.step for attempt in loop.tries if loop.is_committed(attempt)), default=-1)
+    if (-1 if result is None else result.step) < least:
+        loop.problem(f"the newest is {result}, and {least} was committed")
 
 
 @TABLE.move()
 def load(loop: Loop, chance: Random) -> None:
-    """All go back to the newest checkpoint."""
+    """All ranks go back to the newest checkpoint."""
     loop.in_step()
     loop.load(verify_first=chance.random() < 0.2)
 
 
 @TABLE.move()
 def rewind(loop: Loop, chance: Random) -> None:
-    """Newer steps are set aside, and are saved anew from there."""
+    """Newer steps are set aside, and saved again from there."""
     loop.in_step()
     steps = sorted(steps_in(loop.root))
     dist.barrier()
@@ -153,7 +153,7 @@ def rewind(loop: Loop, chance: Random) -> None:
         return
     back_to = chance.choice(steps)
     loop.call("rewind", lambda: loop.checkpointer.rewind(back_to))
-    loop.tries = [one for one in loop.tries if one.step <= back_to]
+    loop.tries = [attempt for attempt in loop.tries if attempt.step <= back_to]
     loop.tell("rewound", {"step": back_to})
     loop.newest = back_to
     dist.barrier()
@@ -161,7 +161,7 @@ def rewind(loop: Loop, chance: Random) -> None:
 
 @TABLE.move()
 def reopen(loop: Loop, chance: Random) -> None:
-    """All close their Checkpointers, some sooner than others, and make new ones."""
+    """All ranks close their Checkpointers, some earlier than others, and create new ones."""
     late = chance.randrange(loop.size)
     if loop.rank == late:
         time.sleep(chance.random() * 0.2)
@@ -173,7 +173,7 @@ def reopen(loop: Loop, chance: Random) -> None:
 
 @TABLE.move()
 def change_in_place_of_a_step(loop: Loop, chance: Random) -> None:
-    """All call fence(), and change what they hold alike, as is allowed."""
+    """All ranks call fence(), and change their tensors in the same way, which is allowed."""
     loop.call("fence", loop.checkpointer.fence)
     with torch.no_grad():
         for tensor in loop.job.lazy():
@@ -182,7 +182,7 @@ def change_in_place_of_a_step(loop: Loop, chance: Random) -> None:
 
 @TABLE.move()
 def use_after_close(loop: Loop, chance: Random) -> None:
-    """All close, are refused by name, and make new ones."""
+    """All ranks close, calls are refused by name, and all create new ones."""
     if loop.unsettled:
         loop.together()
     loop._close()

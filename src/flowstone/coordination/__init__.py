@@ -1,0 +1,1 @@
+"""How the ranks of a job agree on one save."""

@@ -1,0 +1,1 @@
+"""The events that a Checkpointer passes to its `on_event`."""

@@ -1,0 +1,1 @@
+"""Loads of one Checkpointer. conductor.py has their phases in order."""

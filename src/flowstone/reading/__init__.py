@@ -1,0 +1,1 @@
+"""A committed checkpoint, read-only."""

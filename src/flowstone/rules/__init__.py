@@ -1,0 +1,1 @@
+"""Rules: differences that a load allows, changes of tensors' layout, and quantization."""

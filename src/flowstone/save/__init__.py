@@ -1,0 +1,1 @@
+"""Saves of one Checkpointer. conductor.py lists their phases in order."""

@@ -1,0 +1,1 @@
+"""Objects that both the saves and the loads of one Checkpointer use."""

@@ -1,0 +1,1 @@
+"""Turns arguments of public calls into stores."""

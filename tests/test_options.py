@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import site
 import subprocess
 import sys
 from pathlib import Path
@@ -15,10 +14,17 @@ import flowstone as fs
 import journaled
 from flowstone import _native, extensions
 from module_imports import module_imports
+from warm_start import warm_start
 
 PACKAGE = Path(fs.__file__).parent
 PUBLIC = {"__init__.py", "stores/file_systems.py", "stores/striped.py"}  # names of options, which nothing else imports
 
+FIRST = """
+import sys
+
+# without the finder of the editable installation, the path leads to the copy
+sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__name__ != "ScikitBuildRedirectingFinder"]
+"""
 LIFE = """
 import os, signal, sys
 import numpy as np
@@ -97,7 +103,7 @@ FOR_A_PART = {  # an option -> options that it imports, and that only a part of 
 def copy_without(path: Path, without: tuple[str, ...], *, emptied: bool = False) -> Path:
     """A copy of the package below `path`, without these options, or with empty folders of theirs."""
     package = path / "flowstone"
-    shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(PACKAGE, package)  # with what is compiled, which would take most of the time
     native = Path(_native.__file__)
     shutil.copy(native, package / native.name)
     for option in without:
@@ -113,11 +119,11 @@ def run_life(
     """The output of a process with such a copy: it saves, dies, loads and verifies, then runs `use`, a program."""
     copy = copy_without(path / "copy", without, emptied=emptied)
     program = program.replace("@STATE@", ARRAYS if {"torch", "providers"} & set(without) else TENSORS)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(copy), *site.getsitepackages()])}
-    done = subprocess.run(  # -S: this environment's own Flowstone is not to be found
-        [sys.executable, "-S", "-c", program, str(copy), str(path / "run"), use],
-        env=environment, capture_output=True, text=True, check=False,
-    )
+    with warm_start("-c", torch_alone=True):
+        done = subprocess.run(
+            [sys.executable, "-c", FIRST + program, str(copy), str(path / "run"), use],
+            env=os.environ | {"PYTHONPATH": str(copy)}, capture_output=True, text=True, check=False,
+        )
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -164,7 +164,7 @@ def _failure_rows(run: Run) -> Iterator[tuple[str, str, str]]:
 def notes(run: Run) -> tuple[str, ...]:
     """Notes for readers of the rows."""
     notes = [f"{entry.title}: {entry.note}." for entry in PARTICIPANTS if entry.note and _took_part(run, entry)]
-    fence = "At the fence: from Flowstone's own events. The next optimizer step is timed by the benchmark."
+    fence = "The time at the fence is from Flowstone's own events. The next optimizer step is timed by the benchmark."
     few = "With fewer than a hundred steps, p99 is nearly the slowest step."
     return (*notes, fence, few, "Dirty pages are those of the whole machine, not of one process.")
 

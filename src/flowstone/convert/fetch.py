@@ -213,7 +213,7 @@ class Fetcher:
             position += box.elements
             for stored in tensor.boxes:
                 if box.shape and not _rows_overlap(box, stored.box):
-                    # most boxes do not overlap, of which there may be thousands (stacked layers, groups of heads)
+                    # there may be thousands of boxes (stacked layers, groups of heads), and most do not overlap
                     continue
                 common = box.intersect(stored.box) if box.shape else box
                 if common is not None:
@@ -227,8 +227,8 @@ class Fetcher:
                         )
 
     def _cut(self, part: _RegionCopy) -> Iterator[_Read]:
-        """The reads for a region. As long as a read is too long, or consists mostly of gaps, its region is split in
-        two.
+        """The reads for a region. A read takes all bytes from the region's first to its last. As long as these are too
+        many for one read, or most of them do not belong to the region, the region is cut in two.
         """
         read, useful = self._read_of(part), part.region.elements * part.output.tensor.dtype.item_bytes
         length = read.run.end - read.run.begin
@@ -250,9 +250,10 @@ class Fetcher:
             )
 
     def _index_to_cut(self, part: _RegionCopy, read: _Read, dim: int) -> int:
-        """The index at which a region is cut. A region that is too long is cut between chunks, which are always read
-        completely, so that there are few reads of about equal size. A region that consists mostly of gaps is cut in
-        half.
+        """The index in dimension `dim` at which a region is cut. If the region has too many bytes for one read, it is
+        cut near the end of a chunk, because chunks are always read completely. The place is chosen so that there are
+        few reads, and that they are about equally long. If most bytes of the read do not belong to the region, the
+        region is cut in half.
         """
         length = read.run.end - read.run.begin
         if length > self._part_bytes:

@@ -239,7 +239,9 @@ def index_template(
 
 
 def _framed(columns: Mapping[str, object], variable: Mapping[str, int], dtypes: str, totals: Totals) -> IndexTemplate:
-    """The template of an index file with these columns. `variable`: name of each omitted column -> its length."""
+    """The template of an index file: its header, and the values of `columns`. The template has a gap for each column in
+    `variable`, also if `columns` has it. `variable`: name of such a column -> the number of its values.
+    """
     header: dict[str, object] = {METADATA_KEY: {"flowstone": "1", "dtypes": dtypes}}
     parts: list[list[Part]] = [[]]
     begin, omitted = 0, list[str]()

@@ -162,18 +162,18 @@ class JournalFile(msgspec.Struct):
     failed: int | None = None
 
     def join(self, joint: JointJournal) -> None:
-        """Note that the ranks have agreed on this journal."""
+        """Record that the ranks have agreed on this journal."""
         self.joint = joint
 
     def start(self, writer: JournalWriter) -> None:
-        """Note that this journal's file exists."""
+        """Record that this journal's file exists."""
         self.writer = writer
 
     def count_step(self) -> None:
         self.steps += 1
 
     def fail(self, step: int) -> None:
-        """Note that this step is missing, so later steps cannot be appended."""
+        """Record that this step is missing, so later steps cannot be appended."""
         self.failed = step if self.failed is None else min(self.failed, step)
 
 
@@ -212,7 +212,7 @@ class PendingFrame(msgspec.Struct, eq=False):
         self.fingerprint = fingerprint
 
     def note_appended(self, length: int, claim: int = 0) -> None:
-        """Note that this step's frame is in the file, but not yet durable. `length`: the frame's length in bytes."""
+        """Record that this step's frame is in the file, but not yet durable. `length`: the frame's length in bytes."""
         self.length, self.claim = length, claim
 
     def fail(self, failure: BaseException) -> None:
@@ -222,14 +222,14 @@ class PendingFrame(msgspec.Struct, eq=False):
         self.is_behind = True
 
     def mark_refused(self) -> None:
-        """Note that the ranks could not agree on a journal, so they need not agree on this step."""
+        """Record that the ranks could not agree on a journal, so they need not agree on this step."""
         self.is_asked = False
 
     def drop_full_request(self) -> None:
         self.may_be_due = False
 
     def end(self, outcome: StepOutcome) -> None:
-        """Note that all ranks know the outcome of this step."""
+        """Record the outcome of this step, which is the same on all ranks."""
         self.ended = outcome
 
     def release(self) -> None:

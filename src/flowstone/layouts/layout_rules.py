@@ -209,8 +209,8 @@ class RuleSet:
         unknown = set(self.optional) - {rule.source for rule in self.rules if isinstance(rule, Rename)}
         if unknown:
             raise ArgumentError(
-                f"{self.name}: optional contains {sorted(unknown)!r:.80}, which is not the source of any of its "
-                "fs.Rename rules", next="list in optional only sources of these rules",
+                f"{self.name}: optional contains {sorted(unknown)!r:.80}, but no fs.Rename rule has such a source",
+                next="remove these names from optional, or correct them: each must be the source of an fs.Rename rule",
             )
 
     @property

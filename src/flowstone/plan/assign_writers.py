@@ -118,8 +118,9 @@ def check_replicas(layouts: Sequence[Pieces], digests: Sequence[NDArray[np.uint6
         more = f"; {len(differing) - 1} other tensors differ, too" if len(differing) > 1 else ""
         raise CollisionError(
             f"{name!r} is not the same on {_in_words(others)} as on rank {first}{more}",
-            next="if these tensors should differ, give each its own name (pipeline stages and experts: global names), "
-            "or save one value per rank with fs.PerRank; if not, make them equal before the save",
+            next="if these tensors should be equal, make them equal before the save; if they should differ, give them "
+            "different names (in pipeline stages and experts, with the number that the layer or expert has in the "
+            "full model), or save one value per rank with fs.PerRank",
         )
 
 

@@ -122,9 +122,10 @@ class Captures:
 
     @property
     def arena_bytes_max(self) -> int:
-        """The largest size of the arena: the budget without the bytes reserved for copies of states without a plan.
+        """The largest size of the arena: the budget, less the bytes that are reserved for copies. A save copies tensors
+        while it waits for its plan, that is, until the ranks have agreed which rank writes which tensors.
 
-        With these bytes, small states can always be copied, and `save` need not wait for other ranks. Nothing is
+        With the reserved bytes, small states can always be copied, and `save` need not wait for other ranks. Nothing is
         reserved if states are never copied, or the budget is only a few blocks.
         """
         arena, copied = self.arena, self._copied_bytes

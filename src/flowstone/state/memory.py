@@ -43,7 +43,7 @@ class Columns(msgspec.Struct, frozen=True, eq=False):
 
 
 class IndirectTarget(msgspec.Struct, frozen=True, eq=False):
-    """Memory of the state for whose values other memory is read into first.
+    """Memory of the state whose values are first read into other memory, and then copied.
 
     is_conj, is_neg  whether the state's memory has the conjugate, or the negated, values
     """

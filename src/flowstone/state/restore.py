@@ -32,10 +32,11 @@ class Restoration:
     """A planned load: the memory into which bytes are read, the differences between state and checkpoint, and what must
     be done after the read.
 
-    pieces, places  the requested tensors, and the memory into which they are read; each memory is listed once. The
-                    memory is the user's, or new memory that this object owns until `finish`
-    indirect        position of a piece -> memory of the state that `finish` sets from the memory that was read into
-    aliases         further names in the state of the same memory
+    pieces, places  the requested tensors, and for each the memory into which it is read: the user's memory, or new
+                    memory that this object owns until `finish`. Tensors that share memory are listed once
+    indirect        position of a piece -> the tensor's memory in the state, for pieces that are first read into other
+                    memory. `finish` then copies their values into the state's memory
+    aliases         other names that the state has for a listed tensor: tied weights
     differences     differences between the state's and the checkpoint's objects; tensors are compared later
     sections        names of the state's sections
     new_bytes       length of the new memory among `places`

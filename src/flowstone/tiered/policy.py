@@ -153,8 +153,8 @@ def _check_first(tier: Tier, keep: Keep | KeepRule | None) -> None:
             remedy = "give engine=EngineOptions(write_bytes_per_s=...)" if name == "bytes_per_s" else "leave it out"
             raise ArgumentError(
                 f"the first tier, {shown(tier.store)}, has {name}={getattr(tier, name)}",
-                expected=f"no {name}: the first tier gets every save, before `committed`",
-                next=f"{remedy}, or put it later in the list",
+                expected=f"no option {name}: each save is written to the first tier before its `committed` completes",
+                next=f"{remedy}, or put this tier later in the list",
             )
     if keep is not None and tier.keep is not None and keep != tier.keep:
         raise ArgumentError(

@@ -36,11 +36,12 @@ from flowstone.torch.trees import find_self_changing
 
 
 def describe(module: torch.nn.Module, place: Place, saving: DescribePass) -> MergePoint:
-    """Add the entries of the module's state_dict() to the save, one by one. Returns the entries that are listed in the
-    stored form.
+    """Add the entries of the module's state_dict() to the save, one by one. Returns the entries that the checkpoint's
+    stored object for this module lists by name.
 
-    Listed are values that are not tensors, tensors that are not the memory of a parameter or buffer (made by a hook of
-    state_dict(), or extra state), and tensors that a provider describes.
+    The stored object lists values that are not tensors, tensors that are not the memory of a parameter or buffer (made
+    by a hook of state_dict(), or extra state), and tensors that a provider describes. A load finds the module's other
+    tensors by their names, so they are not listed. In a section with one value per rank, all entries are listed.
     """
     fsdp, module = saving.scan.part(StateModels).wrapped(module, place), with_shards(module)
     restless = frozenset[int]().union(*map(find_self_changing, module.modules()))
@@ -72,7 +73,9 @@ def describe(module: torch.nn.Module, place: Place, saving: DescribePass) -> Mer
 def restore(
     module: torch.nn.Module, extra: Mapping[str, object], place: Place, loading: RestorePass
 ) -> None:
-    """Request the entries of the module's state_dict(), one by one. `extra`: its stored values that are not tensors."""
+    """Request the entries of the module's state_dict(), one by one. `extra`: the entries that the checkpoint's
+    stored object for this module lists by name.
+    """
     fsdp, shards = loading.state_scan.part(StateModels).wrapped(module, place), with_shards(module)
     if fsdp is not None:
         fsdp1_entries.restore(fsdp, place, loading)
@@ -223,7 +226,7 @@ def _tensor_aside(loading: RestorePass, value: torch.Tensor, node: object, place
 def state_dict(module: torch.nn.Module, place: Place, fsdp: FsdpModule | None = None) -> Mapping[str, object]:
     """The module's state_dict(), with its own parameter objects where possible.
 
-    fsdp  the flat parameters that FSDP1 made in it, which are left out; None: there are none
+    fsdp  the flat parameters that FSDP1 made in the module, which are left out; None: there are none
     """
     plain = type(module).state_dict is torch.nn.Module.state_dict
     with nullcontext() if fsdp is None else fsdp.alone():

@@ -51,8 +51,8 @@ class CustomLoads:
         return self.overridden or any(not own or name.startswith(f"{own}.") for own in self._names)
 
     def key(self, name: str) -> str | None:
-        """The key that a stored entry, which the module's state_dict() lacks, would have in it; None if the module that
-        contains the entry only copies.
+        """For a stored entry that is not in the module's state_dict(): the key that it would have there. None if the
+        module that directly contains the entry only copies when it is loaded.
         """
         owner, _, leaf = name.rpartition(".")
         if owner not in self._names:
@@ -82,10 +82,12 @@ def load_entries(
     module: torch.nn.Module, entries: Mapping[str, object], metadata: object, place: Place, *,
     fsdp: FsdpModule | None, shown: Collection[str], stored: StoredState,
 ) -> None:
-    """Load entries by the module's load_state_dict(). Raises for an entry that it does not read, or misses.
+    """Load entries by the module's load_state_dict(). Raises for an entry that the module does not read, or that it
+    misses.
 
-    fsdp    the flat parameters that FSDP1 made in it; None: there are none
-    shown   the names of all entries of its state_dict(); all except `entries` have the loaded values already
+    fsdp    the flat parameters that FSDP1 made in the module; None: there are none
+    shown   the names of all entries of the module's state_dict(). All of them except `entries` have the loaded values
+            already
     stored  the checkpoint's content, with the differences that rules allow
     """
     def named(key: str) -> str:

@@ -241,7 +241,8 @@ class Rebuild:
         return tensors.empty(stored.dtype, shape, device=device, strides=_strides_like(parameter) if same else None)
 
     def _follows(self, member: ParameterMember, slot: object, stored: TensorSpec) -> bool:
-        """Whether a slot has the parameter's shape. If the parameter is a scalar, other members of its flat one decide.
+        """Whether a slot has the parameter's shape. If the parameter is a scalar, other members of its flat parameter
+        decide.
         """
         held = cast("FlatSlice", member.home.held)
         if held.shape:
@@ -300,8 +301,8 @@ class Rebuild:
                     self.slots.setdefault(key, {})[slot] = _building(anew, node, place)
 
     def _is_one(self, first: object, node: object, place: Place) -> bool:
-        """Whether a listed value is the first for its slot. Adds a difference if rules join parameters of unequal
-        slots.
+        """Whether a listed value is the first one for its slot. A slot has several if layout rules join parameters.
+        Adds a difference if these values are not equal.
         """
         if first is node:
             return True
@@ -313,7 +314,9 @@ class Rebuild:
         return False
 
     def _agrees(self, member: ParameterMember, slot: object, node: object, place: Place) -> bool:
-        """Whether to restore a listed slot for this member: if it is on this rank; for one member of a flat parameter.
+        """Whether to restore a slot, which the stored object lists with its value, for this member: whether the
+        member's state is on this rank. The members of a flat parameter share their slots, so for them the result is
+        True for only one member. Adds a difference if the values that are listed for them are not equal.
         """
         if member.span is None:
             return member.here

@@ -206,10 +206,11 @@ def _reader() -> Callable[[list[torch.Tensor]], _Read | None]:
 
 @cache
 def _samples(exchange: object) -> tuple[tuple[torch.Tensor, DType | None], ...]:
-    """A tensor of each dtype that DLPack knows, with the DType in which it is stored; None: it cannot be stored.
+    """For each dtype of this torch that DLPack can describe: a tensor, and the DType in which such a tensor is stored;
+    None: it cannot be stored.
 
-    All dtypes of this torch are listed, so that none is mistaken for another. If a tensor cannot be created, the result
-    is empty.
+    Dtypes that cannot be stored are included, so that none of them is mistaken for one that can. If torch cannot create
+    one of the tensors, the result is an empty tuple.
     """
     reader = TensorReader(exchange)
     raw = torch.zeros(16, dtype=torch.uint8, device="cpu")  # in deterministic mode torch cannot allocate each dtype

@@ -251,7 +251,8 @@ def _unpack_packed(unpacking: _Unpacking, value: Dict, path: tuple[str, ...]) ->
 def _groups_of(value: Dict, stored: StoredOptimizer | None, *, by_order: bool) -> list[_Group] | None:
     """The groups with a name for each parameter; None if parameters have no names.
 
-    by_order  whether the checkpoint also has a state dict, whose parameters are matched by their order
+    by_order  whether the checkpoint has a state dict with numbered parameters in this place, and not an optimizer.
+              Parameters are then matched by their order, and those without names get their numbers as names
     """
     groups: list[_Group] = []
     for i, group in enumerate(value["param_groups"]):

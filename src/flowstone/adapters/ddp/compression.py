@@ -210,8 +210,8 @@ class _BucketGradients:
         self._samples = list(zip(positions, content, strict=True))
 
     def are_unchanged(self) -> bool:
-        """Whether the gradients are unchanged. Version counters show all changes except those through `.data`. The
-        stored elements show most of these.
+        """Whether the gradients are still those that `record` has seen. Version counters show all changes except those
+        through `.data`. Most of the changes through `.data` are found by comparing the elements that `sample` stored.
         """
         if self._versions is None:
             return False

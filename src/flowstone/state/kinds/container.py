@@ -123,7 +123,8 @@ class ContainerKind(ValueKind):
 def _references(
     value: object, place: Place, saving: DescribePass, keys: Sequence[object], values: Sequence[object]
 ) -> object:
-    """Add the tensors of a container that has only tensors to the sink. Returns the stored form of the container."""
+    """Add the items of a container to the sink; all of them must be tensors. Returns the stored form of the container.
+    """
     names = names_below(place.name, keys)
     saving.sink.enter_all(place, keys, names, values)
     references = tensor_refs(names)
@@ -142,7 +143,7 @@ def _container_type(value: object, saving: DescribePass) -> type[dict[object, ob
 
 
 def _only_tensors(value: object) -> tuple[Sequence[object], Sequence[object]] | None:
-    """The keys and tensors of a non-empty container that has only tensors; otherwise None."""
+    """The keys and items of a container, if it is not empty and all its items are tensors; otherwise None."""
     items = list(value.values()) if isinstance(value, dict) else cast("Sequence[object]", value)
     if not items or type(items[0]) not in _DENSE_TYPES or not _DENSE_TYPES.issuperset(map(type, items)):
         return None

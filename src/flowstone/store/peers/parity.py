@@ -114,8 +114,12 @@ def ring(node: int, nodes: int, size: int) -> tuple[int, int]:
 
 
 def shares(node: int, nodes: int, columns: int, rows: int) -> tuple[ParityShare, ...]:
-    """The shares of a node's segments, in order, each with the nodes that keep its parity. If there are too few nodes
-    for `rows` rows of parity, there are fewer rows. Empty for a single node.
+    """The shares into which the segments of `node` are cut, in the order of their bytes. Empty in a job of one node, as
+    no other node can keep parity.
+
+    nodes    number of nodes of the job; with fewer than columns + rows nodes, a stripe has fewer shards
+    columns  number of data shards of a stripe; in a group of more than columns + rows nodes, a stripe has more
+    rows     number of parity shards of a stripe
     """
     first, length = ring(node, nodes, columns + rows)
     rows = min(rows, length - 1)

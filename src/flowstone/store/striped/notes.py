@@ -31,7 +31,8 @@ def check_paths(paths: Sequence[Store], given: Sequence[float | None]) -> None:
         )
     if len(given) != len(paths):
         raise ArgumentError(
-            f"got {len(given)} weights for {len(paths)} paths", next="give one weight, or None, for each path"
+            f"got {len(given)} weights for {len(paths)} paths",
+            next="give a list with one entry for each path: a weight, or None to use the path's measured rate",
         )
     invalid = [weight for weight in given if weight is not None and not 0 <= weight < float("inf")]
     if invalid or all(weight == 0 for weight in given):

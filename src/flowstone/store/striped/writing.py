@@ -374,8 +374,11 @@ class StripedWriteHandle(ReservingWriteHandle):
         return error
 
     def _end_uploads(self, part: _Part, ends: Sequence[int]) -> FlowstoneError | None:
-        """Move segments whose uploads have failed to another path. The small objects that reserve their names are
-        removed with the checkpoint.
+        """End the uploads to a bucket. If the upload of a segment has failed, the segment is moved to another path. The
+        small object that reserves the segment's name stays in the bucket until the checkpoint is removed.
+
+        ends     the length of each segment of the save, in bytes
+        returns  an error if a segment could not be moved
         """
         refused = {
             number: error for index, number in enumerate(part.numbers)
@@ -396,7 +399,8 @@ class StripedWriteHandle(ReservingWriteHandle):
     def _copy_all(
         self, part: _Part, numbers: Sequence[int], ends: Sequence[int], cause: FlowstoneError | None
     ) -> FlowstoneError | None:
-        """Complete the moves of a failed path's segments to other paths: copy the bytes that the failed path has."""
+        """Complete the moves of a failed path's segments to other paths: copy the bytes that only the failed path has.
+        """
         for number in numbers:
             try:
                 if number not in self._instead:

@@ -49,7 +49,7 @@ def warm_start(
 
     programs     modules, scripts, or "-c" for all texts
     name         programs with this in their name count as one
-    torch_alone  only the modules that `import torch` imports are loaded, for programs that test their imports
+    torch_alone  no module of Flowstone is loaded, for programs that test their imports
     whole_end    Python clears all modules at the end, for programs that test how they end
     """
     server = _server(torch_alone)
@@ -227,12 +227,18 @@ def run() -> None:
 
 
 def _import_all() -> None:
-    """Import slow modules without starting a thread: an optimizer's first step imports another half of torch."""
-    import torch
+    """Import slow modules without starting a thread."""
     import torch.distributed.fsdp
     import torch.distributed.tensor
 
     import flowstone.checkpointer  # noqa: F401
+
+    _import_torch()
+
+
+def _import_torch() -> None:
+    """Import torch, and by an optimizer's first step the half of it that `import torch` leaves out."""
+    import torch
 
     torch.set_num_threads(1)
     parameter = torch.nn.Parameter(torch.ones(3))
@@ -249,7 +255,7 @@ def _leave_finalizers() -> None:
 if __name__ == "__main__":
     end = End()
     if sys.argv[1:] == [TORCH_ALONE]:
-        import torch  # noqa: F401
+        _import_torch()
     else:
         _import_all()
     _leave_finalizers()

@@ -1,4 +1,4 @@
-"""The Checkpointer: lifecycle and public verbs. Their order is in save/conductor.py and load/conductor.py."""
+"""The Checkpointer: lifecycle and public verbs. The order of their steps is in save/conductor.py, load/conductor.py."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ class Checkpointer(WaitingVerbs):
     """Saves a training state into the store at `path` while training continues, and loads it.
 
     path               a directory (other files in it stay); a URL; "memory://run" (NodeMemory); a Store, which `close`
-                       closes; or a list of tiers (Tier), nearest first: saves go into it and are flushed to the others
+                       closes; or a list of tiers (Tier), nearest first: a save goes into the first tier, and is flushed
+                       to the others
     keep               which checkpoints retention keeps. An int: that many of the newest. None: all. Or a KeepRule
     budget_bytes       limit of staging memory on this rank; None: a node's ranks share a quarter of its free memory
     on_error           "raise": a failed save raises at the next call; "continue": it only emits an event,
@@ -48,8 +49,8 @@ class Checkpointer(WaitingVerbs):
     engine             I/O options; options not given come from the file system's tuning file, or are defaults
     saves_in_flight    how many saves may be unfinished at a time; a further call of `save` waits
     deadline_s         in a job of several ranks: how long ranks wait for the slowest one
-    every_step         True: a journal makes each step durable before the next `save` returns; a Replica: in addition, a
-                       second process replays the journal
+    every_step         True: a journal of gradients makes each step durable before the next `save` returns; a Replica:
+                       in addition, a second process replays the journal
     recovery_s         with every_step: a full checkpoint is saved when a load would take more than so many seconds
     lag_steps          with every_step: steps that may not be durable yet when `save` returns, the current one included
     rules              tensors to save with lower precision (Quantize); by default all are saved exactly
@@ -156,9 +157,9 @@ class Checkpointer(WaitingVerbs):
 
         Parameters of modules and states of optimizers are captured lazily, while forward and backward run
         (DataStates-LLM, arXiv 2406.10707). Captured before `save` returns: buffers, tensors below 64 KiB, tensors of
-        unknown objects, Python values. If no optimizer's step can wait for lazy capture, everything is captured before.
-        If a lazily captured tensor changes before its capture, this save fails and names the tensor; docs/SAVING.md
-        says which changes are detected, and how reliably.
+        unknown objects, Python values. If no optimizer's step can wait for lazy capture, everything is captured before
+        `save` returns. If a lazily captured tensor changes before its capture, this save fails and names the tensor;
+        docs/SAVING.md says which changes are detected, and how reliably.
 
         fence   "auto": the next step of any optimizer in `state` waits until everything is captured.
                 "manual": the caller promises to call `fence()` before anything of `state` changes;

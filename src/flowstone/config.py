@@ -150,7 +150,7 @@ PEER_CONNECTIONS_MAX = 256
 PEER_STRANGERS_MAX = 32  # connections that have not yet proved that they know the job's secret
 PEER_READS_MAX = 8  # most connections of one read
 PEER_REBUILD_BYTES = MIB  # memory per connection to rebuild a lost part of a file; not part of the budget
-PEER_STRANGER_S = 1.0  # beyond this limit, a new connection replaces one that has not proved it for this long
+PEER_STRANGER_S = 1.0  # beyond PEER_STRANGERS_MAX, a new connection replaces one that is unproven for this long
 PEER_STRANGERS_LOGGED_MAX = 20  # log lines about strangers in a burst; one per second on average
 PEER_GREETING_S = 10.0  # longest time to connect and to exchange the first messages
 PEER_ANSWER_S = 60.0
@@ -240,22 +240,23 @@ def _check_engine(backend: str, queue_depth: int | None, request_bytes: int | No
     """Raise ArgumentError if no engine accepts one of these values. None passes: its default is checked later."""
     if backend not in ("auto", "io_uring", "posix"):
         raise ArgumentError(
-            f"backend {backend!r} is not one of 'auto', 'io_uring', 'posix'", next="'auto' is the default"
+            f"backend {backend!r} is not one of 'auto', 'io_uring', 'posix'",
+            next="give one of these; 'auto' is the default",
         )
     if queue_depth is not None and not 1 <= queue_depth <= QUEUE_DEPTH_MAX:
         raise ArgumentError(
-            f"queue_depth {queue_depth} is not between 1 and {QUEUE_DEPTH_MAX}", next="16 is the default"
+            f"queue_depth {queue_depth} is not between 1 and {QUEUE_DEPTH_MAX}", next="leave it out: the default is 16"
         )
     if request_bytes is not None and (
         request_bytes % BLOCK_BYTES or not REQUEST_BYTES_MIN <= request_bytes <= REQUEST_BYTES_MAX
     ):
         raise ArgumentError(
             f"request_bytes {request_bytes} is not a multiple of 4096 between 2 and 64 MiB",
-            next="8 << 20 is the default",
+            next="leave it out: the default is 8 << 20",
         )
     if workers is not None and not 1 <= workers <= WORKERS_MAX:
         raise ArgumentError(
-            f"workers {workers} is not between 1 and {WORKERS_MAX}", next="the default is one per eight processors"
+            f"workers {workers} is not between 1 and {WORKERS_MAX}", next="leave it out, or give a number in this range"
         )
 
 
@@ -306,7 +307,7 @@ class EngineOptions:
     option given here overrides that file.
 
     backend         "auto": io_uring if the kernel and the container allow it, otherwise POSIX threads
-    direct          bypass the page cache. "auto": if O_DIRECT works, as tried with real buffers, and is faster
+    direct          bypass the page cache. "auto": if O_DIRECT works (tried with real buffers), and is faster
     queue_depth     requests in flight; 1 to 1024
     request_bytes   longest request, a multiple of 4096, at least 2 MiB; more than 64 MiB was not faster on any disk
     workers         threads that copy, digest and encode. Default for saves: one per eight processors, from two to
@@ -317,23 +318,27 @@ class EngineOptions:
                     device requests, and the read would take 1.8 times as long. Default on tmpfs and DAX, where the
                     file's pages are memory: True, which takes half the time (docs/performance/in-place.md)
     write_bytes_per_s  limit for the saves of this process on a shared device or network, even while a caller waits for
-    them; None: no limit. Without a limit, a lazy save still writes only as fast as needed to end before the fence
+                    them; None: no limit. While no caller waits, tensors that are captured after `save` returned are in
+                    any case written only as fast as needed to capture all of them before the next optimizer step
     compress        "off": no tensor is encoded, and all are stored.
-    "derived": nothing is encoded, and tensors that can be computed from others are not stored: copies, and 16-bit
-    weights that are a rounded float32 master copy.
-    "max": in addition, tensors of at least 64 KiB are encoded losslessly if that makes them shorter; other readers of
-    safetensors do not find encoded tensors by name (docs/FORMAT.md, Codecs).
-    "auto": as "max", but a tensor is encoded only from the second save on, and only if saves then end sooner, by the
-    times measured in the last save
+                    "derived": nothing is encoded, and tensors that can be computed from others are not stored: copies,
+                    and 16-bit weights that are a rounded float32 master copy.
+                    "max": in addition, tensors of at least 64 KiB are encoded losslessly if that makes them shorter;
+                    other readers of safetensors do not find encoded tensors by name (docs/FORMAT.md, Codecs).
+                    "auto": like "max", but a tensor is encoded only from the second save on, and only if saves then end
+                    sooner, by the times measured in the last save
     kept_bytes      host memory of this rank for the last fully stored version of chunks. With `compress`, later saves
                     store only the difference to that version, if it is shorter than the chunk (docs/SMALLER.md). 0:
                     no version is kept in memory
     watch           how changes are detected in tensors that are captured after `save` returned (docs/SAVING.md).
-    "auto": every write to host memory that the system can watch is detected; other memory is compared by samples.
-    "exact": every write is detected (on a GPU: every write that changes captured bytes), or the save is refused.
-    "samples": memory is compared by samples.
-    "digests": like "auto"; in addition, when `save` is called, each GPU digests its memory that is captured later, and
-    all replicas. The digests take as long as reading that memory once; later work in the current stream waits for them
+                    "auto": every write to host memory that the system can watch is detected; other memory is compared
+                    by samples.
+                    "exact": every write is detected (on a GPU: every write that changes captured bytes), or the save is
+                    refused.
+                    "samples": memory is compared by samples.
+                    "digests": like "auto"; in addition, when `save` is called, each GPU digests its tensors that are
+                    captured later, and its replicas (tensors of which other ranks have copies). The digests take as
+                    long as reading that memory once; later work in the current stream waits for them
     collapse        True: between saves, a background thread of low priority collapses watched memory into huge pages,
                     if the system allows that. It takes at most an eighth of one processor, and no memory. False: pages
                     stay small, and `save` blocks 3 ms longer for each GB
@@ -366,11 +371,11 @@ class EngineOptions:
         if self.watch not in ("auto", "digests", "exact", "samples"):
             raise ArgumentError(
                 f"watch {self.watch!r} is not one of 'auto', 'digests', 'exact', 'samples'",
-                next="'auto' is the default",
+                next="give one of these; 'auto' is the default",
             )
         if self.compress not in ("auto", "off", "derived", "max"):
             raise ArgumentError(
-                f"compress {self.compress!r} is not one of 'auto', 'off', 'derived', 'max'", next="'off' is the default"
+                f"compress {self.compress!r} is not one of 'auto', 'off', 'derived', 'max'", next="give one of these"
             )
         if self.kept_bytes < 0:
             raise ArgumentError(f"kept_bytes {self.kept_bytes} must be at least 0", next="give 0 to keep no chunks")
@@ -381,7 +386,8 @@ class EngineOptions:
             )
         if self.direct not in ("auto", "on", "off"):
             raise ArgumentError(
-                f"direct {self.direct!r} is not one of 'auto', 'on', 'off'", next="'auto' is the default"
+                f"direct {self.direct!r} is not one of 'auto', 'on', 'off'",
+                next="give one of these; 'auto' is the default",
             )
         _check_engine(self.backend, self.queue_depth, self.request_bytes, self.workers)
 

@@ -13,13 +13,16 @@ FlowstoneError
 │   ├── UnsupportedStateError    an object that cannot be described
 │   │   └── ProviderError            a provider that violates its contract
 │   ├── CollisionError           two tensors or values of the state would get the same name
-│   └── MismatchError            state and checkpoint differ (missing, unexpected, shape, dtype)
+│   ├── MismatchError            state and checkpoint differ (missing, unexpected, shape, dtype)
+│   └── ReplayError              a step replayed from a journal is not bit-identical to the original
 ├── CoverageError            a requested part of a tensor is not stored
 ├── FormatError              stored files cannot be read
 │   ├── DamagedError             stored bytes do not match their digests
 │   └── UnsupportedFormatError   written by a newer version, or needs an unknown feature
 ├── StorageError             the operating system refused: operation, errno, path, range
-│   └── FullError                no space: bytes needed and free
+│   ├── FullError                no space: bytes needed and free
+│   ├── MemoryAgentError         the memory agent of this node ended, or cannot serve this process
+│   └── PeerError                another node of the job does not answer, or refuses this node
 ├── StateChangedError        the state changed, or its memory was freed, before it was captured
 ├── BudgetError              a memory limit is too small for the call
 ├── RankError                another rank failed or did not answer: which one, in which phase

@@ -1,9 +1,9 @@
 """The log of Flowstone: `log` writes to the standard logger "flowstone", and is safe on any thread.
 
 If a signal handler of the training script raises an exception while `logging` holds one of its locks, the main thread
-keeps that lock. The main thread can acquire it again, as it is re-entrant, but every other thread would wait for it for
-ever, and so would a save. So one separate thread writes the lines of all threads of Flowstone, and no save waits for
-it.
+keeps that lock. The main thread can acquire the lock again, because it is re-entrant, but every other thread would wait
+for it for ever, and so would a save. So one separate thread writes the lines of all threads of Flowstone. A save waits
+for a line only for a limited time.
 """
 
 from __future__ import annotations

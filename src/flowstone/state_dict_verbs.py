@@ -75,8 +75,8 @@ class StateDictVerbs:
         verify_first: bool = False,
         fallback: bool = False,
     ) -> LoadReport:
-        """Load the newest checkpoint, or that of `step`, into the tensors of `state_dict`, in place. Both must match,
-        except for differences that `rules` allow.
+        """Load the newest checkpoint, or that of `step`, into the tensors of `state_dict`, in place. Checkpoint and
+        `state_dict` must match, except for differences that `rules` allow.
 
         Plain values are replaced in the dicts. If an optimizer has no state tensors yet, they are created. State
         tensors and settings that the checkpoint lacks are removed; in a flattened optimizer dict they raise
@@ -147,8 +147,8 @@ class WaitingVerbs(StateDictVerbs):
 
     @exclusive_verb
     def drain(self, timeout_s: float | None = None) -> Mapping[str, tuple[int, ...]]:
-        """Wait until each tier has all steps that it should have, or has failed once more. Returns, by each tier's
-        location, the steps that it still lacks; with a single store, an empty mapping.
+        """Wait until each tier has all steps that it should have, or another attempt to write them has failed. Returns,
+        by each tier's location, the steps that the tier still lacks; with a single store, an empty mapping.
 
         timeout_s  the longest wait; None: each tier's `drain_s`
 

@@ -47,7 +47,7 @@ class SaveStrategy(Protocol):
         """Make staging memory ready for saves of `state`. See Checkpointer.prepare."""
 
     def around_load(self, state: Mapping[str, object], load: Callable[[], LoadReport]) -> LoadReport:
-        """Call `load`, which changes the state; wait for saves before it, and do what the strategy needs after it."""
+        """Call `load`, which changes the state, and do what the strategy needs before and after it."""
 
     def rewind(self, step: int) -> None:
         """Set every step above `step` aside on all ranks, so that none is loaded. See Checkpointer.rewind."""
@@ -92,7 +92,7 @@ def make_strategy(
         shared.store, captures.expedite, on_error=options.on_error, max_unsaved_steps=options.max_unsaved_steps
     )
     journal = extension("journal")(shared, options, captures) if options.every_step else None
-    # Steps may still be written into journals to be removed, and their sync would wait for the removal.
+    # A step may still be written into a journal that will be removed. Its sync would wait for the removal.
     before_removal = _nothing if journal is None else journal.await_durable
     threads = Threads(verb_lock.mark_background_thread, before_removal)
     on_empty, on_start = partial(threads.remove, weak_owner), partial(end.before_threads_end, in_flight.expedite)

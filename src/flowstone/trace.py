@@ -2,12 +2,12 @@
 
 Phases of a save while the caller of `save` waits, one after the other: *waited* (for an earlier save), *described*
 (the state is listed), *planned* (which rank writes what), *begun* (files are created, capture has started), *encoded*
-(values that are not tensors), *early* (capture of everything that is not lazy). *blocked* spans all these phases. In
-parallel or later: *captured* (until no tensor is read any more), *written* (until the store has every byte), *synced*
-(until the bytes are durable), *agreed* (the ranks have one plan), *published* (all ranks have written, and the
-checkpoint exists). *save* spans all of them. *fenced* is the time that an optimizer step waited for captures. If the
-ranks have no plan yet, the caller waits only until the tensors that it will change are *copied*; the other phases run
-in the background.
+(values that are not tensors), *early* (capture of everything that must be captured before `save` returns). *blocked*
+spans all these phases. In parallel or later: *captured* (until no tensor is read any more), *written* (until the store
+has every byte), *synced* (until the bytes are durable), *agreed* (the ranks have one plan), *published* (all ranks have
+written, and the checkpoint exists). *save* spans all of them. *fenced* is the time that an optimizer step waited for
+captures. If the ranks have no plan yet, the caller waits only until the tensors that it will change are *copied*; the
+other phases run in the background.
 
 Phases of a load: *wanted* (list the tensors that the state needs), *planned* (compare with the checkpoint, on all
 ranks), *read* (read, verify, copy into tensors), *finished* (restore objects), *agreed* (between ranks). *load* spans

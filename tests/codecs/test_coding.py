@@ -92,7 +92,7 @@ def test_a_slow_device_begins_it_and_a_fast_one_ends_it() -> None:
     coding.learn_from_save(1, plan, receipt(plan, [(CAPTURE, 0, 0.01), (WRITE, 0, 0.002)]))
     assert coding.chosen_pieces(of) is None, "the device waits for copies"
     message = "auto: the device takes 12.6 GB/s, the engine's threads copy 2.5 GB/s and encode 2.5 GB/s"
-    assert coding.why == f"{message}: even with tensors encoded, a save would take 133% of the time"
+    assert coding.why == f"{message}: with tensors encoded, a save would take 133% of the time without encoding"
     coding.learn_from_save(1, plan, receipt(plan, [(CAPTURE, 0, 0.01), (WRITE, 0, 2.0)]))
     chosen = coding.chosen_pieces(of)
     assert chosen is not None

@@ -100,7 +100,7 @@ def test_saving_is_refused_from_a_half_loaded_state_until_a_load_succeeds(store:
         with pytest.raises(fs.DamagedError) as refused:
             checkpointer.save(3, blank)
         assert refused.value.message.startswith("cannot save the state: the load of step 2 did not finish")
-        assert refused.value.facts["next"] == "first load a checkpoint without an error"
+        assert refused.value.facts["next"] == "load again: the state can be saved once a load has succeeded"
         with pytest.raises(fs.DamagedError):
             checkpointer.load(blank)
         with pytest.raises(fs.DamagedError, match="cannot save the state"):

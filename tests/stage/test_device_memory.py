@@ -330,7 +330,7 @@ def test_a_fence_inside_of_a_graph_capture_is_refused_while_a_save_is_not_captur
         far.native.hold(True)
         save = checkpointer.save(2, state)
         far.native.begin_capture(far.native.current)
-        with pytest.raises(fs.StateError, match=r"call fence\(\) before the capture begins"):
+        with pytest.raises(fs.StateError, match=r"call fence\(\) before you record the graph"):
             step(state)
         far.native.hold(False)
         save.captured.result(60)

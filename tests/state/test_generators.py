@@ -140,7 +140,10 @@ def test_gpu_generators_that_are_not_here_are_left_out_with_a_note() -> None:
     assert "rng@0.cuda.0" in checkpoint.tensors
     with mock.patch.object(generators, "cuda_count", return_value=0):
         notes = load(checkpoint, {"rng": rng()}).notes
-    missing = "this process has 2 GPU(s) fewer than the saved one; the generators of these GPUs were skipped"
+    missing = (
+        "this process has 2 GPU(s) fewer than the process that saved; "
+        "the generators of the missing GPUs were skipped"
+    )
     assert notes == (f"rng@0: {missing}",)
 
 

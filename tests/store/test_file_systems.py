@@ -245,7 +245,7 @@ class Refuses(LocalFileSystem):
 
 @pytest.mark.parametrize(("error", "code", "says"), [
     (OSError(errno.ENOSPC, "no space"), errno.ENOSPC, "prune old checkpoints"),
-    (PermissionError(errno.EACCES, "denied"), errno.EACCES, "let these credentials write"),
+    (PermissionError(errno.EACCES, "denied"), errno.EACCES, "refused: write"),
     (NotImplementedError("read only"), errno.ENOTSUP, "use another file system"),
     (ConnectionResetError(errno.ECONNRESET, "reset"), errno.ETIMEDOUT, "check the network"),
 ])

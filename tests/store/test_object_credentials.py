@@ -149,7 +149,7 @@ def test_keys_and_regions_that_are_wrong_are_told_apart(url: str, server: Server
 
 
 @pytest.mark.parametrize(("only", "method", "says"), [
-    ("list", "", "let these credentials list"), ("conditional", "PUT", "let these credentials write"),
+    ("list", "", "refused: list"), ("conditional", "PUT", "refused: write"),
 ])
 def test_permission_for_a_part_of_what_a_store_needs_is_refused_at_the_first_save(
     url: str, server: Server, only: str, method: str, says: str

@@ -190,7 +190,7 @@ def test_where_no_room_is_left_to_keep_it_the_upload_goes_on(
         else:
             checkpointer.save(1, state(1)).committed.result()
     assert len(written) == 3
-    assert "so the save fails if the path fails" in caplog.text
+    assert "if this upload fails, the save fails" in caplog.text
     if not fails:
         assert not has_moved(first, 1)
         assert_is_there(first, 1)

@@ -229,7 +229,7 @@ def run() -> None:
 def _import_all() -> None:
     """Import slow modules without starting a thread."""
     import torch.distributed.fsdp
-    import torch.distributed.tensor
+    import torch.distributed.tensor  # noqa: F401
 
     import flowstone.checkpointer  # noqa: F401
 

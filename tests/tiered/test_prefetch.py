@@ -179,7 +179,7 @@ def test_a_tier_that_has_something_newer_is_left_as_it_is(paths: tuple[Path, Pat
         checkpointer.drain(60)
         assert checkpointer.load(state(0), step=1).tier == str(far)
         checkpointer.drain(60)
-    assert "step 2, which is newer" in told(events, fs.Prefetched)[-1].reason
+    assert "already has the newer step 2" in told(events, fs.Prefetched)[-1].reason
     assert catalog.steps(LocalStore(near)) == (2,)
 
 

@@ -1,1 +1,1 @@
-"""Adapters: other frameworks save and load through Flowstone. The library itself does not import them."""
+"""Adapters, through which other frameworks save and load with Flowstone. The library itself imports no adapter."""

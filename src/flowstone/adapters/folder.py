@@ -1,4 +1,4 @@
-"""A folder of checkpoints whose names a framework chooses. Each checkpoint is removed in one step.
+"""A folder of checkpoints whose names a framework chooses. Each checkpoint is removed atomically, by a rename.
 
     epoch=0-step=100.ckpt/                        a checkpoint, or an empty directory that reserves its name
     .saving-00000100-dcp-<digest of the name>/    the same checkpoint while it is written; locked while its process
@@ -57,8 +57,8 @@ class CheckpointFolder:
         claim.release()
 
     def remove(self, name: str) -> None:
-        """Remove a checkpoint. It is renamed first, so that it is never seen incomplete. Or remove a file or link of
-        the framework.
+        """Remove a checkpoint, or a file or link of the framework. A checkpoint is renamed first, so that it is never
+        seen incomplete.
         """
         store, path = self.store, self.path / name
         if path.is_symlink() or path.is_file():

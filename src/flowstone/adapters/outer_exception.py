@@ -1,4 +1,4 @@
-"""Tells an exception that ends a training from an exception in whose handler the training runs."""
+"""Distinguishes an exception that ends a training from one in whose `except` block the training runs."""
 
 from __future__ import annotations
 

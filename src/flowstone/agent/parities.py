@@ -21,7 +21,7 @@ from flowstone.store.peers.wire import PeerRequest
 
 
 class Parity:
-    """A parity file. It becomes as long as its longest share."""
+    """A parity file. It becomes as long as its longest share. Its shares are numbered by `column`."""
 
     def __init__(self, tree: AgentTree, path: str) -> None:
         self._tree, self._path = tree, path

@@ -253,10 +253,10 @@ class MemoryRuns:
         return max(0, self._available_bytes() - promised - AGENT_HEADROOM_BYTES)
 
     def check_space(self, run: MemoryRun, path: str, size_bytes: int, writer: object, *, is_new: bool = False) -> None:
-        """Call this before a file is created or grows. Raises NoSpaceError unless as many checkpoints of this size as
-        the run has `generations` fit in memory.
+        """Call this before a file is created or grows. Raises NoSpaceError unless memory has space for
+        `run.generations` checkpoints of this size.
 
-        is_new  whether `size_bytes` are added to an existing file, and need new memory
+        is_new  whether all of `size_bytes` need new memory, because they are added to an existing file
         """
         fresh = size_bytes if is_new else run.new_bytes(size_bytes, writer)
         draft = run.draft_bytes(path) + size_bytes if path.startswith(SAVING) else 0

@@ -286,7 +286,7 @@ class Server:
         return any(serving.child.pid == session.pid for serving in self._servings.values())
 
     def statuses(self) -> tuple[RunStatus, ...]:
-        """The status of each run, of at most 100 runs."""
+        """The status of each run; of the first 100, if there are more."""
         jobs = Counter(session.run.name for session in self._sessions.values() if session.run is not None)
         runs = [run for run in self._runs if run.contents.exists()][:100]
         return tuple(run.status(jobs[run.name], is_flushing=run.name in self._flushes) for run in runs)

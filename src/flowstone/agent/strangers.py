@@ -14,8 +14,8 @@ from flowstone.errors import escaped
 
 
 class UnprovenConnections:
-    """Limits such connections to PEER_STRANGERS_MAX. If another one arrives, one connection is closed: from the address
-    with the most of them, the oldest, once it is PEER_STRANGER_S old. So slow or numerous clients cannot keep others
+    """Limits unproven connections to PEER_STRANGERS_MAX. If another one arrives, one of them is closed: the oldest from
+    the address that has the most, as soon as it is PEER_STRANGER_S old. So slow or numerous clients cannot keep others
     out.
     """
 

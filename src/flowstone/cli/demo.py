@@ -1,4 +1,4 @@
-"""`flowstone demo`: a training run that is killed repeatedly, and whether each claim about Flowstone held."""
+"""`flowstone demo`: kills a training run repeatedly, and checks whether each claim about Flowstone held."""
 
 from __future__ import annotations
 

@@ -109,8 +109,8 @@ def _listing(path: Path) -> tuple[list[dict[str, object]], list[str]]:
 
 
 def journal_of(path: Path) -> dict[str, int] | None:
-    """The first and the last step of the journals: the full checkpoint before them, and the newest journaled step. None
-    if there is no journal.
+    """The step of the full checkpoint from which the journals begin, and the newest journaled step. None if there is no
+    journal.
     """
     journals = journals_of(store_at(to_store(path)))
     if journals is None:

@@ -109,8 +109,8 @@ def _where(row: dict[str, object]) -> list[str]:
 
 
 def _tier(number: int, store: Store, seen: TierSurvey, rows: Sequence[dict[str, object]]) -> dict[str, object]:
-    """The summary of a store. Its field `missing` lists newer steps that are undamaged in a nearer store, and may still
-    be copied.
+    """The summary of a store. Its field `missing` lists steps that are newer than its newest undamaged step, and
+    undamaged in a nearer store, so they may still be copied.
     """
     own = [row["step"] for row in rows if _where(row)[number] == WHOLE]
     newest = own[-1] if own else None

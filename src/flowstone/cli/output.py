@@ -130,7 +130,8 @@ def chosen_cluster(on_ray: bool) -> Iterator[Cluster | None]:
 def errors_reported(as_json: bool, *, writes: bool = False) -> Iterator[None]:
     """Context that prints an error without a traceback, and then exits with the status DAMAGE or ERROR.
 
-    writes  whether the command also writes. If so, a file that is missing, or exists, may be the command's target
+    writes  whether the command also writes. If so, a StorageError may concern the command's target, so it never counts
+            as damage
     """
     try:
         yield

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 RulesOption = Annotated[
     str | None,
-    typer.Option("--rules", metavar="RULES", help="A file of rules, or a ready set, as megatron-to-llama:heads=32."),
+    typer.Option("--rules", metavar="RULES", help="File of rules, or a ready set such as megatron-to-llama:heads=32."),
 ]
 Inverse = Annotated[bool, typer.Option("--inverse", help="Apply the inverse of the rules.")]
 

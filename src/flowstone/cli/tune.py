@@ -31,7 +31,7 @@ def tune(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Measure and report; keep nothing.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Tune I/O for the disk of a store, and store settings that are measurably faster than the defaults."""
+    """Tune I/O for the disk of a store, and keep those settings that are measurably faster than the defaults."""
     from flowstone_study import tune as study  # imported here: only this command needs it
 
     if store and user:
@@ -75,7 +75,7 @@ def _print_direction(console: Console, outcome: Found) -> None:
 
 
 def _ratio(gain: Gain) -> str:
-    """How many times faster the settings are than the defaults, with the 95 % confidence interval, as text."""
+    """How many times as fast as the defaults the settings are, with the 95 % confidence interval, as text."""
     return f"{gain.ratio:.2f} ({gain.low:.2f} to {gain.high:.2f})"
 
 

@@ -210,7 +210,7 @@ class EncodingChooser:
         self, plan: WritePlan, receipt: Receipt, before: NDArray[np.float64], new: NDArray[np.int64],
         copying_s_per_byte: float,
     ) -> NDArray[np.float64]:
-        """Update from a save how much shorter encoding makes each encoded piece, and the time that encoding takes.
+        """Learn from a save how much encoding shortens each encoded piece, and how long encoding takes.
         Returns for each piece its stored bytes per byte of data.
         """
         assert receipt.encoded is not None, "something was encoded"
@@ -233,8 +233,11 @@ def _reason(
     copy, encode = (_rate(seconds / costs.threads) for seconds in (copying_s_per_byte, coder_s_per_byte))
     rates = f"the device takes {_rate(costs.device_s_per_byte)}, the engine's threads copy {copy} and encode {encode}"
     if chosen:
-        return f"{rates}: with {chosen:,} of {worth:,} tensors encoded, a save takes {gain:.0%} of the time"
-    return f"{rates}: even with tensors encoded, a save would take {gain:.0%} of the time"
+        return (
+            f"{rates}: with {chosen:,} of {worth:,} tensors encoded, a save takes {gain:.0%} of the time without "
+            "encoding"
+        )
+    return f"{rates}: with tensors encoded, a save would take {gain:.0%} of the time without encoding"
 
 
 def _rate(s_per_byte: float) -> str:

@@ -1,9 +1,9 @@
 """Find pieces (parts of tensors) that need not be stored, because they are copies of other pieces, or roundings of
 float32 pieces to 16 bits.
 
-Candidates have the same box in tensors of the same shape, and equal samples of elements. When a chunk is written, the
-digests of the captured bytes decide whether it is really derived (native/codec/derived.h). So a wrong candidate only
-costs time, and is dropped after the first save in which none of its chunks is derived.
+Candidates have the same box (region) in tensors of the same shape, and equal samples of elements. When a chunk is
+written, the digests of the captured bytes decide whether it is really derived (native/codec/derived.h). So a wrong
+candidate only costs time, and is dropped after the first save in which none of its chunks is derived.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ class DerivationFinder:
 def find_derivations(pieces: Pieces, lazy: NDArray[np.bool_], places: Places) -> Derivations | None:
     """The pieces that may be derived from others, judged by a few elements of each; None: no piece.
 
-    lazy  mask of pieces that may be captured late: no piece is derived from a piece that is captured later
+    lazy  mask of pieces that may be captured after `save` has returned. A piece is derived only from pieces that are
+          not captured later than itself
     """
     kinds = [dtype.name for dtype in pieces.tensors.dtypes]
     items = pieces.tensors.item_bytes

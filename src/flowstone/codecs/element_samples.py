@@ -1,4 +1,6 @@
-"""A few elements of some pieces, as bytes, to find pieces that may be equal before any byte is written."""
+"""Samples of pieces (parts of tensors): a few elements, as bytes. They show which pieces may be equal, before any byte
+is written.
+"""
 
 from __future__ import annotations
 

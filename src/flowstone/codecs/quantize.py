@@ -1,4 +1,4 @@
-"""Lossy storage, on request. Without such rules, a load always returns the numbers that were saved."""
+"""Rules to store tensors with loss. Without such rules, a load always returns the numbers that were saved."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BLOCK_MIN, _BLOCK_MAX = 16, 4096
 class Quantize:
     """Tensors with matching names are stored with 8 bits per element, and one scale per block of elements.
 
-    The idea is from Check-N-Run (arXiv 2010.08679). It applies to float32, bfloat16 and float16 tensors of 64 KiB and
+    The idea is from Check-N-Run (arXiv 2010.08679). Rules apply to float32, bfloat16 and float16 tensors of 64 KiB and
     more. All other tensors are stored exactly, and so are chunks of 1 MiB with an element that is not finite. The error
     of an element is at most 1/15 of the element, or 1/220,000 of the largest element of its block, whichever is more.
     Zeros stay zeros, and no other element becomes zero, so that an optimizer never divides by a new zero. The save

@@ -85,8 +85,8 @@ def check_no_checkpoint(store: Names) -> None:
 
 
 def check_not_striped_path(store: Names) -> None:
-    """Raise NotAStoreError if the path is a path of a striped store, but not its first one: such a path has only
-    segments.
+    """Raise NotAStoreError if the path is one of a striped store (a store spread over several paths), but not its first
+    one. The other paths have only segments.
     """
     if not store.exists(_PART_NAME):
         return

@@ -40,7 +40,7 @@ def lacks_manifest(store: Names, directory: str) -> bool:
     """Whether a step's directory is damaged: it has files of a checkpoint, but no manifest. Always False on stores
     without atomic renames, where such a directory may be a checkpoint that is still being written.
 
-    A writer may rename the directory during this call. Afterwards no directory may have the name, or a new one.
+    A writer may rename the directory during this call. Then the name may belong to no directory, or to a new one.
     """
     if not store.capabilities.atomic_rename or step_of(directory) is None or store.is_link(directory):
         return False

@@ -74,7 +74,7 @@ def open_store(store: Store, identity: str | None = None) -> str:
     """Create the store's marker file if it is missing. Returns the store's identity. The caller must hold the store's
     lock.
 
-    identity  for a new store: the identity of another tier of the same run; None: a new identity
+    identity  for a new store: the identity of another tier (store) of the same run; None: a new identity
     """
     if not store.exists(MARKER_NAME):
         marker = encode_marker(Marker(flowstone=1, store=identity or secrets.token_hex(16), created=_now()))

@@ -37,7 +37,7 @@ def decide_retention(
     """Decide which of `existing` (the steps with a manifest, ascending) are kept. Steps that another store saved are
     always kept, and do not count against a limit.
 
-    committed  the step that was just committed. It and newer steps are kept, and the newer ones do not count
+    committed  the step that was just committed. It and newer steps are kept; no limit counts the newer ones
     foreign    returns why this store did not save a step; None if it saved the step. Called only if the answer matters
     awaited    steps that must still be copied to another tier. They are kept, and count like others
     """

@@ -322,8 +322,8 @@ def _is_there(checked: CheckedFiles, row: SegmentRow) -> bool:
 
 
 def _check_casts(checked: CheckedFiles, index: Index, arena: Arena, findings: list[Finding]) -> None:
-    """Check that rounding the source chunks of rounded chunks gives the saved values. Damage of the sources is found
-    elsewhere.
+    """Check the chunks that are stored only as roundings of other chunks, their sources: rounding a source must give
+    the saved values. Damage of the sources is found elsewhere.
     """
     chunks = index.chunks
     numbers = _with_sources(checked, chunks, cast_chunks(chunks))
@@ -352,7 +352,7 @@ def _check_casts(checked: CheckedFiles, index: Index, arena: Arena, findings: li
 
 
 def _with_sources(checked: CheckedFiles, chunks: Chunks, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Of the chunks in `numbers`, those whose source chunks, and the bases of these, are in files that exist."""
+    """Those of the chunks `numbers` whose source chunks, and the bases of the source chunks, are in existing files."""
     if chunks.stored is None or not len(numbers):
         return numbers
     there = np.array([_is_there(checked, row) for row in checked.manifest.segments], np.bool_)

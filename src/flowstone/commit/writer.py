@@ -85,8 +85,8 @@ class StoreWriter:
         self._on_left(name, why)
 
     def has_lost_the_lock(self) -> bool:
-        """Whether the store's lock was lost, so that running saves fail. After them, call `release_lost_lock`, then
-        `begin` again.
+        """Whether the store's lock was lost, so that running saves fail. Once they have failed, call
+        `release_lost_lock`, then `begin` again.
         """
         if self.store_id is None:
             return False

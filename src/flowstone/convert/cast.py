@@ -17,7 +17,7 @@ _BLOCK_ELEMENTS = 1 << 20  # elements of one block, whose temporary memory has a
 
 
 def cast_target(name: str | None) -> DType | None:
-    """The type with this name; short forms such as "bf16" are allowed. None for None. Raises ArgumentError."""
+    """The type with this name; short forms such as "bf16" are allowed. None if `name` is None. Raises ArgumentError."""
     if name is None:
         return None
     full = _NAMES.get(name, name) if isinstance(name, str) else ""

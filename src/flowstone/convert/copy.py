@@ -81,7 +81,7 @@ class WindowRange(msgspec.Struct, frozen=True):
 
 class CopyResult(msgspec.Struct, frozen=True):
     """The result of a copy. `checks`: the checksums of all extents. `resumed_bytes`: how many of the `bytes` were
-    durable before.
+    durable before this copy.
     """
 
     checks: tuple[int, ...]
@@ -222,7 +222,7 @@ def split_windows(
         if number - cuts[-1] >= length and (begins_file or layout.check != "crc32"):
             cuts.append(number)
     parts = [WindowRange(begin, end) for begin, end in pairwise([*cuts, whole.end])]
-    if layout.check == "crc32":  # a file contains checksums that it finds by their positions among all checksums
+    if layout.check == "crc32":  # a file's bytes depend on checksums by their positions in this tuple
         numbers = (sum(bool(part.length) for part in file.extents if part.output is not None) for file in layout.files)
         before = [0, *accumulate(numbers)]
         parts = [replace(part, checks=(0,) * before[planned[part.begin].file]) for part in parts]
@@ -416,7 +416,7 @@ class _Filler:
         return fill
 
     def _finish(self, fill: _Fill) -> None:
-        """Write all bytes that are not elements of tensors into the window, and compute the checksums."""
+        """Write into the window all bytes that are not elements of tensors, and compute the checksums."""
         window, target = fill.window, fill.target
         for into, source in fill.patches:
             into[...] = source

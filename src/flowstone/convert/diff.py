@@ -147,8 +147,8 @@ def diff(
 
     a, b          stores, checkpoints, or any format that `import_checkpoint` reads; in a bucket, only Flowstone's
     step_a, step_b  steps of stores; None: the newest
-    section       compare only this section; None or "": all. A format without sections counts as one section: this one,
-                  or "model" for None. With "", its names must already begin with a section's name
+    section       compare only this section; None or "": all. A checkpoint of a format without sections counts as this
+                  section, or as "model" for None. With "", its names must already begin with a section's name
     names, skip   shell patterns: the names to compare, and the names to leave out
     rules         applied to the tensors of `a` before they are compared, for example if another program wrote `a`
     rtol, atol    elements are equal if |a - b| <= atol + rtol * |b|
@@ -273,7 +273,7 @@ def _check_alone(digests_only: bool, *others: object) -> None:
     if digests_only and any(others):
         raise ArgumentError(
             "digests_only cannot be combined with rtol, atol, ignore_dtype or trust_digests",
-            next="leave digests_only out, or the others",
+            next="leave out either digests_only or all the others",
         )
 
 

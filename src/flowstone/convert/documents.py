@@ -100,7 +100,7 @@ def with_documents(source: SourceCheckpoint, checkpoint: Checkpoint) -> SourceCh
 def _without(
     names: Collection[str], tensors: tuple[SourceTensor, ...], aliases: tuple[Alias, ...]
 ) -> tuple[tuple[SourceTensor, ...], tuple[Alias, ...]]:
-    """Remove these names of tensors. A tensor that has another name, too, keeps that one."""
+    """Remove these names of tensors. A tensor that has another name stays under that name."""
     aliases = tuple(alias for alias in aliases if alias.name not in names)
     others = {alias.target: alias.name for alias in reversed(aliases) if alias.target in names}
     remaining = (

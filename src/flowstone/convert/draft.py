@@ -1,5 +1,5 @@
-"""A draft (unfinished target): a directory beside the target's path, and a journal. Once complete, the directory is
-renamed to the target.
+"""The draft of a conversion: its unfinished target, in a directory beside the target's path, and a journal of what is
+durable. Once the draft is complete, it is renamed to the target.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _JOURNAL = "flowstone-journal"
 class TargetDraft:
     """The draft of a target at `path`, which is a directory or a single file. Use it in a `with` statement.
 
-    After an error the draft stays, so that the same command can resume. After DamagedError the draft is removed,
-    because another file has to replace the damaged one, and the conversion then starts from the beginning.
+    After an error the draft stays, so that the same command can resume. After DamagedError the draft is removed: the
+    damaged file has to be replaced, so the conversion starts from the beginning.
 
     directory  the directory with the files. Each new draft has a unique name: a cluster's task that outlives its job
                may still write into an earlier draft, but never into this one

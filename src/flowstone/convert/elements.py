@@ -75,7 +75,7 @@ def compare(
     """
     sizes = kinds[0].item_bytes, kinds[1].item_bytes
     count = len(a) // sizes[0]
-    assert len(b) // sizes[1] == count, "both sides have as many elements"
+    assert len(b) // sizes[1] == count, "both sides have the same number of elements"
     differences = Differences() if all(map(has_numbers, kinds)) else Differences(absolute=None, relative=None)
     for begin in range(0, count, _BLOCK_ELEMENTS):
         end = min(count, begin + _BLOCK_ELEMENTS)

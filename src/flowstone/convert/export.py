@@ -91,7 +91,7 @@ def export(
     to           "hf": a directory of safetensors files, which `from_pretrained` loads; "torch": a file, which
                  `torch.load` gives back as a state_dict; "dcp": a directory of torch.distributed.checkpoint;
                  "universal": a directory that DeepSpeed loads as a Universal Checkpoint, including optimizer state
-    section      export this section's tensors, under their names without the section's; None or "": all tensors. With
+    section      export this section's tensors; the section is left out of their names. None or "": all tensors. With
                  "universal", the section of the module
     dtype        convert floating-point tensors to this type: "bfloat16" ("bf16"), "float16", "float32" or "float64"
     rules        fs.Skip, fs.Rename, fs.Split, ... Rules match full names in the checkpoint; those in a fs.RuleSet match
@@ -101,7 +101,7 @@ def export(
                  checkpoint, if the model was imported, or trained by transformers' Trainer
     budget_bytes memory for data that is being read and written
     on_progress  called with (bytes done, total bytes)
-    cluster      runs the export in parts, each with that budget; None: this process exports all
+    cluster      runs the export in parts, each with `budget_bytes` of memory; None: this process exports all
 
     raises  MismatchError if the target cannot hold a value, StorageError if `path` exists, DamagedError, ...
     """
@@ -184,8 +184,8 @@ def _lay_out(
 def _lay_out_universal(
     source: SourceCheckpoint, section: str | None, dtype: str | None, rules: GivenRules
 ) -> tuple[TensorMapping, tuple[str, ...], TargetLayout, Mapping[str, bytes]]:
-    """The same for a Universal Checkpoint: its tensors, the names of the values that rules leave out, the layout of its
-    files, and its small files.
+    """Map and lay out a Universal Checkpoint. Returns its tensors, the names of the values that rules leave out, the
+    layout of its files, and its small files.
     """
     if section is None or dtype is not None:
         raise ArgumentError(

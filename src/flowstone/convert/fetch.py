@@ -1,5 +1,5 @@
-"""Fetch any range of a tensor's elements from the files of its boxes (parts): in bounded batches, verified, cut, and
-converted to another type.
+"""Fetch any range of a tensor's elements from the files that contain its boxes (parts). The files are read in batches
+of bounded size. The bytes are verified, cut to the range, and converted to another type.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _CARRIERS: dict[int, np.dtype[Any]] = {
 _READERS = 2  # number of threads: one reads while the other waits for the last requests of its batch
 _LANES_MAX = 4
 _LANE_BYTES_MIN = 4 * MIB
-_SPARSE = 4  # a region is cut if its read would have so many times the bytes that are needed
+_SPARSE = 4  # a region is cut if its read would have more than this many times the bytes that are needed
 
 
 class FetchRequest(msgspec.Struct, frozen=True, eq=False):
@@ -152,7 +152,7 @@ class Fetcher:
                 if batch.ends_group:
                     yield
         finally:
-            # waits, as the lanes are free only after these reads, some of which `close` may have cancelled
+            # wait for the pending reads: lanes are free only after them; `close` may have cancelled some of them
             for _, _, reading in ahead:
                 if not reading.cancel():
                     reading.exception()

@@ -88,8 +88,8 @@ class OptimizerMapping:
         """The source's objects, in which the rules were applied to each optimizer.
 
         tensors  the source's tensors, by all of their names
-        raises   MismatchError  a rule joins parameters of two groups, or parameters whose values differ; or a rule
-                                matches parameters of an optimizer of which each rank has its own
+        raises   MismatchError  a rule joins parameters of two groups, or parameters whose optimizer state differs; or
+                                a rule changes parameters of an optimizer that each rank has saved for itself
         """
         objects = self._source.objects
         self._check_per_rank(tensors)

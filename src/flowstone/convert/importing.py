@@ -95,7 +95,7 @@ def import_checkpoint(
              below the section
     budget_bytes  memory for data that is being read and written
     on_progress   called with (bytes done, total bytes)
-    cluster       runs the import in parts, each with that budget; None: this process imports all
+    cluster       runs the import in parts, each with `budget_bytes` of memory; None: this process imports all
 
     raises  StepExistsError, LockedError, DamagedError, UnsupportedFormatError, NotAStoreError, ArgumentError, ...
     """

@@ -39,7 +39,7 @@ class DurableWindows(msgspec.Struct, frozen=True):
     windows  how many windows are durable
     checks   the checksums that were completed since the previous line, in hexadecimal
 
-    running  the CRC-32, so far, of an extent that continues in the next window
+    running  the CRC-32, so far, of an extent (range of a target's file) that continues in the next window
     """
 
     windows: int

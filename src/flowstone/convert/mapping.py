@@ -80,8 +80,7 @@ def check_rules(rules: object, source: SourceCheckpoint, section: str | None) ->
 def select_tensors(
     source: SourceCheckpoint, section: str | None, rules: ConversionRules, dtype: DType | None, follow: OptimizerMapping
 ) -> TensorMapping:
-    """Select the tensors of a section (under their names without the section's), or all tensors, and apply the rules to
-    them.
+    """Select all tensors, or those of a section, whose new names leave out the section. Apply the rules to them.
 
     If an alias is in the section, but its tensor is not, the alias becomes a tensor. An optimizer's state is changed
     like its parameters.
@@ -118,14 +117,14 @@ def check_mapped(source: SourceCheckpoint, left: Sequence[UnmappedValue]) -> Non
     """Raise UnsupportedFormatError if there are selected values that a Flowstone checkpoint cannot store."""
     if left:
         raise UnsupportedFormatError(
-            f"{source.location} holds {len(left)} values that a checkpoint cannot store; none of them was executed",
+            f"{source.location} holds {len(left)} values that a checkpoint cannot store; no code in them was executed",
             found=", ".join(f"{value.name} ({value.type_name})" for value in left[:NAMES_LISTED_MAX]),
             next="leave them out with --skip PATTERN (fs.Skip), or save again without them",
         )
 
 
 def all_names(source: SourceCheckpoint) -> dict[str, SourceTensor]:
-    """All names of tensors, aliases included -> tensor."""
+    """The tensor for each name, aliases included."""
     tensors = {tensor.name: tensor for tensor in source.tensors}
     return tensors | {alias.name: tensors[alias.target] for alias in source.aliases}
 
@@ -166,7 +165,7 @@ def check_objects(source: SourceCheckpoint, section: str | None, rules: Conversi
             f"a checkpoint of the format {kind!r} cannot hold {len(left)} values that are not tensors",
             differences=tuple(left),
             found=", ".join(left[:NAMES_LISTED_MAX]) + ", ..." * (len(left) > NAMES_LISTED_MAX),
-            next="leave them out with --skip PATTERN (fs.Skip), or name one section",
+            next="leave them out with --skip PATTERN (fs.Skip), or export one section with --section",
         )
     return tuple(lost)
 

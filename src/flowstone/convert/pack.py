@@ -73,7 +73,7 @@ def pack(
                  from the beginning. If it is named `step-N`, N must be the step
     budget_bytes memory for data that is being read and written
     on_progress  called with (bytes done, total bytes)
-    cluster      runs the pack in parts, each with that budget; None: this process packs all
+    cluster      runs the pack in parts, each with `budget_bytes` of memory; None: this process packs all
 
     raises  StorageError  `path` exists and is not empty
             DamagedError, NoCheckpointError, ArgumentError, ...

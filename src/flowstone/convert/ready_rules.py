@@ -31,7 +31,7 @@ class ModelSizes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     vocabulary, padded_vocabulary  how many rows the embedding has in Hugging Face and in Megatron, if these numbers
                                    differ
     norms       where the norms' weights are. "fused": in the layers that follow the norms (Transformer Engine);
-                "separate"
+                "separate": in modules of their own
     experts     "sequential": one module for each expert. "grouped": weight0, weight1, ... of one module. "stacked": all
                 experts in one tensor, as distributed checkpoints of both kinds store them
     layers      "apart": separate tensors; "stacked": one tensor for all layers, as in a distributed checkpoint

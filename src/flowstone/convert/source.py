@@ -1,4 +1,4 @@
-"""A checkpoint of any format as a table: its tensors, their boxes (parts), and the file offsets of these."""
+"""A checkpoint of any format as a table: its tensors, their boxes (parts), and the file offset of each box."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ METADATA_BYTES_MAX = 1024 * MIB
 _SIDE_MAX = 1 << 60
 _PATH_BYTES_MAX = 2048  # the longest path below a checkpoint's directory: Linux allows 4096 bytes for a complete path
 _FILE_NAME_BYTES_MAX = 255
-# how many times the size of the files all tensors may have: tensors that share memory in a file are each written in
-# full
+# limit of the size of all tensors together, as a multiple of the files' size: tensors that share memory in a file are
+# each written in full
 _EXPANSION_MAX = 16
 _EXPANDED_BYTES_MIN = GIB  # allowed even for the smallest file, as an expanded mask may be stored as a single number
 # blocks of 512 bytes: one page, the least for a file with a header; some network file systems report 0 or 1
 _BLOCKS_MIN = 8
-_UNALIGNED_MAX = 1 << 14  # how many boxes may form no grid, as each of these is compared with all before it
+_UNALIGNED_MAX = 1 << 14  # the most boxes of a tensor that form no grid: each of these is compared with all before it
 
 
 class DecodedBytes(Protocol):
@@ -231,11 +231,13 @@ def _check_filled(source: SourceCheckpoint, tensor: SourceTensor) -> None:
                           for rows in ([box.offset for box in boxes], [box.shape for box in boxes]))
         if tiles(offsets, sides, tensor.shape):
             return
+    if len(boxes) > _UNALIGNED_MAX:
+        raise CoverageError(
+            f"{tensor.name!r:.200} in {source.location} has too many parts that do not form a grid",
+            expected=f"at most {_UNALIGNED_MAX} parts", found=f"{len(boxes)} parts",
+            next="save the tensor in fewer parts",
+        )
     try:
-        if len(boxes) > _UNALIGNED_MAX:
-            raise CoverageError(
-                f"the tensor has {len(boxes)} parts that do not form a grid", next="save the tensor in fewer parts"
-            )
         check_tiling(tensor.name, tensor.shape, boxes)
     except CoverageError as error:
         raise CoverageError(

@@ -1,8 +1,8 @@
 """Write the windows (ranges) of a target's files into a store that is not a directory, with the same methods as a save.
 
-Each file is one write of the store, which gets windows once they are filled (`_native.SourceSupply`). A window's memory
-can be reused once the engine has captured it. A file is durable only when it is complete. So a conversion that ends
-early is started from the beginning, and its leftovers are removed.
+Each file is one write of the store. A window is passed to the write once it is filled (`_native.SourceSupply`), and its
+memory can be reused once the engine has captured it. A file is durable only when it is complete. So a conversion that
+ends early is started from the beginning, and its leftovers are removed.
 """
 
 from __future__ import annotations

@@ -64,11 +64,12 @@ class Proposal(msgspec.Struct, frozen=True):
 
 class WriterShare(msgspec.Struct, frozen=True):
     """Rank 0's decision which pieces a rank writes. `positions`: the numbers of these pieces in the rank's layout;
-    None: the same pieces as by the last plan.
+    None: the same pieces as in the last plan.
 
     blocks  for each piece of which this rank writes only a range along one dimension, four int64: the piece's position
             among `positions`, the dimension, and the range's start and length
-    sets    int64: for each piece of the rank's layout, the number of its set of replicas (plan.replicas)
+    sets    int64: for each piece of the rank's layout, the number of its set of replicas: the pieces that the same
+            ranks hold (plan.replicas)
     """
 
     positions: bytes | None
@@ -108,7 +109,7 @@ class WriteReport(msgspec.Struct, frozen=True, eq=False):
     digests     digests of the chunks
     sections    digest of each replicated section
     replicated  the sections' texts, set only by rank 0: other ranks send only digests
-    folds       for each set of replicas of which the rank holds one, numbers computed from the digests of its replicas
+    folds       for each set of replicas that the rank holds, numbers computed from the digests of these replicas
                 (plan.replicas.ReplicaComparison.fold); None if a digest is missing
     places      where each chunk is stored, if some are in files of an earlier checkpoint; its `segment` is a number of
                 a file in `segments`
@@ -204,7 +205,9 @@ class Assignment(msgspec.Struct, frozen=True, eq=False):
         )
 
     def lazy(self) -> NDArray[np.bool_]:
-        """For each assigned piece, whether the layout marks it as lazy. The option `fence` has no influence."""
+        """For each assigned piece, whether the layout marks it as lazy (to be captured after `save` returns). The
+        option `fence` has no influence.
+        """
         return np.array(self.layout.lazy, np.bool_)[self.positions]
 
     def places(self, of_layout: Places) -> Places:
@@ -235,8 +238,8 @@ class Contribution(msgspec.Struct, frozen=True):
     places: ChunkPlaces | None = None
 
     def folds(self, step: int, compared: ReplicaComparison) -> NDArray[np.uint64] | None:
-        """For each set of replicas of which this rank holds one: numbers computed from the digests of its replicas.
-        None if some replicas were not sampled.
+        """For each set of replicas that this rank holds: numbers computed from the digests of these replicas. None if
+        some replicas were not sampled.
         """
         compared_now = compared.sampled_rows(step)
         digests = self.replica_digests.of(compared.rows[compared_now])

@@ -101,7 +101,7 @@ class RankZero:
         self._aliases: list[Sequence[tuple[str, str]]] = [()] * size
         self._is_far = [False] * size
         self._assignment: WriterAssignment | None = None
-        # For each rank, the newest plans by which it writes the same pieces as now: it may have begun saves with any.
+        # For each rank, the newest plans in which it writes the same pieces as now: its save may have begun with any.
         self._same: list[deque[str]] = [deque(maxlen=PLANS_REMEMBERED) for _ in range(size)]
         self._tensors: dict[bytes, TensorColumns] = {}
         self._columns: dict[bytes, NDArray[np.int64]] = {}  # encoded -> decoded array; several ranks send the same
@@ -296,8 +296,8 @@ class RankZero:
 
 
 def _counted_on(places: ChunkPlaces, chunks: int) -> NDArray[np.uint64]:
-    """The offsets of a rank's chunks. For derived chunks the offset is the number of another chunk; `chunks` is added
-    to these numbers.
+    """The offsets of a rank's chunks. The offset of a rounded chunk (codec `cast`) is the number of its source chunk
+    among the rank's chunks; `chunks`, the number of chunks of lower ranks, is added to it.
     """
     if places.forms is None or not (casts := places.forms.codec == CAST.id).any():
         return places.offset

@@ -81,7 +81,7 @@ class SaveCoordinator:
         self._agreement, self._host = agreement, host
         self._mine: Assignment | None = None  # set only by the writer's thread; the objects in it never change
         # Set only by the caller's thread. The assignment of a group of one; and the assignment for a layout that
-        # differs from the agreed one only in which pieces are lazy.
+        # differs from the agreed one only in which pieces are lazy (captured after `save` returns).
         self._everything: Assignment | None = None
         self._captured_otherwise: tuple[Assignment, Assignment] | None = None
         self._unmatched = unmatched
@@ -180,7 +180,7 @@ class SaveCoordinator:
         if part.positions is not None:
             mine = assignment_of(terms, layout, part)
         else:
-            assert begun is not None, "an unchanged assignment has been sent before"
+            assert begun is not None, "only a rank that has begun gets no positions"
             mine = begun
             if part.sets:
                 compared = ReplicaComparison.of(layout, from_steps(part.sets), terms.share)
@@ -286,8 +286,8 @@ class SaveCoordinator:
 
 
 def _before(step: int) -> int:
-    """The number that orders the commit of `step` among the agreements. It comes before the plan of the same step: a
-    rank that plans the step again has abandoned the commit.
+    """The number that orders the commit of `step` among the agreements. It is lower than that of the plan of the same
+    step: a rank that plans the step again has abandoned the commit.
     """
     return step - 1
 

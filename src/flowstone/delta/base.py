@@ -43,7 +43,8 @@ _UNCHANGED_SHARE = 0.25  # a piece is written in full if a smaller share of its 
 class Base(msgspec.Struct, frozen=True, eq=False):
     """A committed step, as this rank has written it.
 
-    pieces     the pieces that this rank has written, in plan order; `lazy`: which of them are lazy in its layout
+    pieces     the pieces that this rank has written, in plan order
+    lazy       for each piece, whether the layout marks it as lazy (to be captured after `save` returns)
     digest     digest of each captured chunk; if the chunk is encoded, of its stored bytes
     places     where the chunks are stored; `segment` is the number of a file in `segments`
     unchanged  for each piece, whether it was mostly equal to the base of that step; None: it was not compared
@@ -73,8 +74,8 @@ class Base(msgspec.Struct, frozen=True, eq=False):
     def unchanged_pieces(self, pieces: Pieces, assignment: Assignment) -> NDArray[np.bool_] | None:
         """For each piece of a new plan, whether it is expected to be unchanged; None: no piece is.
 
-        If no two saves have been compared yet, these are the frozen parameters: pieces that the layout marks as lazy
-        now, but not at the last save.
+        If no two saves have been compared yet, these are the parameters that were found to be frozen since the last
+        save: the layout marks them as lazy now, but did not at the last save.
         """
         if not self.has(pieces):
             return None

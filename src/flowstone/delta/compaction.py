@@ -20,8 +20,8 @@ def chunks_to_rewrite(
     file_bytes       length of each file
     bytes_max        limit of the bytes that one save writes again; later saves continue
 
-    Chunks are written again if less than COMPACT_BELOW of their file is used, or if there are more than `files_max`
-    files, in the least used of them. Chunks of the least used files come first.
+    A chunk is written again if less than COMPACT_BELOW of its file is used. If there are more than `files_max` files,
+    the chunks of the least used files are written again, too. Chunks of the least used files come first.
     """
     used = np.bincount(segment, length, len(file_bytes))
     is_used = used > 0

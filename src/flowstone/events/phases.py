@@ -26,8 +26,8 @@ class SaveStarted:
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """Everything is captured: the state may change. (If an optimizer step copied the tensors of a save without a plan,
-    the state could change earlier.)
+    """Everything is captured: the state may change. (If an optimizer step began before the ranks had agreed on a plan,
+    it copied the tensors, and could change the state before this event.)
 
     blocked_s      how long `save` blocked the caller, in total
     captured_s     time since `save` was called

@@ -123,7 +123,7 @@ class IndexTemplate(msgspec.Struct, frozen=True, eq=False):
         """Returns the bytes of the index file. `offset` has the offset of each piece, in the order of the index.
 
         digest  digest of each chunk's stored bytes; ignored if `places.forms` is given
-        places  the location of each chunk, in a delta; pieces then have no offsets
+        places  if chunks have locations of their own (a delta), these locations; pieces then have no offsets
         """
         columns: dict[str, NDArray[Any]] = {"piece.offset": offset, "chunk.digest": digest}
         if places is not None:
@@ -240,7 +240,7 @@ def index_template(
 
 def _framed(columns: Mapping[str, object], variable: Mapping[str, int], dtypes: str, totals: Totals) -> IndexTemplate:
     """The template of an index file: its header, and the values of `columns`. The template has a gap for each column in
-    `variable`, also if `columns` has it. `variable`: name of such a column -> the number of its values.
+    `variable`, even if `columns` has it. `variable`: name of such a column -> the number of its values.
     """
     header: dict[str, object] = {METADATA_KEY: {"flowstone": "1", "dtypes": dtypes}}
     parts: list[list[Part]] = [[]]

@@ -1,5 +1,5 @@
-"""How stored objects describe an object inside of another object's state, which a load restores in place; and how they
-describe optimizers.
+"""The stored form of inner objects (objects inside of another object's state, which a load restores in place), and of
+optimizers.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from flowstone.errors import DamagedError
 from flowstone.format.objects import ProviderRecord
 
 INNER = "flowstone.inner"
-"""The kind of a `ProviderRecord` node that marks such an object; its only value is `state`."""
+"""The `kind` of a ProviderRecord that stands for an inner object; its only value is `state`."""
 
 
 def inner_object(state: object) -> ProviderRecord:
@@ -42,8 +42,11 @@ class StoredGroup(msgspec.Struct, frozen=True):
 
 
 class StoredOptimizer(msgspec.Struct, frozen=True):
-    """The entries of a stored optimizer. `listed` is the entry "state" of its state dict, for what is not stored as
-    tensors; `shared` and `extra` are other entries.
+    """The entries of a stored optimizer (torch/optimizer_view.py). Slots are values for one parameter (exp_avg).
+
+    listed  path of a parameter -> those of its slots that no tensor's name identifies, such as numbers
+    shared  state that belongs to no parameter
+    extra   what a subclass adds to its state_dict()
     """
 
     groups: list[StoredGroup]

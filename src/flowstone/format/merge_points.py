@@ -18,8 +18,8 @@ import msgspec
 from flowstone.errors import UnsupportedStateError
 
 MergeMap: TypeAlias = "dict[str, MergeMap] | list[MergeMap] | str | None"
-"""Where a value contains merge points: by key for a MergePoint, by position for a list, GROUPS; None if it contains
-none.
+"""Where a value contains merge points: a dict by key for a MergePoint, a list by position for a list, GROUPS for
+`Groups`; None if it contains none.
 """
 
 GROUPS = "groups"
@@ -109,8 +109,9 @@ def _merged_items(path: str, rank_nodes: Sequence[_RankNode]) -> dict[str, objec
 
 
 def _merged_groups(path: str, rank_groups: Sequence[tuple[int, list[dict[str, object]]]]) -> list[dict[str, object]]:
-    """Merge parameter groups that have equal options. A rank's group is merged with the one at the same position, or
-    else with the only one that has these options.
+    """Merge parameter groups that have equal options. A rank's group is merged with the merged group at the same
+    position if that has the same options; otherwise with the only merged group that has them. If there are none or
+    several, it becomes a new merged group.
     """
     merged: list[tuple[object, dict[str, None]]] = []  # options and parameters of each merged group, in order
     home: dict[str, int] = {}  # parameter -> number of its merged group

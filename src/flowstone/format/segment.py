@@ -31,7 +31,7 @@ _PAD_ENTRY_BYTES = len(f',"{PAD_PREFIX}":{{"dtype":"U8","shape":[],"data_offsets
 
 
 class HeaderEntry(msgspec.Struct, frozen=True, gc=False):
-    """One entry of a header: `begin` and `end`: the range of the tensor's bytes, counted from the start of the data."""
+    """One entry of a header. `begin` and `end`: the range of the tensor's bytes, counted from the start of the data."""
 
     name: str
     dtype: str

@@ -29,8 +29,8 @@ class SectionMakeup(msgspec.Struct, frozen=True):
     derived      bytes of tensors that are not stored, because they are equal to, or rounded from, other tensors
     codecs       for each codec, the stored bytes: those written, and those in files of earlier saves
     coded        for each codec, the length of the same tensors before encoding
-    decoded_with bytes of chunks that are needed to decode chunks that are stored as differences (codec xor), each
-                 counted once, by the id of the checkpoint that wrote them
+    decoded_with bytes of the base chunks that are needed to decode differences (codec xor), each chunk counted once, by
+                 the id of the checkpoint that wrote the chunk
     """
 
     section: str

@@ -43,7 +43,7 @@ class Explanation:
     cast         names of tensors that are converted from another dtype
     initialised  names of tensors in the state that the checkpoint lacks, and that a rule leaves as they are
     missing      names of tensors in the state that the checkpoint lacks, although no rule allows that
-    unwanted     names of tensors in the checkpoint, in sections that the state has, that this state lacks
+    unwanted     names of tensors in the checkpoint that the state lacks, although the state has their section
     differences  every difference for which `load` would raise MismatchError; empty if it would not raise
     peak_bytes   upper bound of the memory that the load needs in addition to the state: for new tensors, for values
                  that are converted, and for the bytes being read

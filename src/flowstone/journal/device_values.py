@@ -21,7 +21,7 @@ from flowstone.table.pieces import Pieces, Places
 
 
 class _GatherPart(msgspec.Struct, frozen=True, eq=False):
-    """The tensors that one device gathers. `begins`: the offset of each in the result. `stream`: None for the host."""
+    """The tensors that one device gathers. `begins`: the address of each copy. `stream`: None for the host."""
 
     stream: SideStream | None
     rows: NDArray[np.int64]
@@ -30,9 +30,7 @@ class _GatherPart(msgspec.Struct, frozen=True, eq=False):
 
 
 class ValueGather(msgspec.Struct, frozen=True, eq=False):
-    """The values of small device tensors for one save, while the devices gather them. The `begins` of `parts` are
-    addresses.
-    """
+    """The values of small device tensors for one save, while the devices gather them."""
 
     pieces: Pieces
     rows: NDArray[np.int64]

@@ -162,7 +162,7 @@ class EveryStep:
         leave = self._lag_steps
         if isinstance(self._origin, Save) and not self._origin.committed.done():
             if self.in_flight.newest is None:
-                leave = 1 << 30  # in a new run no step is durable yet, so no step waits for the first one
+                leave = 1 << 30  # in a new run no step is durable yet, so no step waits for the first save
             else:
                 # else a crash could lose that earlier step, too, and training would resume from a still older one
                 self.in_flight.await_saves()

@@ -215,9 +215,9 @@ def lay_out_payload(lengths: Sequence[int], phases: Sequence[int]) -> tuple[list
 
     phases  the distance of each tensor's address from the beginning of its page
 
-    A tensor of 64 KiB or more begins in a new block of 4096 bytes, as far from the block's beginning as its memory from
-    the beginning of its page. So all but its first and last bytes can be written directly from its memory. Smaller
-    tensors are packed before these large ones.
+    A tensor of 64 KiB or more begins in a new block of 4096 bytes. Its distance from the block's beginning is that of
+    its memory from the beginning of a page. So all but its first and last bytes can be written directly from its
+    memory. Smaller tensors are packed before these large ones.
     """
     offsets, end = [0] * len(lengths), 0
     for i, length in enumerate(lengths):

@@ -3,7 +3,7 @@
 A step is committed once all ranks have it.
 
     begin      each rank reports which parameters it updates; rank 0 decides which gradients each rank logs, names the
-               journal, and chooses where replicas of the state meet, if the ranks have any
+               journal, and chooses the port to which replicas of the state connect, if the ranks have any
     end_step   each rank has made its frame durable, or reports why it has none; rank 0 commits the step, or refuses it
 
 Both run on the journal's thread, over their own connection, so no step waits for them. The next call of `save` waits:
@@ -146,8 +146,8 @@ class LocalReplica(Protocol):
 
 
 class JournalRanks:
-    """By this class one rank agrees with the other ranks on a journal: `begin` on its first step, `end_step` on whether
-    a step is committed. All ranks call these two methods in the same order.
+    """One rank's agreements with the other ranks on journals: `begin` agrees on a new journal, `end_step` on whether a
+    step is committed. All ranks call these two methods in the same order.
     """
 
     def __init__(self, shared: Shared, replica: LocalReplica | None) -> None:
@@ -306,7 +306,7 @@ class FullSavePolicy:
     """
 
     def __init__(self) -> None:
-        self._full_saves, self._last = 1, 0  # remaining full saves, and the number after the last refused step
+        self._full_saves, self._last = 1, 0  # remaining full saves, and how many the last refused step caused
 
     def reset(self, full_saves: int) -> None:
         """After a load, or a rewind: make the next `full_saves` saves full."""

@@ -180,9 +180,9 @@ class JournalFile(msgspec.Struct):
 class PendingFrame(msgspec.Struct, eq=False):
     """A step that is being journaled. `over`, `fingerprinted` and `is_proven` are latches: events that stay set.
 
-    over           opened once the step is durable, or has failed
-    fingerprinted  opened once the fingerprint of host memory is computed; the memory must not change before
-    is_proven      opened once `fingerprint` is known, or cannot be computed
+    over           set once the step is durable, or has failed
+    fingerprinted  set once the fingerprint of host memory is computed; until then the memory must not change
+    is_proven      set once `fingerprint` is known, or cannot be computed
     held_bytes     bytes of gradients that the step keeps in memory
     length         length of its frame, in bytes; 0 until it is written
     failure        the first error so far
@@ -190,7 +190,7 @@ class PendingFrame(msgspec.Struct, eq=False):
     is_asked       with several ranks: the ranks still have to agree on this step
     claim          see journal_ranks.StepReport
     ended          with several ranks: the outcome of this step
-    may_be_due     no full save has begun since, so the step can still request one
+    may_be_due     no full save has begun since this step, so the step can still request one
     """
 
     file: JournalFile
@@ -238,7 +238,7 @@ class PendingFrame(msgspec.Struct, eq=False):
 
 
 def own_part(content: StepContent, joint: JointJournal) -> StepContent:
-    """The part of a step that this rank logs: gradients that several ranks have are divided among these."""
+    """The part of a step that this rank logs: gradients that several ranks have are divided among these ranks."""
     records = [
         msgspec.structs.replace(
             record, gradients=tuple(row for row in record.gradients if joint.logs(record.optimizer, row.parameter)),

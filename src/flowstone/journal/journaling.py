@@ -58,12 +58,12 @@ from flowstone.store.base import Store, sync_names
 class Journaling:
     """The journals of one Checkpointer.
 
-    fingerprinted  a latch (an event that stays set), closed while a fingerprint is computed from host memory, which
-                   must not change meanwhile. Memory of devices may change: a device computes digests in its current
-                   stream, before later steps
-    seconds        duration of the last write: from the start of its first frame until all frames of that sync were
-                   durable
-    bytes          bytes of these frames
+    fingerprinted  a latch (an event that stays set) of the newest step: set once the step's fingerprint is computed
+                   from host memory, which must not change until then. Memory of devices may change: a device computes
+                   digests in its current stream, before later steps
+    seconds        duration of the last write of one or more frames that one sync makes durable: from the start of the
+                   first frame until all of them were durable
+    bytes          length of these frames
     """
 
     def __init__(self, shared: Shared, ranks: JournalRanks | None, lag_steps: int, captures: Captures) -> None:
@@ -76,7 +76,7 @@ class Journaling:
         self._emit, self._group = shared.emit, shared.group
         self._ranks, self._lag_steps, self._captures = ranks, lag_steps, captures
         self._thread: ThreadPoolExecutor | None = None
-        # used if the journal's thread may wait for the store, so that fingerprints do not
+        # used if `lag_steps` is above 1: the journal's thread may then wait for the store, but fingerprints need not
         self._fingerprints: ThreadPoolExecutor | None = None
         self._file: JournalFile | None = None
         self._pending_frames: deque[PendingFrame] = deque()  # oldest first, until their outcome is taken
@@ -192,7 +192,7 @@ class Journaling:
 
     def add(self, step: Step) -> None:
         """Append a step. Returns once at most `lag_steps` steps, including this one, are not durable. If an interrupt
-        comes first, the step is not appended, and `on_submitted` is not called.
+        ends this wait, the step is not appended, and `on_submitted` is not called.
         """
         gradient_bytes = 0
         if isinstance(step.content, StepContent):

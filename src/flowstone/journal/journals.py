@@ -72,7 +72,7 @@ class Chain(msgspec.Struct, frozen=True):
     """The journals that lead from a committed checkpoint to the newest durable step.
 
     parts  in order; `until` of the last part is that step
-    end    the journal at whose end the chain ends; it may have no steps. None: the chain is cut before the end
+    end    the last journal, if the chain reaches its end; it may have no steps. None: the chain is cut before that
     """
 
     base: int

@@ -24,7 +24,10 @@ def optimizer_rows(
         for group in optimizer.param_groups:
             homes = [parameters.home(parameter) for parameter in group["params"]]
             if any(home is None or home.held is not None for home in homes):
-                return (), f"a parameter of {type(optimizer).__name__} is in no module of the state, or only a part is"
+                return (), (
+                    f"a parameter of {type(optimizer).__name__} is in no module of the state, or this rank has only a "
+                    "part of it that is not a DTensor"
+                )
             groups.append(tuple(home.path for home in homes if home is not None))
         rows.append(OptimizerRow(type(optimizer).__name__, tuple(groups)))
     return tuple(rows), ""

@@ -411,8 +411,8 @@ class _WatchedOptimizer:
 
 
 def _undivided(parameter: torch.Tensor, gradient: torch.Tensor) -> str:
-    """Why a gradient cannot be journaled: the end of a sentence "the gradient is not ...", such as "a dense tensor". ""
-    if it can.
+    """What a gradient that cannot be journaled would have to be, such as "a dense tensor", for the end of the sentence
+    "the gradient is not ..."; "" if it can be journaled.
     """
     if local_tensor(gradient).layout is not torch.strided or is_dtensor(gradient) != is_dtensor(parameter):
         return "a dense tensor"
@@ -430,7 +430,9 @@ def device_generator(device: torch.device) -> torch.Tensor:
 
 
 def _compiled() -> bool:
-    """Whether code of torch.compile runs the step. A replay calls the optimizer's method, which uses other kernels."""
+    """Whether code of torch.compile runs the step. A replay could not repeat it: it calls the optimizer's own method,
+    which uses other kernels.
+    """
     frame = inspect.currentframe()
     while frame is not None:
         if frame.f_code.co_name == _COMPILED and frame.f_code.co_filename.endswith("eval_frame.py"):

@@ -1,10 +1,10 @@
-"""THE ORDER of a replay: load a checkpoint, repeat the steps of the journals after it (a chain), restore objects.
+"""THE ORDER of a replay: load a checkpoint, repeat the steps of the chain of journals after it, restore objects.
 
     frames --read ahead, verified--> optimizer steps --Replayer--> the state --fingerprint--> checked, step by step
 
 On the caller's thread    `replay`: steps, fingerprints, objects
-On `flowstone-replay`     reads and verifies the next frame, into the other of two buffers; also the frames of other
-                          ranks that have gradients for this one
+On `flowstone-replay`     reads and verifies the next frame (the record of one step) into the other of two buffers; also
+                          the frames in other ranks' files that have gradients for this rank
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ class UnfitError(Exception):
 class ReplayPlan(msgspec.Struct, frozen=True, eq=False):
     """A chain of journals that a state's optimizers can replay.
 
-    openings  headers for each part of the chain, by rank: of this rank's file, and of files with gradients for it
+    openings  for each part of the chain, the headers of this rank's file and of other files with gradients for this
+              rank, by rank
     sources   the objects of the state that decompress gradients, by journal id
     """
 
@@ -86,8 +87,8 @@ class VerifiedFrame(msgspec.Struct, frozen=True, eq=False):
 def plan_replay(store: Store, state: Mapping[str, object], chain: Chain, rank: int) -> ReplayPlan:
     """Prepare a replay of `chain`. Changes nothing.
 
-    raises  UnfitError    the state's optimizers or layout differ from those in the journals DamagedError  the files of
-            a journal contradict each other
+    raises  UnfitError    the state's optimizers or layout differ from those in the journals
+            DamagedError  the files of a journal contradict each other
     """
     described = describe(state, rank=rank)
     optimizers, why = find_replayable_optimizers(described.optimizers, described.unguarded)
@@ -414,7 +415,8 @@ def _damaged(store: Store, part: ChainPart, rank: int, step: int, where: str) ->
     return DamagedError(
         f"{path} is damaged: the frame of step {step} does not match its checksum",
         range=where,
-        next=f"call load(fallback=True) to load the step before, or load(step={part.journal.header.after})",
+        next="call load(fallback=True) to load the step before the damaged one, or "
+        f"load(step={part.journal.header.after})",
     )
 
 
@@ -432,7 +434,7 @@ def restore_remaining(
     except (msgspec.DecodeError, ValueError, TypeError, RecursionError) as error:
         raise DamagedError(
             f"the objects of step {done.step} are not valid: {error!s:.300}",
-            next="load the full checkpoint before the journal: call load(step=...)"
+            next="call load(step=...) with the step of the full checkpoint that precedes the journal"
         ) from error
     stored = msgspec.structs.replace(
         stored,
@@ -452,7 +454,8 @@ def restore_remaining(
             continue
         raise DamagedError(
             f"'{difference.name}' in the journal does not fit the state", expected=difference.expected,
-            found=difference.stored, next="load the full checkpoint before the journal: call load(step=...)",
+            found=difference.stored,
+            next="call load(step=...) with the step of the full checkpoint that precedes the journal",
         )
     _fill(restoration, describe(state, rank=rank), done, checkpoint)
     restoration.finish()
@@ -505,6 +508,6 @@ def _fill(restoration: Restoration, live: StateDescription, done: ReplayProgress
         if content is None or len(content) != lengths[index]:
             raise DamagedError(
                 f"'{piece.name}' in the journal does not fit the state",
-                next="load the full checkpoint before the journal: call load(step=...)"
+                next="call load(step=...) with the step of the full checkpoint that precedes the journal"
             )
         fill_with(places.memory(index, piece), content)

@@ -26,8 +26,8 @@ class BorrowedGradients(msgspec.Struct, frozen=True, eq=False):
     """The gradients of an optimizer step that other ranks have logged.
 
     gradients  position of the parameter -> the description of the gradient, and the payload with its bytes
-    buckets    compressed buckets, with this rank's numbers; for each, the descriptions of the tensors in its frame, and
-               the frame's payload
+    buckets    compressed buckets, which number sources and parameters as this rank does; for each, the descriptions of
+               the tensors in its frame, and the frame's payload
     """
 
     gradients: Mapping[int, tuple[TensorRow, memoryview]] = {}
@@ -205,5 +205,5 @@ def _gradient(parameter: torch.Tensor, row: TensorRow, payload: memoryview, path
 def _unfit(path: str, actual: str, expected: str) -> DamagedError:
     return DamagedError(
         f"{path} does not fit the optimizers of this state", expected=expected, found=actual,
-        next="load the full checkpoint before the journal: call load(step=...)",
+        next="call load(step=...) with the step of the full checkpoint that precedes the journal",
     )

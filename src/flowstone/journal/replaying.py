@@ -1,4 +1,4 @@
-"""Continue a load from its checkpoint through the journals, and make the report of both."""
+"""Continue a load from its checkpoint through the journals, and make one report of the load and the replay."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def replay_journals(
     shared: Shared, report: LoadReport, state: Mapping[str, object], chain: Chain | None, *, newest: int,
     rules: Sequence[LoadRule], fallback: bool,
 ) -> LoadReport:
-    """Replay the journals from the checkpoint of `report` to step `newest`. Returns the report of both.
+    """Replay the journals from the checkpoint of `report` to step `newest`. Returns one report of load and replay.
 
     chain  the journals, on rank 0; None on other ranks, which find them themselves
 
@@ -81,7 +81,7 @@ def _fit_together(
     """Returns a plan for the steps that all ranks can replay; and, if `fallback` is set, the error of a damaged frame
     after these.
 
-    With `fallback`, several ranks read their whole files first, since a replayed step cannot be undone.
+    With `fallback` and several ranks, every rank reads its whole files first, since a replayed step cannot be undone.
 
     raises  UnfitError  on all ranks, if one of them cannot replay the journals
     """
@@ -160,7 +160,7 @@ def _without(shared: Shared, report: LoadReport, chain: Chain | None, newest: in
         count = sum(1 for _ in chain.steps(shared.store, 0))
         log.warning(
             "loaded step %d; %d steps after it, to step %d, are in a journal that cannot be replayed here: %s. To "
-            "keep them, load with as many ranks and into the same layout as in training, and save a checkpoint there; "
+            "keep them, load with as many ranks and into the same layout as in training, then save a checkpoint; "
             "to drop them, call rewind(%d)", report.step, count, newest, why, report.step,
         )
     shared.emit(NotReplayed(report.step, newest, why))

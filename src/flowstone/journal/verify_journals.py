@@ -1,8 +1,8 @@
 """Verification of journals: checks every frame after the newest checkpoint, and finds steps after a damaged frame.
 
-A journal ends before its first incomplete frame. A crash can leave only the frames of the last sync incomplete. If
-there are complete frames after more incomplete ones than that, a frame before them is damaged, and their steps cannot
-be loaded.
+A journal ends before its first incomplete frame (record of one step). A crash can leave only the frames of the last
+sync incomplete: at most `torn_max` (of the JournalHeader). A complete frame more than `torn_max` frames after the
+journal's last one shows that a frame between them is damaged. The step of that complete frame cannot be loaded.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def verify_journals(store: Names) -> VerifiedJournals | None:
 
 
 def explain_lost_steps(store: Names, chain: Chain | None) -> str:
-    """Describe a damaged journal frame that keeps a load from later, durable steps; "" if there is none. Blocks; reads
+    """Describe a damaged journal frame because of which later durable steps cannot be loaded; "" if none. Blocks; reads
     the reserved space after the last frame, up to the first such step.
 
     chain  the newest chain of the store

@@ -48,8 +48,8 @@ class _ArrangedBox(msgspec.Struct, frozen=True):
 
     row     index row of the stored tensor; None: the box is not stored, and all zeros
     offset  where the box begins in the stored tensor: an index for each dimension
-    dims    for each dimension of the stored tensor, which dimension of the box runs along it; -1: none, as the box has
-            only one element there
+    dims    for each dimension of the stored tensor, which dimension of the box runs along it; -1: none,
+            because the box has only one element there
     """
 
     box: Box
@@ -191,7 +191,9 @@ class Arrangement:
         return self._parts[row]
 
     def _parts_in(self, stored: StoredBox, item_bytes: int) -> Iterator[_ArrangedBox]:
-        """Divide a box into boxes of its stored tensor. Its offset and strides tell which elements it contains."""
+        """Divide `stored` into boxes of its stored tensor. The offset and strides of `stored` tell which elements it
+        contains.
+        """
         if stored.file is None:
             yield _ArrangedBox(stored.box, None)
             return
@@ -260,8 +262,8 @@ def arrange(
 def arrange_for_load(
     index: Index, location: str, rules: Sequence[LoadRule], sections: Sequence[str]
 ) -> tuple[tuple[Rule, ...], Arrangement]:
-    """Divide the rules of a load: returns those about names and differences, and the stored tensors after all rules.
-    See `arrange`.
+    """Returns the rules of a load that are about names or differences (Rename, Skip, Init, Cast), and the stored
+    tensors after all rules. See `arrange`.
     """
     prefix = f"{_SECTION}." if any(name.startswith(f"{_SECTION}.") for name in index.rows()) else ""
     steps = [rule.below(prefix) if isinstance(rule, RuleSet) else rule for rule in rules]

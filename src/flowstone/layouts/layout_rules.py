@@ -178,14 +178,14 @@ ConversionRule: TypeAlias = Rename | Skip | LayoutRule
 
 
 def kinds() -> tuple[type, ...]:
-    """The classes of the rules in this module, which a load accepts besides rules about names and differences."""
+    """The classes of the rules in this module, which a load accepts besides those in `rules/load_rules.py`."""
     return RuleSet, *get_args(LayoutRule)
 
 
 @dataclass(frozen=True, slots=True)
 class RuleSet:
-    """Rules for the tensors of one module. The rules use names without the section's name, or full names if `prefix` is
-    set.
+    """Rules for the tensors of one module. The rules use names inside of the module, without its key in the state; or,
+    if `prefix` is set, full names.
 
     optional  the `source` of each Rename that may match no tensor
     complete  whether each of the module's tensors must be matched by a rule

@@ -58,7 +58,8 @@ class Origin(msgspec.Struct, frozen=True):
 
     followers   optimizer state that is rearranged like its parameters; None: rules change only tensors that they name
     is_spare    tells for a tensor's name whether a complete RuleSet need not match it
-    is_lenient  whether a Rename outside of a RuleSet may match no tensor, as it may match a value that is not a tensor
+    is_lenient  whether a Rename outside of a RuleSet that matches no tensor is no error, because it may match a value
+                that is not a tensor
     """
 
     location: str
@@ -71,7 +72,7 @@ class Origin(msgspec.Struct, frozen=True):
 class _Match(msgspec.Struct, frozen=True):
     """Tensors that a rule combines, by their names, and the names of its results.
 
-    parameters  if the tensors are optimizer state: the names of their parameters
+    parameters  if the tensors are optimizer state: their parameters; otherwise None
     """
 
     sources: tuple[str, ...]
@@ -270,7 +271,7 @@ def _make_slots(
             raise MismatchError(
                 f"the {type(rule).__name__} rule cannot combine optimizer numbers that differ",
                 differences=(name,), found=f"{name!r} and {match.sources[0]!r}",
-                expected="equal values, as of parameters trained together",
+                expected="equal values, as for parameters that are trained together",
                 next="leave the optimizer out of the state, or its parameters out of the rule",
             )
     return [replace(slots[0]) for _ in match.targets]  # separate objects, so that the tensors are not tied

@@ -46,7 +46,7 @@ class ArrangedLoad(msgspec.Struct, frozen=True, eq=False):
 class PlannedLoad(msgspec.Struct, frozen=True, eq=False):
     """A load that is ready to read: state and checkpoint agree.
 
-    rules         rules about names and differences
+    rules         the Rename, Skip, Init and Cast rules
     names         names of the state's tensors that are read
     destinations  the stored tensors, or regions of them, that are read, and the memory into which they are read
     node_reads    reads shared by the ranks of a node; None: each rank reads all that it needs
@@ -77,7 +77,7 @@ class PlannedLoad(msgspec.Struct, frozen=True, eq=False):
 def plan_load(
     needed: LoadRequest, elsewhere: Container[str] = (), unwanted: Container[str] | None = None, *, verify_first: bool
 ) -> PlannedLoad:
-    """Compare state and checkpoint, as far as no bytes of tensors are needed, and plan the read. Changes nothing.
+    """Compare state and checkpoint, as far as possible without tensors' bytes, and plan the read. Changes nothing.
 
     elsewhere  stored tensors that another rank needs. A tensor that no rank needs is reported as unexpected
     unwanted   stored objects that no rank needs; None: the objects that this rank does not need

@@ -20,7 +20,7 @@ class RequestedNames(msgspec.Struct, frozen=True):
     """The requests of all ranks together.
 
     elsewhere  stored tensors that some rank needs; empty in a group of one
-    unwanted   names of stored objects that none of the ranks that request their section needs
+    unwanted   names of stored objects in requested sections: no rank that requests the object's section needs it
     """
 
     elsewhere: Container[str]

@@ -1,4 +1,5 @@
-"""Assign readers: which rank of a node reads chunks that several of its ranks need, when, and where in its ring buffer.
+"""Assign readers: for chunks that several ranks of a node need, which rank reads them, when, and into which part of its
+ring buffer.
 
 If several ranks need the same chunk, it is read once (ByteCheckpoint does so for replicas, arXiv 2407.20143). Every
 rank computes the same assignment from the plans of all ranks.

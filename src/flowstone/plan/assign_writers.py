@@ -69,8 +69,8 @@ def assign_writers(
     worth_bytes, block_bytes_min  replicas are split into blocks of at least `block_bytes_min` if this reduces the bytes
                                   of the largest writer by `worth_bytes` or more
     raises    CollisionError  a tensor has different dtypes or shapes on two ranks
-              CoverageError   boxes of a tensor overlap without being equal, or an element is in no box; or with the
-                              pieces in `begun`, an element would be written by no rank
+              CoverageError   boxes of a tensor overlap without being equal, or an element is in no box; or, because of
+                              `begun`, an element would be written by no rank
     """
     node = np.zeros(len(layouts), np.int64) if nodes is None else np.asarray(nodes, np.int64)
     if begun_split is not None:
@@ -103,8 +103,8 @@ def _replicas_of(layouts: Sequence[Pieces]) -> ReplicaSets:
 def check_replicas(layouts: Sequence[Pieces], digests: Sequence[NDArray[np.uint64] | None]) -> None:
     """Raise CollisionError for boxes that several ranks hold and whose digests differ.
 
-    digests  for each rank, a digest of each of its pieces, or of samples of it, the same on all ranks; 0: unknown. None
-             for a rank whose digests are unknown
+    digests  for each rank, a digest of each of its pieces, or of samples of it that all ranks choose alike; 0: unknown.
+             None for a rank whose digests are unknown
     """
     table = ClassTable(layouts, {})
     differing: dict[str, tuple[int, list[int]]] = {}
@@ -233,8 +233,8 @@ def _choices(
     """The rows whose ranks may write each group of equal boxes, ordered by group and rank, and their number for each
     group.
 
-    If a rank has begun to write a group, only that rank may write it. Otherwise all ranks may that hold its box and
-    have not begun to write.
+    If a rank has begun to write a group, only that rank may write it. Otherwise every rank may write it that holds its
+    box and has not begun to write.
     """
     order = np.lexsort((tensor_class.rank, group))
     if tensor_class.has_begun is None or tensor_class.is_written is None:

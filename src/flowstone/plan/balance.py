@@ -1,11 +1,12 @@
 """Balance: how many of its shared pieces each rank writes, so that loads are even.
 
 Pieces that are held by the same ranks form a set. The ranks of two sets may overlap, so an assignment for one set
-changes the optimum for others. So, in turn, the bytes of each set are distributed such that the loads of its ranks
-become level (water-filling), until no bytes move any more. Ranks are levelled directly, or first nodes and then the
-ranks of each node. This is coordinate descent on the sum of squared loads; its minimum also has the smallest largest
-load (the possible loads are the bases of a polymatroid: Fujishige, Lexicographically optimal base, 1980). Then full
-pieces are assigned, the largest first, one set after the other, on top of the level loads of the other sets.
+changes the optimum for others. So the sets are levelled in turn, until no bytes move any more: the bytes of one set are
+distributed such that the loads of its ranks become level (water-filling). Either ranks are levelled directly, or first
+nodes and then the ranks of each node. Levelling is coordinate descent on the sum of squared loads; its minimum also has
+the smallest largest load (the possible loads are the bases of a polymatroid: Fujishige, Lexicographically optimal base,
+1980). Then full pieces are assigned, the largest first, one set after the other, on top of the level loads of the other
+sets.
 """
 
 from __future__ import annotations
@@ -135,7 +136,8 @@ class _ReplicaWriters:
 
 
 def _level(all_writers: Sequence[_ReplicaWriters], load: _RankLoads) -> list[Loads]:
-    """The bytes that each rank of each set would write if pieces could be split at any element. Added to `load`."""
+    """The bytes that each rank of each set would write if pieces could be split at any element. Adds them to `load`.
+    """
     parts = [np.zeros(len(writers.ranks)) for writers in all_writers]
     total = load.ranks.sum() + sum(writers.bytes for writers in all_writers)
     steady = _STEADY * total / max(1, len(load.ranks))

@@ -45,8 +45,8 @@ class ClassTable:
     """Which tensors each rank writes. Tensors with the same dtype, the same shape and, on each rank, the same box
     (region) form a class. The tensors of a class are divided among the ranks.
 
-    The table has one row for each class and rank. Of the tensors of the class, in order, the rank writes those from
-    number `start` to number `stop`, excluded.
+    The table has one row for each class and rank. The rank writes the tensors with the numbers [start, stop), in the
+    order of the class.
 
     begun  rank -> positions of the pieces that this rank has already begun to write
     """
@@ -157,7 +157,7 @@ class ClassTable:
         that differ.
 
         group    for each row of the class, the number of its group of equal boxes
-        digests  for each rank, the digest of each of its pieces, 0 if unknown; or None
+        digests  for each rank, the digest of each of its pieces, 0 if unknown; None if all are unknown
         """
         # For each group, the digests known so far, each with the first rank that knows it.
         references: dict[int, tuple[NDArray[np.int64], NDArray[np.uint64]]] = {}

@@ -79,8 +79,8 @@ def _overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
 def tiles(offset: NDArray[np.int64], sides: NDArray[np.int64], shape: Sequence[int]) -> bool:
     """Whether aligned boxes fill `shape`, each element once.
 
-    Boxes are aligned if they form a grid, or if they form slices with a common begin and end in some dimension, and
-    each slice is filled by aligned boxes. Returns False for boxes that fill `shape` without being aligned: a pinwheel.
+    Boxes are aligned if they form a grid, or if cuts along one dimension divide them into slices, each filled by
+    aligned boxes. Returns False for boxes that fill `shape` without being aligned, such as a pinwheel.
 
     offset, sides  one row per box, one column per dimension, in elements
     """

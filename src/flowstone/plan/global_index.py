@@ -66,13 +66,13 @@ def _pieces(
 
 def by_tensor(tensor: NDArray[np.integer], tensors: int) -> NDArray[np.int64]:
     """The order that groups pieces by tensor; pieces of one tensor keep their order. `tensor`: number of each piece's
-    tensor, as the shortest integers possible, as numpy sorts these in linear time.
+    tensor, sorted as 16-bit integers if possible, because numpy sorts these in linear time.
     """
     return np.argsort(tensor.astype(np.uint16) if tensors <= _SHORT_MAX else tensor, kind="stable")
 
 
 def chunks_in_order(chunks: Chunks, order: NDArray[np.int64]) -> NDArray[np.int64]:
-    """For each chunk after the pieces were reordered, its number before. `order`: the new order of the pieces."""
+    """For each chunk in the new order, its number in the old order. `order`: the new order of the pieces."""
     if chunks.has_one_chunk_each:
         return order
     counts = chunks.counts

@@ -40,8 +40,8 @@ class Match(msgspec.Struct, frozen=True):
     positions    positions of the requested pieces that are read
     rows         for each of these pieces, the table's row of its tensor
     cast         names of tensors whose values are converted (rule Cast)
-    initialised  names of tensors that the checkpoint lacks, as the rule Init allows
-    skipped      names of tensors that the state lacks, as the rule Skip allows
+    initialised  names of tensors that the checkpoint lacks, which the rule Init allows
+    skipped      names of tensors that the state lacks, which the rule Skip allows
     """
 
     positions: tuple[int, ...]

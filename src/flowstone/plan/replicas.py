@@ -94,7 +94,7 @@ class ReplicaComparison(msgspec.Struct, frozen=True, eq=False):
 
 
 def differ(sets: Sequence[NDArray[np.int32]], folded: Sequence[NDArray[np.uint64] | None]) -> bool:
-    """Whether replicas differ, because two ranks have computed different numbers for a set of replicas.
+    """Whether replicas differ: whether two ranks have computed different numbers for the same set of replicas.
 
     sets    for each rank, the numbers of its sets in the job
     folded  for each rank, the result of ReplicaComparison.fold; None: the rank is not compared

@@ -59,8 +59,8 @@ class SegmentPlan(msgspec.Struct, frozen=True):
     first.
 
     packed  the text of the header entries of the pieces without slots, which are small and stored without gaps
-    chunks  whether the file contains single chunks of its pieces, encoded or raw, without chunks that an earlier
-            checkpoint has; at most `bytes` bytes in total (docs/FORMAT.md, Delta)
+    chunks  whether the file contains single chunks of its pieces, encoded or raw, except those that an earlier
+            checkpoint has; the file then has at most `bytes` bytes (docs/FORMAT.md, Delta)
     """
 
     name: str
@@ -162,7 +162,7 @@ class Derivations(msgspec.Struct, frozen=True, eq=False):
 
 
 class PieceEncoding(msgspec.Struct, frozen=True, eq=False):
-    """How the chunks of pieces are encoded. Each array has one entry for each piece, or is empty if no piece has it.
+    """How the chunks of pieces are encoded. Each array has one entry for each piece; it may be empty if all are 0.
 
     planes   whether the piece is encoded by byte planes, which is lossless
     block    number of elements with a common scale if the piece is quantized; 0: it is not
@@ -193,7 +193,8 @@ def plan_writes(
     writer       determines the names of the segments; each path of the store has its own segments
     is_complete  whether these are all pieces of their tensors; if not, other ranks write the others
     raises       CoverageError   pieces of a tensor overlap, or an element is in no piece
-                 CollisionError  two pieces get one name, or a reserved one, or differ in their tensor's dtype or shape
+                 CollisionError  two pieces get the same name, or a piece gets a reserved name, or two pieces of a
+                                 tensor differ in its dtype or shape
     """
     pieces = Pieces.of(pieces)
     boxes = dict(pieces.part_boxes())
@@ -252,8 +253,8 @@ def _entry_texts(pieces: Pieces, boxes: Mapping[int, Box]) -> tuple[str, ...]:
 def _derived(
     derived: Derivations | None, slotted: NDArray[np.bool_], late: NDArray[np.bool_], block: NDArray[np.uint16]
 ) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """The arrays `derivation` and `follows` of a plan. Quantized pieces are not derived, nor are pieces that are
-    captured before their source.
+    """The arrays `derivation` and `follows` of a plan. A piece is not derived if it or its source is small or
+    quantized, or if it is captured before its source.
     """
     if derived is None:
         return np.zeros(len(slotted), np.uint8), np.zeros(len(slotted), np.int64)
@@ -313,7 +314,9 @@ def _parts(
 def _split(
     text: Sequence[str], length: NDArray[np.uint64], header_bytes_max: int, members: NDArray[np.int64]
 ) -> list[tuple[NDArray[np.int64], int]]:
-    """Divide `members` into runs of pieces whose headers fit. Each run has the bytes to reserve for its header."""
+    """Divide `members` into runs of pieces, so that the header of a file with one run fits. Returns each run with the
+    bytes to reserve for that header.
+    """
     sizes = [len(text[i].encode()) for i in members.tolist()]
     length = length[members]
     large = (length >= PACKED_BELOW_BYTES).tolist()

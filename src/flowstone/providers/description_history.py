@@ -1,4 +1,4 @@
-"""Remembers how providers described objects before, as some properties must not change while an object lives."""
+"""Remembers how providers described objects before, because some properties must not change while an object lives."""
 
 from __future__ import annotations
 

@@ -30,7 +30,9 @@ from flowstone.state.sink import TensorRole
 
 
 class ProvidedKind(ValueKind):
-    """An object that a provider describes. If the object is a tensor, all its parts have the role of that tensor."""
+    """An object that a provider describes. If the object is a tensor, its parts have its TensorRole (which says when a
+    tensor may change, and whose value is saved), except lazy parts, which are STEPPED.
+    """
 
     one_value = True
     provided = True

@@ -57,8 +57,8 @@ class ObjectPart:
     """A plain value of an object's state: a number, text, or nested containers of such values. No tensors.
 
     name      the value's name in the object, see Part
-    constant  whether it never changes: a load is refused if the stored value differs from the object's. Other values
-              are passed to `restore`
+    constant  whether it never changes: a load is refused if the stored value differs from the object's. Values that are
+              not constant are passed to `restore`
     """
 
     name: str
@@ -123,7 +123,7 @@ class Provider(ABC, Generic[T]):
         raise NotImplementedError
 
     def _refusal(self, stored: Mapping[str, object]) -> str | None:  # noqa: ARG002
-        """The reason why `create` cannot make an object from stored ones; None if no reason is known."""
+        """The reason why `create` cannot make an object from these stored parts; None if no reason is known."""
         return None
 
     @property

@@ -145,7 +145,10 @@ class ProviderSession(msgspec.Struct, eq=False):
             return call(value, inner)
         except StateError as error:
             actual = f"{error.message}: {error.facts.get('found', 'see the cause')}"
-            remedy = "let chunks() give plain values; for a split tensor derive SplitTensor, and change context_of()"
+            remedy = (
+                "let chunks() give plain values; for a tensor subclass, register a subclass of SplitTensor whose "
+                "context_of() gives plain values"
+            )
             self.refuse(fault, "plain values, without tensors", actual, remedy, error)
 
     def refuse(

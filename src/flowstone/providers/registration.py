@@ -99,7 +99,7 @@ def _add(own: type, provider: object) -> ProviderEntry:
         raise ProviderError(
             f"cannot register a second provider for {name}", provider=type_name(type(provider)),
             found=f"{registered.title} serves {type_name(registered.own)} as '{registered.kind}'",
-            next="remove() the first registration, or give the provider another kind",
+            next="remove() the first registration; or, if it is for another type, give this provider another kind",
         )
     entry = ProviderEntry(own, provider, kind, DescriptionHistory())
     PROVIDERS.add(entry)

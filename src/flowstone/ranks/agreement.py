@@ -70,8 +70,9 @@ class Agreement:
 
     A job of one rank agrees with itself, without a key-value store. Checkpointers of several ranks find each other at
     their first agreement, the meeting: Checkpointers whose stores have the same location, and that agree at the same
-    time, form a group. A rank may have other Checkpointers that never join a group. Calls that some ranks did not make
-    are skipped.
+    time, form a group. A rank may have other Checkpointers that never join a group. If only some ranks make a call
+    (save, load, ...), its agreements fail on these ranks. The other ranks then skip these agreements, so that all ranks
+    continue with the same one.
     """
 
     def __init__(
@@ -105,7 +106,8 @@ class Agreement:
         self._unread: set[str] = set()  # keys where late ranks may post messages that will not be read
 
     def short_wait(self) -> contextlib.AbstractContextManager[None]:
-        """In this block, waits for ranks that live, but have not made the call, are short, since a caller is blocked.
+        """Context in which this rank does not wait long for ranks that are alive, but have not made the call, because a
+        caller is blocked.
         """
         return contextlib.nullcontext() if self._side is None else self._side.short_wait()
 
@@ -273,7 +275,7 @@ class Agreement:
         return exchange.read_outcome()
 
     def report_interrupted_call(self, error: BaseException) -> None:
-        """Report at once that `error` has ended the last call on this rank alone: other ranks may wait for it."""
+        """Report at once that `error` has ended the last call on this rank alone: others may be waiting for it."""
         if self._heartbeat is not None:
             self._heartbeat.report_interrupted_call(error)
 

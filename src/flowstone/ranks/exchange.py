@@ -57,8 +57,8 @@ class AgreementOutcome(msgspec.Struct, frozen=True):
     unheard: list[int] = []
 
     def may_be_skipped_by(self, rank: int, position: int | None) -> bool:
-        """Whether the failure may be that of a call that `rank` does not make. False if the other ranks have already
-        ended the call that `rank` does make, which has then failed.
+        """Whether the failure may be that of a call that `rank` does not make, so that `rank` can skip it. False if
+        the other ranks are past the call that `rank` makes: that call has then failed.
         """
         if self.failure is None:
             return False
@@ -80,7 +80,7 @@ class ExchangeSide(msgspec.Struct, eq=False):
     serial   number of this rank's Checkpointer
     is_short_wait  whether to wait only a short time for ranks that live, but have not made the call, because a caller
                    is blocked
-    passive  ranks that had not made a call -> `Liveness.mark` of the rank at that time
+    passive  ranks that were alive, but had not made a call when a wait for them timed out -> their `Liveness.mark` then
     """
 
     mailbox: Mailbox
@@ -233,8 +233,8 @@ class Exchange:
         return self._silence(late, f"{words}; rank {idle[0].rank} {idle[0].text}", _EVERY_RANK)
 
     def _missing_below(self, rank: int) -> list[int]:
-        """Ranks of the tree's branch below `rank` that have sent nothing yet. If all have sent something, `rank`
-        itself.
+        """Of `rank` and the ranks below it in the tree, those that have sent nothing yet. `rank` itself is left out if
+        it takes part already, and only waits for ranks below it.
         """
         children = self._children(rank)
         is_here = bool(children) and self._mailbox.is_posted(self._presence_key(rank))
@@ -288,8 +288,8 @@ class Exchange:
         self._mailbox.unclaim(self._claim_key)
 
     def read_outcome(self) -> AgreementOutcome:
-        """Read rank 0's decision. This rank's own message is not removed, as its parent in the tree may still read it,
-        and removes it.
+        """Read rank 0's decision. This rank's own message is not removed here: its parent in the tree may still read
+        it, and removes it afterwards.
         """
         try:
             self._mailbox.await_posted([self._decision_key()], tick=self._tick_down, since=self._since)

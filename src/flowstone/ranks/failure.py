@@ -34,8 +34,8 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 def own_failure(rank: int, phase: str, error: Exception) -> Failure:
-    """The failure that this rank reports for its error. An error that is about another rank is not reported as the
-    cause.
+    """The failure that this rank reports for its error. A RankError is about another rank: if that rank reports a
+    failure of its own, that one counts as the cause (first_failure).
     """
     failure = failure_of(rank, phase, error)
     if isinstance(error, RankError):

@@ -41,9 +41,9 @@ def rank_and_size() -> tuple[int, int]:
 def this_job() -> Job:
     """The job according to torch.distributed; a process outside of a group is a job of one rank.
 
-    The key-value store is a part of the job's own store, under a prefix. A separate connection is used, so that calls
-    delay no other calls. All Checkpointers of the job use the same prefix, and those of a group find each other at
-    their first agreement.
+    The key-value store is a part of the job's own store, under a prefix. A separate connection is used, so that
+    these calls do not delay those of torch. All Checkpointers of the job use the same prefix, and those of a group find
+    each other at their first agreement.
     """
     rank, size = rank_and_size()
     if size == 1:
@@ -122,19 +122,19 @@ class RankGroup:
 
     def is_known_everywhere(self, mine: bool) -> bool:
         """Whether `mine`, a fact on this rank, is known to be true on all ranks without an agreement. True only if
-        `mine` is, and the group has one rank.
+        `mine` is true and the group has one rank.
         """
         return mine and self.size == 1
 
     def short_wait(self) -> AbstractContextManager[None]:
-        """In this block, waits for ranks that live, but make no call, are short: see `Agreement.short_wait`."""
+        """Context without long waits for ranks that are alive, but make no call: see `Agreement.short_wait`."""
         return self.agreement.short_wait()
 
     def decide_on_rank_zero(self, phase: str, look: Callable[[], Sequence[int]]) -> list[int]:
         """Call `look` on rank 0 only, and return its result on all ranks. So only rank 0 looks which checkpoints exist.
 
-        raises  the error of `look` on rank 0, and RankError on other ranks. But NoCheckpointError is raised on every
-                rank, so that all can start a new training
+        raises  the error of `look` on rank 0, and RankError on other ranks. But NoCheckpointError and NotAStoreError
+                are raised on every rank, so that all can start a new training
         """
         try:
             agreed = self.agreement.agree(phase, b"", lambda _: Decision(msgspec.json.encode(list(look()))))

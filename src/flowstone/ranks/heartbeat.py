@@ -137,8 +137,8 @@ def status_key(rank: int, serial: int) -> str:
 
 
 def user_code_line() -> str:
-    """The line of code that the main thread runs, in the innermost frame that is neither in Python's library nor in an
-    installed package.
+    """The line of code that the main thread runs, in the innermost frame that is neither in Flowstone, nor in Python's
+    library, nor in an installed package.
     """
     import sysconfig  # imported here: most processes have no heartbeat
 

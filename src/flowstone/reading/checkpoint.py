@@ -141,7 +141,7 @@ class StoredTensor:
         return self.shape[0]
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        """Raises TypeError, as iteration would slowly read row by row, which is hardly ever intended."""
+        """Raises TypeError, because iteration would slowly read row by row, which is hardly ever intended."""
         raise TypeError(f"cannot iterate over {self.name!r}: write [...] to read all of it, or [a:b] to read some rows")
 
     def __repr__(self) -> str:
@@ -202,8 +202,8 @@ class Checkpoint:
 
     @cached_property
     def sections(self) -> tuple[SectionMakeup, ...]:
-        """For each section, how many bytes of its tensors this save wrote, are in files of earlier saves, and are
-        encoded. Reads no data of tensors.
+        """For each section, how many bytes of its tensors were written by this save, how many are in files of earlier
+        saves, and how many are encoded. Reads no data of tensors.
         """
         sections_of = extension("inspection.sections")
         return tuple(sections_of(self.manifest, self.index, [*self.objects, *self.contents.per_rank]))
@@ -223,8 +223,8 @@ class Checkpoint:
             contents.check_segments(self._store, self._directory, self.manifest)
 
     def fetch(self) -> None:
-        """Read the files that `check` needs in advance. A later `check` then need not wait until requests for tensor
-        bytes are done.
+        """Read in advance the files that `check` needs, so that a later `check` does not have to wait for requests for
+        tensor bytes.
         """
         store, directory, manifest = self._store, self._directory, self.manifest
         if self._headers_checked:

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 class LoadRequest(msgspec.Struct, frozen=True, eq=False):
     """The tensors and objects that a state needs from a checkpoint.
 
-    rules        rules about names and differences, including those from rule sets
+    rules        the Rename, Skip, Init and Cast rules, including those from rule sets
     names        name of each stored tensor, after the rules -> its row of `table`
     arrangement  the stored tensors after layout rules; None: there are no such rules
     """
@@ -188,8 +188,8 @@ def _remedy(request: LoadRequest) -> str:
 
 
 def _check_shared(request: LoadRequest, matched: Match) -> None:
-    """Raise MismatchError if tensors of the state share memory and different bytes would be loaded into it. Reads such
-    tensors.
+    """Raise MismatchError if tensors of the state share memory and different bytes would be loaded into it. To compare
+    the bytes, reads the stored tensors.
     """
     restoration, positions = request.restoration, matched.positions
     indirect = restoration.indirect and {

@@ -102,8 +102,8 @@ class ReplicaExit:
         self.job = job
 
     def __call__(self, status: int = 0, reason: str = "its rank of the training has ended") -> NoReturn:
-        """End this process. `reason` is sent to the other replicas, which cannot continue without this one. It is not
-        sent if this one has left their job.
+        """End this process. `reason` is sent to the other replicas, which cannot continue without this one, unless this
+        replica has already left their job.
         """
         if self.job is not None:
             self.job.leave(reason)
@@ -186,7 +186,7 @@ def _build(name: str) -> MutableMapping[str, object]:
     module, _, function = name.partition(":")
     state = getattr(import_module(module), function)()
     if not isinstance(state, MutableMapping):
-        raise TypeError(f"{name} returns {type(state).__name__}, expected a dictionary like that of `save`")
+        raise TypeError(f"{name} returns {type(state).__name__}, expected a dictionary like the one passed to `save`")
     return cast("MutableMapping[str, object]", state)
 
 

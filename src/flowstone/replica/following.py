@@ -158,7 +158,7 @@ class JournalFollower:
         return steps if steps is not None or is_there else self._find_journals() or self._next_steps(at_most, newest)
 
     def make(self, move: Move) -> bool:
-        """Make a move. Returns whether it is complete: the last frame of a single rank may be unfinished.
+        """Make a move. Returns whether it is complete. It is not, for example, while a frame is still being written.
 
         raises   UnfitError    the journals are of another state, or of other optimizers
                  DamagedError  a frame before the newest one is damaged
@@ -184,7 +184,7 @@ class JournalFollower:
         self.step, self._queue, self._progress, self._approximate = -1, [], None, ()
 
     def restore_remaining(self) -> None:
-        """Also update the values that no optimizer updates to the state's step."""
+        """Bring the values that no optimizer updates to the state's step, too."""
         assert self._base is not None, "a step was made"
         assert self._progress is not None, "as above"
         rest = {section: value for section, value in self._state.items() if section not in self._approximate}

@@ -38,8 +38,8 @@ class JoinedJob:
     def join(self, port: int, listener: int, timeout_s: float) -> None:
         """Become a rank of the default group. Blocks until all ranks have joined.
 
-        listener  on rank 0: a socket's descriptor that listens at `port`, which the key-value store closes. On other
-                  ranks: -1
+        listener  on rank 0: descriptor of a socket that listens at `port`; the key-value store closes the descriptor.
+                  On other ranks: -1
         raises    RuntimeError (torch's), OSError if a rank does not join in time
         """
         timeout = timedelta(seconds=timeout_s)
@@ -60,10 +60,10 @@ class JoinedJob:
         )
 
     def leave(self, reason: str = "") -> None:
-        """Announce that this process is about to end; `reason`: why, if the other ranks cannot continue without it.
+        """Announce that this process is about to end. `reason`: why, if the others cannot continue without this rank.
 
-        Without a reason, rank 0 first waits until the other ranks have ended, as its key-value store ends with its
-        process.
+        Without a reason, rank 0 first waits until the other ranks have ended, because the key-value store ends
+        with its process.
         """
         has_left, self._is_leaving = self._is_leaving, True
         if self._store is None or has_left:

@@ -1,4 +1,4 @@
-"""`fs.Replica`, and the typed records of it for `on_event` (docs/REPLICA.md)."""
+"""`fs.Replica`, and the events about a replica for `on_event` (docs/REPLICA.md)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The training's side of a replica: start the replica, report durable steps to it, and end it.
 
-Training waits for the replica only at its end. The replica's messages are read on the journal's thread, whenever a step
-has become durable.
+Training waits for the replica only when training ends. The replica's messages are read on the journal's thread,
+whenever a step has become durable.
 
 With several ranks, each starts a replica. Rank 0 listens at a port to which all replicas connect, and sends the port in
 the agreement that begins a journal (journal_ranks.py). No rank waits for these connections.

@@ -68,8 +68,8 @@ def _is_terminal() -> bool:
 
 
 class _Terminal:
-    """Standard error, as the file that rich writes to. Once standard error is closed, writes do nothing, as rich would
-    end the process.
+    """Standard error, as the file that rich writes to. Once standard error is closed, writes do nothing; an error in
+    `write` would make rich end the process.
     """
 
     encoding = "utf-8"

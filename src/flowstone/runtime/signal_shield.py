@@ -1,4 +1,4 @@
-"""Runs calls that no signal handler may interrupt, on another thread: Python runs handlers on the main thread.
+"""Runs calls on another thread, so that no signal handler interrupts them: Python runs handlers on the main thread.
 
 A handler can raise between any two instructions, such as after a lock is taken and before the owner is recorded. No
 `try` covers every such gap. Here the main thread only waits; an exception raised in it meanwhile is raised again once

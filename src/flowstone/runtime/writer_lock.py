@@ -99,8 +99,8 @@ def caller_location() -> str:
 def lock_as_writer(owner: Owner, location: str, take: Callable[[str], T]) -> T:
     """Call `take` with the name under which `owner` locks the store at `location`, and return its result.
 
-    If a Checkpointer that is no longer referenced holds the lock, as after a notebook cell is run twice, this function
-    waits until that Checkpointer has ended its saves and released the lock.
+    If a Checkpointer that is no longer referenced holds the lock (for example, after a notebook cell was run twice),
+    this function waits until that Checkpointer has ended its saves and released the lock.
 
     raises  LockedError  another job, or another Checkpointer of this process, holds the lock; the error names the
                          holder

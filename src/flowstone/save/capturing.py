@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 class Capture(msgspec.Struct, frozen=True, eq=False):
     """A capture that has begun.
 
-    check        checks whether tensors that are captured after `save` has returned changed before their capture
+    check        detects changes, before their capture, of lazy tensors (those captured after `save` has returned)
     arena_bytes  size of the staging memory that would hold the full save
-    referred     chunks of an earlier checkpoint to which this save refers, as their tensors are unchanged
+    referred     chunks of an earlier checkpoint to which this save refers, because their tensors are unchanged
     is_reserved  whether the segment files have their full size; otherwise another thread is allocating their space
     """
 
@@ -109,8 +109,9 @@ def _reserves_aside(store: Store, sources: CaptureSources) -> bool:
     """Whether another thread allocates the disk space of the segment files, so that the caller does not wait for a busy
     file system.
 
-    The caller itself allocates the space if it waits for the full save anyway, or plans this save. It also does so if
-    free space seems too small, so that the call of `save` fails; some stores check free space by themselves.
+    The caller itself allocates the space if it waits for the full save anyway, or if no earlier save has used this
+    plan. It also does so if free space seems too small, so that the call of `save` fails; some stores check free space
+    by themselves.
     """
     plan = sources.plan
     if plan.lazy_bytes == 0 or not sources.planned:

@@ -1,5 +1,5 @@
-"""Collapses memory that is captured after `save` returns into huge pages: the kernel can watch these for writes at
-almost no cost.
+"""Collapses into huge pages the memory that is captured lazily (after `save` returns): the kernel can watch huge pages
+for writes at almost no cost.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class PageCollapser:
     """Collapses the memory of one Checkpointer's state into huge pages, in passes over that memory. One pass runs at a
     time, on a native thread (native/watch/collapse.h).
 
-    A pass runs at most until the next save begins. No pass begins during a capture, as the system refuses to collapse
-    watched memory. A later pass takes microseconds for memory that is already in huge pages.
+    A pass runs at most until the next save begins. No pass begins during a capture, because the system refuses to
+    collapse watched memory. A later pass takes microseconds for memory that is already in huge pages.
     """
 
     def __init__(self, options: EngineOptions, emit: Callable[[Event], None]) -> None:
@@ -96,7 +96,7 @@ class PageCollapser:
             self.begin(None, memory, outlives_save=True)
 
     def pause(self, save: Save | None = None) -> None:
-        """Stop the current pass, as a save begins. Returns without waiting for the pass. Any thread."""
+        """Stop the current pass, because a save begins. Returns without waiting for the pass. Any thread."""
         if save is not None:
             self._newest = save
         current = self._pass

@@ -88,7 +88,7 @@ class SaveConductor:
 
     @cached_property
     def collapsing(self) -> PageCollapser:
-        """Collapses the memory that saves capture late into huge pages."""
+        """Collapses into huge pages the memory that saves capture lazily (after `save` returns)."""
         from flowstone.save.collapsing import PageCollapser  # imported here: a load needs none of it
 
         return PageCollapser(self._options, self._emit)
@@ -96,7 +96,7 @@ class SaveConductor:
     # On the caller's thread
 
     def save(self, step: int, state: Mapping[str, object], fence: FenceMode, spans: Spans) -> Save:
-        """The phases on the caller's thread. Returns once all but lazy tensors are captured. See Checkpointer.save."""
+        """The phases on the caller's thread. Returns when all tensors but the lazy ones are captured."""
         save = self._new_save(step)
         try:
             attempt = self._coordinator.begin_attempt(step)  # counted before anything can fail
@@ -169,7 +169,7 @@ class SaveConductor:
         self.in_flight.add(pending.save)
 
     def _submit(self, act: Callable[..., None], *arguments: object) -> None:
-        """Run `act` on the writer's thread. The Checkpointer is kept alive until it is done."""
+        """Run `act` on the writer's thread. The Checkpointer is kept alive until `act` is done."""
         self._threads.writer.submit(call_keeping_alive, self._hooks.owner(), act, *arguments)
 
     # On the writer's thread

@@ -44,7 +44,7 @@ class InFlight:
         self._saves.append(save)
 
     def forget(self, save: Save) -> None:
-        """Remove a save from the list of unfinished ones, as it was abandoned before `save` returned it."""
+        """Remove a save from the list of unfinished ones, because it was abandoned before `save` returned it."""
         self._saves = deque(other for other in self._saves if other is not save)
 
     def check_new(self, step: int, *, looks: bool = True) -> None:
@@ -70,7 +70,7 @@ class InFlight:
             )
 
     def expedite(self) -> None:
-        """Finish the saves so far as fast as possible, as a thread waits for them. Can be called on any thread."""
+        """Finish all saves begun so far at full speed, because a thread waits for them. Can be called on any thread."""
         self._expedite_captures()
         self._expedite_store()
 

@@ -1,4 +1,4 @@
-"""Pacing: how fast lazy captures run during training."""
+"""Pacing: how fast lazy captures, those that continue after `save` has returned, run during training."""
 
 from __future__ import annotations
 

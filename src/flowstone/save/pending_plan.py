@@ -122,7 +122,7 @@ class PendingPlan:
             return True
 
     def _close(self, described: StateDescription) -> None:
-        """End the watch after all is copied, as later changes do not matter to this save. The caller holds the lock."""
+        """End the watch after all is copied: later changes do not matter to this save. The caller holds the lock."""
         self._check_memory(described)
         names = VersionCheck(described.counters, described.layout, self._late, self._guarded).changed
         self._check_written(described, names)
@@ -165,6 +165,7 @@ class PendingPlan:
         changes.
 
         On devices, the current streams must be those that were current when `save` was called.
+
         raises  StateChangedError  samples, version counters or storages show that the state has changed since `save`
                 StorageError       a device has failed
         """

@@ -8,9 +8,10 @@
 
 CALLED         the caller's thread lists the state and plans the writes. A failure here leaves nothing to clean up
 AWAITING_PLAN  the ranks have to agree first: `pending_plan` has the state, or copies of it. If the budget has no
-               room for copies, the caller waits, too, until all is captured except lazily captured tensors
+               room for copies, the caller waits, too, until all is captured except lazy tensors (those that are
+               captured after `save` has returned)
 CAPTURING      `capture`: the engine reads the tensors. The threads that finish saves know the save, and wait until the
-               caller has encoded the values that are not tensors, and all is captured except lazily captured tensors
+               caller has encoded the values that are not tensors, and all is captured except lazy tensors
 HANDED_OVER    the caller is no longer needed: it has done its part, or the capture began in the background while the
                caller did not wait. `save.captured` is completed once no tensor is read any more (ownership.py)
 ABANDONED      the call was interrupted before the hand-over. The caller abandons the save. If the caller is interrupted
@@ -18,8 +19,8 @@ ABANDONED      the call was interrupted before the hand-over. The caller abandon
 COMMITTED      `save.committed` has the checkpoint
 FAILED         `save.committed` has the error
 
-No save returns to an earlier state. Threads enter states without a lock, as an interrupt could leave a lock held: a
-save's state is the last of all entered states, in this order.
+No save returns to an earlier state. Threads enter states without a lock, because an interrupt could leave a lock held.
+A save's state is the highest SaveState that it has entered.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ class SaveRequest(msgspec.Struct, frozen=True, eq=False):
 class PendingSave:
     """One save. First the thread that called `save` owns it, then the background threads that finish saves.
 
-    attempt    names the draft: see SaveCoordinator.begin_attempt
+    attempt    names the draft (the unpublished checkpoint): see SaveCoordinator.begin_attempt
     spans      spans of its phases, since `save` was called
     call       number of the call of `save`, as counted by VerbLock
     waited_s   seconds for which it waited for earlier saves
@@ -117,10 +118,10 @@ class PendingSave:
     compress   text that says which tensors are encoded, and why; "": none
     blocked_s  seconds for which the caller of `save` was blocked; set once the save was handed over
     sections   the encoded values that are not tensors
-    base       the base for later saves, once the segments are durable; used only if this save is committed
+    base       what later saves may refer to, once the segments are durable; used only if this save is committed
     late       the host memory that was captured after `save` had returned; set once it is captured
     caller_done   open once the save was handed over or abandoned
-    is_expedited  whether it is captured at full speed, as a thread waits for this save or a later one
+    is_expedited  whether it is captured at full speed, because a thread waits for this save or a later one
     """
 
     def __init__(self, save: Save, attempt: SaveAttempt, spans: Spans, *, call: int, loads: int) -> None:
@@ -200,7 +201,7 @@ class PendingSave:
 
     @property
     def holds_caller(self) -> bool:
-        """Whether the caller waits for the plan, as there was no room for copies."""
+        """Whether the caller waits for the plan, because there was no room for copies."""
         return self.pending_plan is not None and self.pending_plan.holds_caller
 
     @property
@@ -315,14 +316,14 @@ class PendingSave:
         return self.capture_span.begin
 
     def unwatch(self) -> None:
-        """End the watch, as the capture will not begin. Otherwise it would last as long as the caller keeps the error,
+        """End the watch, because the capture will not begin. Otherwise it would last until the caller drops the error,
         which refers to this save.
         """
         if self.watched is not None and self.capture is None:
             self.watched.rows.unwatch()
 
     def release_memory(self) -> None:
-        """Drop the references to the state's tensors, as no thread reads them any more."""
+        """Drop the references to the state's tensors, because no thread reads them any more."""
         self.watched = None
         self.capture = replace(self.begun, sources=replace(self.begun.sources, places=None, memory=()))
 
@@ -380,7 +381,7 @@ class PendingSave:
         self.save.committed.set_result(checkpoint)
 
     def fail(self, error: BaseException) -> None:
-        """Complete the futures with `error`, as the save was not committed."""
+        """Complete the futures with `error`, because the save was not committed."""
         self._entered.append(SaveState.FAILED)
         self._request = None
         self.save.captured.complete()

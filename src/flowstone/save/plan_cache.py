@@ -1,4 +1,6 @@
-"""The plan of the last save. The next save reuses it if layout, options and base allow that."""
+"""The plan of the last save: which chunks this rank writes, and where. The next save reuses it if layout, options and
+base (the earlier checkpoint to whose chunks it may refer) allow that.
+"""
 
 from __future__ import annotations
 
@@ -90,9 +92,7 @@ def plan_save(
 
 
 def _same_unchanged(last: CachedPlan, base: Base | None, assignment: Assignment) -> bool:
-    """Whether the pieces that are expected to equal those of the earlier checkpoint are the same as when the plan was
-    made.
-    """
+    """Whether the pieces that are expected to equal the base's are the same ones as when the plan was made."""
     plan = last.plan
     unchanged = None if base is None else base.unchanged_pieces(plan.pieces, assignment)
     return not plan.unchanged.any() if unchanged is None else np.array_equal(unchanged & plan.slotted, plan.unchanged)

@@ -1,5 +1,5 @@
-"""From a state to this rank's plan. If the ranks have agreed on this state's layout before, the plan is made at once;
-otherwise the ranks have to agree first.
+"""Makes a plan of what this rank writes of a state. If the ranks have already agreed on this state's layout, the plan
+is made at once; otherwise the ranks have to agree first.
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ class Planner:
     # On the caller's thread
 
     def describe_state(self, pending: PendingSave, state: Mapping[str, object], fence: FenceMode) -> StateDescription:
-        """List the tensors and values of the state, and sample replicas before the state can change."""
+        """List the state's tensors and values. Sample replicas (tensors that several ranks hold) before the state can
+        change.
+        """
         queued = self._captures.any_awaits_plan  # plans of earlier saves may change which pieces this rank writes
         last = None if self.last is None or queued else self.last
         described = self._describe(state, last)

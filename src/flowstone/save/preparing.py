@@ -25,7 +25,8 @@ class Preparation:
     """Prepares the staging memory of saves (the arena) for copies from devices. The first device of a state decides
     where the memory is allocated.
 
-    node, node_reason  the NUMA node on which to allocate memory; -1, and the reason, if none is requested
+    node         the NUMA node on which to allocate memory; -1: no node is requested
+    node_reason  why no node is requested; "" if one is
     """
 
     def __init__(self) -> None:
@@ -48,8 +49,8 @@ class Preparation:
             return
 
     def reserve(self, layout: Layout, places: Places, *, digests: bool, times: int) -> None:
-        """Allocate the device memory in which small tensors are gathered, and digests computed, for as many concurrent
-        saves as `times`.
+        """Allocate memory for what devices gather (samples and small tensors) and for digests, for `times` concurrent
+        operations.
         """
         length = layout.pieces.lengths()
         is_strided = np.zeros(len(length), np.bool_)

@@ -50,14 +50,16 @@ class Saves(SaveConductor):
         return prepared
 
     def check_journaled(self, step: int) -> None:
-        """Become the store's only writer, before `save_journaled`. Raises unless `step` is the newest, journaled one.
+        """Become the store's only writer, before `save_journaled`. Raises StepExistsError unless `step` is the newest
+        step, and exists only in a journal.
         """
         self.sole_writer.check()
         newest, committed = newest_step(self._store), catalog.steps(self._store)
         if newest != step or step in committed:
             remedy = "load the newest step, and continue from it"
             raise StepExistsError(
-                f"cannot save a full checkpoint of step {step}", found=f"newest step {newest}", next=remedy
+                f"cannot save step {step} in full: it is not the newest step, or it already has a full checkpoint",
+                found=f"newest step {newest}", next=remedy,
             )
         self.in_flight.note_newest(committed[-1] if committed else None)
 
@@ -73,8 +75,8 @@ class Saves(SaveConductor):
 
     @property
     def _gathers_max(self) -> int:
-        """For how many concurrent gather operations of a device to allocate memory. With several ranks each save has
-        two: one of them compares replicas.
+        """The number of gather operations that a device may run at once, and for which memory is allocated. With
+        several ranks each save has two: one of them compares replicas.
         """
         return self._saves_in_flight * (1 if self._group.alone else 2)
 
@@ -98,7 +100,7 @@ class Saves(SaveConductor):
         self.fencing.pass_fence()
 
     def around_load(self, _: Mapping[str, object], load: Callable[[], LoadReport]) -> LoadReport:
-        """Wait for all unfinished saves, then call `load`, which changes the state."""
+        """Call `load`, which changes the state. The Checkpointer has already waited for unfinished saves."""
         return load()
 
     def rewind(self, step: int) -> None:

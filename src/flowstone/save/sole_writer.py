@@ -19,7 +19,7 @@ from flowstone.session.shared import SaveHooks, Shared
 
 class SoleWriter:
     """Holds the lock by which this job is the store's only writer. In a group of several ranks, rank 0 takes the lock
-    and sets steps aside; each rank starts its own threads.
+    and sets steps aside (renames their directories, so that they are no checkpoints); each rank starts its own threads.
     """
 
     def __init__(
@@ -32,8 +32,8 @@ class SoleWriter:
         self._hooks = hooks
 
     def check(self) -> None:
-        """Before anything is written, become the only writer. If the last load skipped damaged steps, set those and
-        later steps aside.
+        """Before anything is written, become the only writer. If the last load skipped damaged steps, set aside all
+        steps after the one that it loaded.
         """
         lost = self._is_first and self._store_writer.has_lost_the_lock()
         unlocked = self._is_first and self._store_writer.store_id is None
@@ -95,7 +95,7 @@ class SoleWriter:
             self._threads.await_removals()
 
     def await_swept(self, needed_bytes: int) -> None:
-        """Like `await_room`, but on the commit thread, and waits only for removals that were started before."""
+        """Like `await_room`, but on the commit thread, and waits only for removals that have already started."""
         if self._lacks_room(needed_bytes):
             self._threads.await_removals()
 

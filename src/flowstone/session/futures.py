@@ -34,8 +34,7 @@ class ExpeditingFuture(Future[_Result], Generic[_Result]):
     """A Future that reports when a thread waits for it. `cancel` does not stop a save.
 
     latch  opens when the future is done. Callers wait for the latch, and do not use the Future's own locks: an
-           interrupt
-           could leave a lock held for ever, and the thread that finishes saves would wait for it
+           interrupt could leave a lock held for ever, and the thread that finishes saves would wait for it
     """
 
     def __init__(self, hooks: FutureHooks | None = None) -> None:
@@ -81,8 +80,8 @@ class ExpeditingFuture(Future[_Result], Generic[_Result]):
             hooks.on_wait()
 
     def await_end(self) -> None:
-        """Wait until the future is done. Only for Flowstone's own threads, and if another thread certainly completes
-        the future.
+        """Wait until the future is done. Call this only on Flowstone's own threads, and only if another thread is
+        certain to complete the future.
         """
         hooks = self._hooks
         if not self.done():
@@ -165,8 +164,8 @@ class Save:
 
 
 def end_with(save: Save, root: Save) -> None:
-    """Complete the futures of `save`, a step in a journal, once `root` has ended: the full save that the journal
-    continues.
+    """Complete the futures of `save`, a step in a journal. Called once `root`, the full save that the journal
+    continues, has ended.
     """
     failure = ExpeditingFuture.exception(root.committed)
     if failure is not None:

@@ -31,9 +31,9 @@ class VerifiedRead(msgspec.Struct, frozen=True, eq=False):
 class LoadOutcome(msgspec.Struct, eq=False):
     """The outcome of the loads of one Checkpointer, mostly of the last load.
 
-    unfinished        why the state must not be saved: a load changed a part of the state and failed. None: it may
-    superseded_above  the step that a load with `fallback` loaded in place of newer, damaged steps; the next save sets
-                      those aside. None: no load did
+    unfinished        why the state must not be saved: a load changed a part of it and failed. None: it may be saved
+    superseded_above  the step that a load with `fallback` loaded in place of newer, damaged steps. The next save sets
+                      these newer steps aside. None: no such load
     loads             how many loads have begun to read
     verified          the chunks that the last load has read, if it succeeded
     """
@@ -59,8 +59,7 @@ class LoadOutcome(msgspec.Struct, eq=False):
         self.unfinished = None
 
     def undo(self, unfinished: str | None) -> None:
-        """Set `unfinished` back to its earlier value, as the load has failed, but certainly no rank has changed a byte.
-        """
+        """Set `unfinished` back to its earlier value: the load has failed, but certainly no rank has changed a byte."""
         self.unfinished = unfinished
 
     def succeed(self, verified: VerifiedRead | None) -> None:
@@ -84,7 +83,7 @@ class LoadOutcome(msgspec.Struct, eq=False):
         if self.unfinished is not None:
             raise DamagedError(
                 f"cannot save the state: {self.unfinished}, and part of the state has changed",
-                next="first load a checkpoint without an error",
+                next="load again: the state can be saved once a load has succeeded",
             )
 
 
@@ -97,8 +96,8 @@ class Replay:
     newest     the newest step in the journal; greater than the report's step if not all steps could be replayed
     exactness  "exact": fingerprints prove that the state is bit-identical to the saved one; every tensor of an
                optimizer, and every frozen tensor, is compared once in eight steps.
-               "tolerance": the state may differ from the saved one, because the version of torch or the processor is
-               another, some of the state was on a device, or a device could not digest its memory
+               "tolerance": the state may differ from the saved one, because torch's version or the processor has
+               changed, some of the state was on a device, or a device could not digest its memory
     differs_from  the first step whose fingerprint differs from the saved one; None if all are equal
     reason     why not all steps were replayed; "" if all were
     approximate  sections that are only restored approximately: residuals of compressed gradients. `exactness` does not
@@ -133,7 +132,7 @@ class LoadReport:
     lossy        stored names of tensors that were saved with less precision (Quantize)
     bounds       by codec: how far elements of lossy tensors may differ from the saved ones, at most, relative to the
                  element, or to the largest element of its block
-    replay       the steps of a journal that were replayed after the checkpoint (every_step); None: none
+    replay       the steps of a journal that were replayed after the checkpoint (every_step); None: no replay
     tier         location of the tier that was read; "" with a single store
     why          why that tier was read: what each nearer tier lacked
 

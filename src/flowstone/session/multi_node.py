@@ -29,8 +29,8 @@ class MultiNodeStore(Store, Protocol):
         """
 
     def expedite(self) -> None:
-        """Speed up copies to other nodes, as a thread waits for saves. Can be called on any thread, and in a forked
-        child.
+        """Speed up copies to other nodes, because a thread waits for saves. Can be called on any thread, and in a
+        forked child.
         """
 
     def missing_checkpoints(self) -> str:
@@ -57,7 +57,7 @@ class MultiNodeStores:
                     self._introductions.append((store, store.location, error))  # so all ranks raise the error
 
     def exchange_addresses(self, group: RankGroup) -> Store:
-        """Exchange the addresses of all ranks. Every rank calls this, with the same stores; it waits for all of them.
+        """Exchange the addresses of all ranks. Every rank calls this, with the same stores, and waits for all ranks.
 
         returns the store that takes the saves; tiers that do not answer are left out, on all ranks
 

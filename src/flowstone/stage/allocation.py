@@ -30,7 +30,7 @@ def allocator(framework: str | None) -> Allocator:
     its memory. None: a tensor if torch is installed and the folder `torch/` of this package exists, otherwise an array.
 
     raises  FrameworkError if a tensor was requested and cannot be made; ArgumentError for an unknown framework.
-            The function raises BudgetError; and UnsupportedStateError if numpy lacks the type
+            The returned function raises BudgetError if memory runs out, UnsupportedStateError if numpy lacks the type
     """
     if framework not in (None, "torch", "numpy"):
         raise ArgumentError(f"framework {framework!r} is neither 'torch' nor 'numpy'", next="give one of them")
@@ -65,8 +65,8 @@ def _new_array(dtype: DType, shape: tuple[int, ...]) -> tuple[np.ndarray, Memory
 
 
 def live_values() -> LiveValues:
-    """Functions that make constants, and objects of registered classes, from their stored form. Without torch, none are
-    returned.
+    """Functions that make constants (such as dtypes), and objects of registered classes, from their stored form.
+    Without torch, no functions are returned.
     """
     if _find_torch() is None:
         return LiveValues()

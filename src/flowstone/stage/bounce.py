@@ -1,9 +1,10 @@
 """Bounce buffers: memory for bytes that cannot be read directly into their target.
 
 A piece is read into a bounce buffer, and then copied into its target (it bounces), in these cases: its values are
-converted (rule Cast); its device has no side stream; its elements are not adjacent in the device's memory; or the load
-verifies everything before it changes anything. All other pieces are read first. Pieces that bounce follow in rounds of
-at most `BOUNCE_BYTES`, so that a load needs no memory for a second copy of the state.
+converted (rule Cast); its device has no side stream (a stream for Flowstone's copies, device.py); its elements are not
+adjacent in the device's memory; or the load verifies everything before it changes anything. The first `BOUNCE_BYTES` of
+these pieces are read together with all other pieces. The rest follows in rounds of at most `BOUNCE_BYTES`, so that a
+load needs no memory for a second copy of the state.
 """
 
 from __future__ import annotations
@@ -157,7 +158,7 @@ def choose_destinations(
 
 
 class _BouncedPiece(msgspec.Struct, frozen=True):
-    """A piece that is read into a bounce buffer, with the length of an element, and of its buffer, in bytes."""
+    """A piece that is read into a bounce buffer. `item_bytes`: length of an element; `bytes`: length of the buffer."""
 
     position: int
     shape: tuple[int, ...]
@@ -208,7 +209,7 @@ def _blocks(bounced: Sequence[_BouncedPiece]) -> list[Block]:
 
 
 def _repeated(count: int, blocks: Sequence[Block]) -> list[int]:
-    """For each block, or undivided piece, after the division, the position of its piece before the division."""
+    """After pieces were divided: for each block, and each undivided piece, the old position of its piece."""
     further = {block.position for block in blocks if block.start > 0}
     positions: list[int] = []
     while len(positions) < count + len(further):

@@ -4,8 +4,8 @@
 its bytes into a free arena block; if no block is free, the engine waits for one. All threads of the engine and the
 arena run at low processor and I/O priority.
 
-**Files.** If another thread allocates the disk space of the segment files, the capture begins before that is done;
-captured windows stay in the arena until then.
+**Files.** If another thread allocates the disk space of the segment files, the capture does not wait for it; captured
+windows stay in the arena until the space is allocated.
 
 **Early and lazy.** The plan says for each piece whether it is early or lazy. Early pieces are captured first, and
 `save` returns when that is done. If the state has an optimizer, its parameters and optimizer state of 64 KiB or more
@@ -100,7 +100,7 @@ class CaptureSources(msgspec.Struct, frozen=True, eq=False):
     headers  the digest of each segment's header; unused for a segment of chunks, whose size is not known yet
     places   the memory of the pieces
     memory   further memory that the engine reads. Keep `places` and `memory` alive until captured
-    streams  side streams of the devices that have some pieces; they read that memory later
+    streams  side streams of the devices that hold pieces; each reads its device's memory later
     planned  whether an earlier save has used this plan
     """
 
@@ -191,8 +191,8 @@ def start_capture(target: WriteTarget, sources: CaptureSources, pace: Pace, *, r
 def _gathered(
     watch: Watch, plan: WritePlan, reach: DeviceAccess, seeds: NDArray[np.uint64]
 ) -> tuple[DeviceAccess, NDArray[np.bool_]]:
-    """Let devices gather small pieces, and samples of others, into host memory. Returns how the engine then reads each
-    piece, and which pieces are lazy.
+    """Let devices gather small pieces, and samples of lazy pieces, into host memory. Returns how the engine then reads
+    each piece, and which pieces are lazy.
     """
     if not reach.streams:
         return reach, plan.lazy

@@ -89,8 +89,8 @@ class SideStream(Protocol):
         kernel digests all contiguous rows, another all strided ones. The digests are computed before the first copy
         after a `wait_current`. Returns None if the device cannot digest.
 
-        layout  for each row an index into `layouts`, all of which must be shallow; -1: the row is contiguous; None: all
-                rows are contiguous
+        layout  for each row an index into `layouts`, all of which must be shallow (few nested loops visit the memory,
+                as for nearly all arrays); -1: the row is contiguous; None: all rows are contiguous
         raises  the errors of `wait_current`
         """
 
@@ -105,8 +105,8 @@ class DeviceAccess(msgspec.Struct, frozen=True, eq=False):
     device    for each piece an index into `streams`; -1: it is in host memory
     hosted    copies on the host of device memory that no stream can copy
     samples   for each device, sampled cache lines of its lazy pieces without digests, in the order of the plan
-    digested  for each device, digests of the chunks of its lazy pieces with shallow layouts, in the order of the plan;
-              None: the device computes no digests
+    digested  for each device, digests of the chunks of its lazy pieces with shallow layouts (see `SideStream.digest`),
+              in the order of the plan; None: the device computes no digests
     whole     for each piece, whether its device gathers all of it into host memory, at `address`; None: no piece is
     """
 

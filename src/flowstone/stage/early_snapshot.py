@@ -1,6 +1,6 @@
-"""Early snapshot: copies of pieces that must not wait for a plan.
+"""Early snapshot: copies of pieces that must not wait for a plan (which rank writes which pieces).
 
-The copied memory may be freed meanwhile. So the engine copies it, and reports if it was freed
+The memory may be freed while it is copied. So the engine copies it, and reports if it was freed
 (`native/capture/live_memory.h`). Copies are in host memory; the caller limits their total length. One gather copies all
 small pieces of a device, and `save` waits for it. torch copies larger pieces of a device in parts, so that it needs
 little extra device memory.
@@ -38,7 +38,7 @@ def choose_copied(lengths: NDArray[np.uint64], candidates: NDArray[np.bool_], ro
 
 
 def snapshot_pieces(pieces: Pieces, places: Places, early: Sequence[int]) -> tuple[Places, list[int]]:
-    """Copy the pieces at `early`. Returns the places, with these copies instead.
+    """Copy the pieces at the positions `early`. Returns `places` with the copies in place of these pieces' memory.
 
     Also returns the pieces whose memory another thread has freed meanwhile.
     """

@@ -1,4 +1,4 @@
-"""Early watch: detects every write into pieces of a save that has no plan yet.
+"""Early watch: detects every write into pieces of a save that has no plan yet (which rank writes which pieces).
 
 The watch covers memory that the system can watch (`native/watch/extent_pages.h`): contiguous host memory, private to
 this process. The watch of the capture (`capture.py`) may begin over the same memory; neither of the two hides a write

@@ -20,11 +20,13 @@ from flowstone.plan.write import WritePlan
 
 
 class BaseChunks(msgspec.Struct, frozen=True, eq=False):
-    """The chunks of the earlier checkpoint to which a save may refer (its base): for each chunk of the plan, whether
-    the base has the chunk at the same position, and the digest of that chunk.
+    """The chunks of the earlier checkpoint to which a save may refer (its base), with one entry for each chunk of the
+    plan.
 
-    codec  codec of the base's chunk, if the digest is that of its stored bytes; 0: the digest is that of its data;
-           None: all are 0
+    digest  digest of the base's chunk at the same position
+    known   whether the base has a chunk there
+    codec   codec of the base's chunk, if the digest is that of its stored bytes; 0: the digest is that of its data;
+            None: all are 0
     """
 
     digest: NDArray[np.uint64]

@@ -22,8 +22,8 @@ _CHANGES = re.compile(r"(^|_)(train|eval|step|swap|restore|average|sync|merge|pe
 
 _OURS = "is_flowstone_hook"
 
-SAVE_OUTSIDE = "call save and load before the capture, or after it: a replay of the graph would not save"
-FENCE_BEFORE = "a save is not captured yet: call fence() before the capture begins, and before each replay of the graph"
+SAVE_OUTSIDE = "call save and load before you record the graph, or after it: a replay of the graph would not save"
+FENCE_BEFORE = "a save is still being copied: call fence() before you record the graph, and before each replay of it"
 
 
 def recording_error(action: str, remedy: str) -> StateError:
@@ -40,7 +40,8 @@ class OptimizerFence:
     """
 
     def __init__(self, wait: Callable[[], None]) -> None:
-        """`wait`: a bound method that returns once the state may change; without a wait, if no save is unfinished."""
+        """`wait`: a bound method that returns once the state may change; it returns at once if no save is unfinished.
+        """
         self._wait = weakref.WeakMethod(wait)
         self._guarded: dict[int, tuple[weakref.ref[object], list[Callable[[], None]]]] = {}
         self._warned: set[str] = set()

@@ -103,7 +103,7 @@ def reserve(
     """Allocate the memory that a device needs to gather from pieces of these lengths at the start of a save.
 
     is_strided  for each piece, whether it is not contiguous
-    times       for how many saves that run at the same time
+    times       how many gather operations may run at the same time
     """
     strided = 0
     if is_strided.any() and native.packs:

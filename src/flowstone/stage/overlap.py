@@ -16,8 +16,8 @@ class LoadTargets:
     """Pieces of a state, their memory, and the stored tensors to be loaded into them.
 
     rows      for each piece, the table's row of its tensor
-    indirect  position -> memory of the piece in the state, for pieces that are first loaded into other memory, which
-              `places` has
+    indirect  position -> memory of the piece in the state, for pieces that are first loaded into other memory; for
+              these pieces, `places` has that other memory
     """
 
     __slots__ = ("indirect", "pieces", "places", "rows", "table")

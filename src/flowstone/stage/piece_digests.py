@@ -71,7 +71,8 @@ def digest_pieces(places: Places, rows: NDArray[np.int64], lengths: NDArray[np.u
     """Digest the pieces at `rows` of `places` that are on devices. `lengths`: lengths of the pieces at `rows`, in
     bytes.
 
-    Leaves out pieces on devices that cannot digest, empty pieces, and strided pieces whose layout is not shallow.
+    Leaves out pieces on devices that cannot digest, empty pieces, and strided pieces whose layout is not shallow (see
+    `SideStream.digest`).
     """
     layout, layouts = layouts_of(places, rows)
     is_deep = np.isin(layout, [number for number, layout in enumerate(layouts) if not layout.is_shallow])

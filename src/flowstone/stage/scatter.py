@@ -51,7 +51,7 @@ class ReadResult(msgspec.Struct, frozen=True):
 class ReadTargets(msgspec.Struct, frozen=True, eq=False):
     """The plan of a read, and the memory to fill.
 
-    pieces, places  the requested pieces, and the memory of each; `target` of the plan is a position among them
+    pieces, places  the requested pieces, and the memory of each; the plan's column `target` has positions of pieces
     devices         name -> device, for all devices that have some of this memory
     """
 
@@ -90,7 +90,7 @@ class StoredChunkRuns(msgspec.Struct, frozen=True, eq=False):
 class TargetRows(msgspec.Struct, frozen=True, eq=False):
     """The memory into which runs of chunks are copied, with one entry for each run.
 
-    address  address for the piece's first byte; if there is a layout, of the first element to fill
+    address  address to which the piece's first byte goes; if there is a layout, address of the first element to fill
     layout   number of the memory's layout in `layouts`; -1: the memory is contiguous
     device   number of the device; -1: host memory
     """
@@ -111,7 +111,7 @@ def scatter(
     store: Store, paths: Sequence[str], fill: ReadTargets, arena: Arena,
     on_progress: Callable[[int], None] | None = None, meanwhile: Callable[[], None] | None = None,
 ) -> ReadResult:
-    """Read all that the plan `fill` lists into its memory. Returns when all is read.
+    """Fill the memory of `fill`, as its plan says. Returns when all is read.
 
     paths        the paths of the segment files in the store, by their numbers
     on_progress  called with the number of bytes that were read so far, every POLL_S seconds

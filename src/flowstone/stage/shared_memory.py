@@ -22,7 +22,7 @@ from flowstone.store.mount import available_bytes
 from flowstone.table.pieces import Memory, Piece, Pieces, Places
 
 Read = Callable[[Sequence[int], Places], None]
-"""Fills new, zeroed memory with the stored bytes of the pieces at these positions, ascending; verified."""
+"""Reads the stored bytes of the pieces at these positions (ascending) into new, zeroed memory, and verifies them."""
 
 _PAIRS_MAX = 20_000  # up to so many pairs of strided pieces are compared one by one, which takes 40 ms
 _WORK_MAX = 100_000  # numpy's effort limit for one comparison; views in real states take less than a hundredth
@@ -150,8 +150,8 @@ class _Shadow:
         self._content, self._marks = np.zeros(count, _CARRIERS[self._grain]), np.zeros(count, np.bool_)
 
     def enter(self, position: int, raw: NDArray[np.uint8]) -> Iterator[tuple[int, int]]:
-        """Enter the stored bytes of one piece. If bytes that another piece has entered differ, yields the pair of both
-        pieces.
+        """Enter the stored bytes of one piece. If they differ from bytes that another piece has entered there, yields
+        the pair of both pieces; if they differ among themselves, the pair of the piece with itself.
         """
         memory = self._memory[position]
         content, marks = self._view(self._content, memory), self._view(self._marks, memory)
@@ -170,8 +170,8 @@ class _Shadow:
         self._entered.append(position)
 
     def _view(self, array: NDArray[np.generic], memory: Memory) -> NDArray[np.generic]:
-        """The parts of `array`, which has one entry for each unit of the shared memory, that belong to a piece's
-        elements. A last dimension has the units of one element.
+        """The entries of `array` that belong to a piece's elements. `array` has one entry for each unit of the shared
+        memory; the result's last dimension has the units of one element.
         """
         grain, size = self._grain, array.itemsize
         return np.lib.stride_tricks.as_strided(

@@ -462,7 +462,7 @@ def register_class(
     def register(own: C) -> C:
         if not isinstance(own, type) or (fields is None) != (create is None):
             raise ProviderError(
-                f"{own!r:.60} cannot be registered", expected="a class; both of `fields` and `create`, or none",
+                f"{own!r:.60} cannot be registered", expected="a class, with both `fields` and `create` or neither",
                 next="write register_class(YourClass), or give it both functions",
             )
         if fields is not None and create is not None:

@@ -21,8 +21,8 @@ class VersionCounters:
     """The version counters of a state's tensors, read when the tensors were listed. One entry for each tensor.
 
     tensors  every tensor in the state; kept alive, so that the same objects are read again
-    owners   the storage that the tensor had at that time; `address`: the storage's address
-    counted  the tensor's counter at that time
+    owners   the storage that the tensor had when it was listed; `address`: the tensor's address in memory then
+    counted  the tensor's counter when it was listed
     piece    position of the tensor's piece, or of the piece of which the tensor is an alias
     """
 

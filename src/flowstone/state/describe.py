@@ -27,8 +27,9 @@ def describe(
     known   the layout of an earlier description; the result reuses this object if nothing differs
     whole   whether to refuse tensors of which this process holds only a part, as no other rank saves the other parts
     frozen  the history of parameters that no optimizer owns, from earlier saves; updated by this call
-    copied_bytes_max  limit of copies. If the layout differs from `known`, pieces that are captured early are copied; if
-                      these have more bytes in total, parameters that may change at any time become lazy, too
+    copied_bytes_max  limit of the copies that the save makes of early pieces (captured before `save` returns) if the
+                      layout differs from `known`. If these pieces are longer in total, parameters that may change at
+                      any time become lazy (captured later), too
     anew    whether loads will create all values, without a state to restore into. Then objects that cannot be created,
             and values of unregistered classes, are refused
     raises  UnsupportedStateError, naming the path, for an object that cannot be stored;

@@ -2,7 +2,7 @@
 
 The code of this folder calls no framework directly: it examines tensors through the protocol `Framework`. The code for
 a framework is in an optional folder of the package, named in `_FRAMEWORKS`. That folder has two modules: `framework`
-with the functions of the protocol, and `kinds` with the kinds of its values (`registry.py`).
+with the functions of the protocol, and `kinds` with the code that saves and loads its values (ValueKinds, `kind.py`).
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ if TYPE_CHECKING:  # also the protocol, as creating so large a class would delay
 
         def untie(self, state: Mapping[str, object], loading: Any, aliases: Sequence[Alias], /) -> Sequence[int]:
             """Request separate memory for those of these tied tensors that can be replaced in the state. Returns their
-            positions in the sink.
+            positions in the sink (the list of collected tensors, `sink.py`).
             """
 
 _FRAMEWORKS = ("torch",)
@@ -116,16 +116,17 @@ def _installed() -> str | None:
 
 
 INSTALLED = _installed()
-"""The framework, by its name, which is that of its folder, too."""
+"""The name of the framework, and of its folder in this package; None: no framework is installed."""
 FRAMEWORK = cast("Framework", (
     (INSTALLED and find_extension(f"{INSTALLED}.framework")) or import_module("flowstone.state.numpy_only")
 ))
 
 
 def kinds_module() -> Any:
-    """The module with the kinds of the framework's values: TENSOR_KINDS, which come before arrays in the table of
-    kinds, and OBJECT_KINDS. If the framework's folder was deleted, a module with kinds that refuse its values. None: no
-    framework is installed.
+    """The module whose ValueKinds (`kind.py`) save and load the framework's values: TENSOR_KINDS, which are tried
+    before the kind of numpy arrays, and OBJECT_KINDS. If this installation lacks the folder for the framework (such as
+    `torch/`), returns a module whose kinds refuse the framework's values with an error. None if no framework is
+    installed.
     """
     if INSTALLED is None:
         return None

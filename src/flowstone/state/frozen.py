@@ -40,8 +40,8 @@ class FrozenParameters:
         return self._names
 
     def always_sample(self) -> None:
-        """Compare samples at every call. With `every_step`, an undetected change would be missing from all journaled
-        steps.
+        """Compare samples at every call of `find_unchanged`. With `every_step`, an undetected change would be missing
+        from all journaled steps.
 
         Memory on devices is not sampled, as every save would wait for it.
         """

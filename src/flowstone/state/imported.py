@@ -1,4 +1,4 @@
-"""Finds classes that a file cannot provide: in imported modules, and in the state that is loaded.
+"""Finds classes in imported modules, and in the state that is loaded. A checkpoint has only the names of classes.
 
 As long as a module is not imported, no value can be an instance of its classes.
 """

@@ -2,7 +2,7 @@
 
 The walk (`walk.py`) finds the kind of each value of the caller's state and calls one of the kind's methods. The kind
 writes what it finds into the object of the current pass (`StateScan`, `DescribePass`, `RestorePass`). For values inside
-of the value, the kind calls that object's `walk`.
+of the value, the kind calls the `walk` of the pass.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class ValueKind(ABC):
     types      values of exactly these types are of this kind; they are found before any `recognises` is called
     bases      values of types derived from these are of this kind, too, unless an earlier kind recognises them
     nests      whether values may contain values; the walk refuses a value that contains itself, or is nested too deep
-    one_value  whether an object at two places of a state can be restored to only one value
+    one_value  whether an object at two places of a state must have the same stored value at both
     replaceable  whether a load replaces values by stored ones, unless something in them is written in place
     provided   whether a Provider describes the values; they are stored as a `ProviderRecord`
     is_object  whether a value is restored into the existing object, which no new object can replace
@@ -54,7 +54,8 @@ class ValueKind(ABC):
 
     @abstractmethod
     def describe(self, value: object, place: Place, saving: DescribePass, role: TensorRole) -> object:
-        """Add the tensors of `value` to the sink. Returns the object that is stored for `value` in the checkpoint.
+        """Add the tensors of `value` to the sink (the list of tensors to save, `sink.py`). Returns the object that is
+        stored for `value` in the checkpoint.
 
         role  if `value` is a tensor: what it is in the object that contains it, such as a parameter
         """

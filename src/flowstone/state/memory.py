@@ -26,7 +26,7 @@ class Columns(msgspec.Struct, frozen=True, eq=False):
 
     address  address of element (0, ..., 0)
     owners   objects that keep the memory alive
-    versions version counters, see `Framework.versions_of`; only if the argument `hold` was True
+    versions version counters, see `Framework.versions_of`; only if the argument `hold` of `Framework.columns` was True
     odd      positions, ascending, of tensors that are not contiguous, or whose memory has other values than they show
              (conjugate or negative bit)
     device   index of each tensor's device in `devices`; -1: host memory. Empty if there are no devices
@@ -65,7 +65,7 @@ def check_array(array: np.ndarray, name: str) -> DType:
         name,
         array,
         f"has dtype {array.dtype.str}",
-        "convert it with astype() to a native bool, integer, float16 to float64 or complex type, or to a list",
+        "convert it with astype() to a native bool, integer, float16 to float64 or complex type, or with tolist()",
     )
 
 

@@ -38,8 +38,8 @@ _NAMES = {own: kind for kind, own in _KINDS.items()}
 
 
 def value_name(value: object, place: Place | None = None) -> NamedConstant | None:
-    """The text by which a value is stored; None if it is not a value of these kinds. `place`: where it is in the state,
-    for a warning.
+    """The text by which a value is stored; None if this module cannot store it as text. `place`: where it is in the
+    state, for a warning.
     """
     own = type(value)
     if isinstance(value, enum.Enum):
@@ -71,7 +71,8 @@ def named_value(constant: NamedConstant, path: str) -> object:
     except LookupError as error:
         raise UnsupportedFormatError(
             f"the object '{path}' is of an unknown enumeration or time zone", found=constant.text,
-            next="register the enumeration with fs.register_class(), or load into a state that has a member of it",
+            next="register the enumeration with fs.register_class(), or load into a state that has a member of it; for "
+            "a time zone, install the package tzdata",
         ) from error
     except (ValueError, ArithmeticError, TypeError, OSError) as error:
         raise DamagedError(

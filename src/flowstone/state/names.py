@@ -14,7 +14,7 @@ from flowstone.format.objects import key_text, unsupported_error
 WRAPPERS = frozenset({
     "_orig_mod", "module", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_forward_module", "_original_module",
 })
-"""Components that wrappers add to names, the last two Fabric's; checkpoints omit them."""
+"""Components that wrappers add to names (the last two are from Fabric). Checkpoints omit all of them."""
 _WRAPPERS = re.compile(rf"(?:^|(?<=\.))(?:{'|'.join(sorted(WRAPPERS))})\.")
 
 PLAIN_KEYS = frozenset({str, int})

@@ -44,8 +44,8 @@ class NewValues:
         self._names: dict[str, str] = {}
 
     def request(self, node: object, place: Place, live: object = MISSING) -> None:
-        """Allocate the tensors to which `node` refers, and request them. Tensors that are not stored become
-        differences.
+        """Allocate the tensors to which `node` refers, and request them. Tensors that are not stored are recorded as
+        differences between state and checkpoint.
 
         live  the value that the new one replaces; objects in it are kept and restored
         """
@@ -92,7 +92,7 @@ class NewValues:
             why = "is not registered" if entry is None else "cannot create objects"
             expected = f"an object in the state, or a provider that creates '{node.kind}'"
             if entry is None and not node.parts:
-                why, expected = "or class is not registered", f"{expected}, or its class by fs.register_class()"
+                why, expected = "or class is not registered", f"{expected}, or its class given to fs.register_class()"
             self._loading.add_difference("kind", place.name, expected, f"{describe_node(node)}, whose provider {why}")
             return
         refusal = entry.refusal(node.objects)

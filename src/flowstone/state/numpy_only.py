@@ -24,7 +24,7 @@ def is_tensor(value: object) -> bool:
 
 
 def columns(tensors: Sequence[Any], names: Sequence[str], *, hold: bool) -> Columns:
-    """A table without values: all memory belongs to arrays, which the sink enters by itself."""
+    """A table without values: all memory belongs to arrays, and the sink (`sink.py`) fills in their values itself."""
     count = len(tensors)
     return Columns(
         [DTYPES["uint8"]] * count, [()] * count, np.zeros(count, np.uint64), [None] * count,
@@ -77,7 +77,7 @@ def constant_name(value: object) -> NamedConstant | None:
 
 
 def constant(constant: NamedConstant, path: str) -> object:
-    raise LookupError(constant.kind)
+    raise LookupError(constant.kind)  # the caller, `constants.constant_of`, raises an error with name and remedy
 
 
 def generator_state(generator: Any) -> Any:

@@ -1,4 +1,6 @@
-"""The registered providers, by type and by kind."""
+"""The registered providers (which save and load objects of a user's type), by type and by kind. The kind is the name of
+these objects in checkpoints.
+"""
 
 from __future__ import annotations
 

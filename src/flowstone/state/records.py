@@ -1,4 +1,4 @@
-"""The objects that this folder returns to others, and PerRank and Shard, which users put around values."""
+"""The objects that this folder returns to other folders, and PerRank and Shard, which users put around values."""
 
 from __future__ import annotations
 
@@ -36,9 +36,8 @@ class PerRank:
     """A value that each rank has for itself, such as its random number generators. A load replaces `value`.
 
     redistribute  a function that is called as `redistribute(states, rank, ranks)` if the checkpoint was saved by
-                  another
-                  number of ranks. `states` are the saved values in rank order, as plain values (for an object, its
-                  state_dict). The function returns what is loaded on rank `rank`. It runs on every rank, and must
+                  another number of ranks. `states` are the saved values in rank order, as plain values (for an object,
+                  its state_dict). The function returns what is loaded on rank `rank`. It runs on every rank, and must
                   divide the states in the same way on all. Without it, rank r loads the value of rank r mod N, if N
                   ranks have saved
     """

@@ -1,4 +1,4 @@
-"""The registry: the table of all kinds."""
+"""The registry: the table of all kinds. A kind saves and loads the values of some types (`kind.py`)."""
 
 from __future__ import annotations
 

@@ -63,8 +63,8 @@ class Restoration:
         """Increment the version counters of all tensors that the load writes. Autograd does not see these writes, and a
         graph that has saved a tensor must detect them.
 
-        Must be called once bytes may change. Call it while bytes are read, as it takes noticeable time for tens of
-        thousands of tensors.
+        Must be called once the read has begun, as bytes may change from then on. Call it during the read, because it
+        takes noticeable time for tens of thousands of tensors.
         """
         if not self._counted:
             self._counted = True
@@ -164,7 +164,7 @@ def _redistribute(loading: RestorePass, section: str, holder: PerRank, rank: int
     if not (kind.takes_state(value) or (kind.replaceable and id(value) not in loading.state_scan.live)):
         raise unsupported_error(
             section, value, "cannot be redistributed",
-            "give redistribute= to a PerRank of plain values, or of one object with state_dict()",
+            "use redistribute= only for a PerRank of plain values, or of one object with state_dict()",
         )
     new_values, hook, states = NewValues(loading), holder.redistribute, loading.stored.by_rank[section]
     assert hook is not None

@@ -1,5 +1,5 @@
-"""The pass over a state that lists its tensors and values for a save. Kinds add tensors to its sink, and read facts
-about the full state from it.
+"""The pass over a state that lists its tensors and values for a save. Kinds (`kind.py`) add tensors to the pass's sink
+(`sink.py`), and read facts about the full state from the pass.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from flowstone.state.sink import TensorRole, TensorSink
 from flowstone.table.pieces import Layout, Places
 
 Inner: TypeAlias = "Literal['walked', 'marked', 'refused']"
-"""How a load finds an object inside of another's state: by the walk, by a marker, or not at all."""
+"""How a load finds an object inside of another object's state: by the walk, by a marker, or not at all."""
 
 
 class DescribeWalk(Protocol):

@@ -12,7 +12,7 @@ from flowstone.state.records import Shard
 T = TypeVar("T")
 
 FindWalk: TypeAlias = Callable[[object, Place], bool]
-"""Scans a value of any kind; returns whether it is live."""
+"""Scans a value of any kind; returns whether it is live (a load writes the value, or something in it, in place)."""
 
 
 class StateScan:

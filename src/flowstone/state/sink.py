@@ -148,7 +148,7 @@ class TensorSink:
         position of its piece (for an alias, of its target's piece).
 
         apart   the memory of the tensors that `columns.odd` lists
-        known   an earlier layout. If nothing differs, it is returned; otherwise its arrays are reused where equal
+        known   an earlier layout. It is returned if nothing differs; if only `lazy` differs, all else of it is reused
         frozen  the history of parameters that no optimizer owns, from earlier saves
         copied_bytes_max  see `describe`
         raises  CollisionError if two places have the same name, UnsupportedStateError for an invalid name
@@ -193,7 +193,8 @@ class TensorSink:
         return layout, places, self._pieces_of(ties)
 
     def _kept_roles(self, positions: Sequence[int], ties: Mapping[int, int]) -> NDArray[np.uint8]:
-        """The role of each piece. If the roles of its names differ, BUFFER if one of them is a buffer, else OTHER."""
+        """The role of each piece. If the roles of its names differ: BUFFER if the first name is a buffer, else OTHER.
+        """
         roles = np.frombuffer(bytes(self._roles), np.uint8)
         if not ties:
             return roles
@@ -207,7 +208,9 @@ class TensorSink:
         self, roles: NDArray[np.uint8], positions: Sequence[int], pieces: Pieces, places: Places,
         frozen: FrozenParameters | None
     ) -> tuple[bool, ...]:
-        """For each piece, whether it is lazy. Lazy are pieces that only optimizer steps change, and frozen ones."""
+        """For each piece, whether it is lazy (captured after `save` returns). Lazy pieces are those that only optimizer
+        steps change, and frozen ones.
+        """
         lazy = roles == TensorRole.STEPPED
         unowned = np.flatnonzero(roles == TensorRole.UNOWNED).tolist()
         unowned = [row for row in unowned if pieces[row].bytes >= PACKED_BELOW_BYTES]
@@ -310,8 +313,8 @@ def _part(name: str, extent: str) -> UnsupportedStateError:
 def _within_budget(
     pieces: Pieces, roles: NDArray[np.uint8], lazy: Sequence[bool], copied_bytes_max: int
 ) -> tuple[bool, ...]:
-    """`lazy`, unchanged if copies of all early pieces fit into `copied_bytes_max`. Otherwise parameters become lazy,
-    too.
+    """`lazy`, unchanged if copies of all other (early) pieces fit into `copied_bytes_max`. If not, parameters
+    become lazy, too.
 
     If such a parameter changes before its capture, the save fails and names it.
     """

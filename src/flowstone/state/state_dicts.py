@@ -1,4 +1,4 @@
-"""Results of `state_dict()` in a state, instead of the objects themselves, as users of torch.save write.
+"""State dicts in a state. Users of torch.save often pass the result of `state_dict()` instead of the object itself.
 
 They are saved, and loaded back into such dicts. But nothing in them is captured lazily, and an optimizer's state is
 named by the numbers of parameters, which depend on the order of the parameters. A stored state dict can be loaded into
@@ -106,8 +106,8 @@ def lacks_optimizer_state(value: object, node: object) -> bool:
 
 
 def refuse_optimizer_state(loading: RestorePass, value: object, node: object, place: Place) -> bool:
-    """Whether the state_dict() in the state lacks tensors for the stored optimizer state. If so, a difference is
-    recorded.
+    """Whether the checkpoint has an optimizer, not a state_dict(). If so, records this difference. If the state_dict()
+    in the state lacks tensors for a stored state_dict(), only adds a remedy.
     """
     itself = f"pass the optimizer itself as {place.path}, not its state_dict()"
     if stored_optimizer(node) is not None:

@@ -1,8 +1,9 @@
 """The walk: the one recursion over the objects of a state.
 
 There are three passes over a state: one finds what it contains, one lists its tensors and values for a save, and one
-plans a load. Each pass is a `Walk`, which finds the kind of a value and calls a method of that kind; the kind calls the
-walk for the values inside. The first pass that reaches a value that contains itself, or is nested too deep, refuses it.
+plans a load. Each pass is a `Walk`, which finds the kind of a value (`kind.py`) and calls a method of that kind; the
+kind calls the walk for the values inside. The first pass that reaches a value that contains itself, or is nested too
+deep, refuses it.
 """
 
 from __future__ import annotations

@@ -1,3 +1,3 @@
-"""Where checkpoints are stored. A store has names and bytes, syncs and renames. This package needs neither torch nor
-plans.
+"""Where checkpoints are stored. A store has names and bytes, and methods to sync and rename them. This package needs
+neither torch nor plans of saves.
 """

@@ -129,7 +129,7 @@ UNPACED = Pace()
 
 
 class WatchCoverage(msgspec.Struct, frozen=True):
-    """How the memory that is captured after `save` has returned is watched for changes until then: how many bytes
+    """How memory that is captured after `save` has returned is watched for changes until its capture: how many bytes
     exactly, and how many by samples.
 
     huge_bytes  how many of exact_bytes are in huge pages
@@ -190,7 +190,8 @@ class ReadHandle(Protocol):
     """A running read of ranges of files into memory."""
 
     def aim(self, rows: ReadExtents) -> None:
-        """For a read with `ahead`: set the memory to fill. `rows` are the same as before, with addresses. Call it once.
+        """For a read with `ahead`: set the memory to fill. `rows` are those of `read_extents`, now with addresses. Call
+        it once.
         """
 
     def wait(self, timeout_s: float) -> bool:
@@ -328,8 +329,8 @@ class BulkBytes(Protocol):
     def free_bytes(self) -> int: ...
 
     def settings(self, direction: Direction) -> Settings:
-        """The settings with which this store moves bytes in this direction. An arena for the store has blocks of their
-        `request_bytes`.
+        """The settings with which this store moves bytes in this direction. An arena for the store has blocks of the
+        settings' `request_bytes`.
         """
 
     def write(

@@ -134,7 +134,7 @@ class ReservingWriteHandle(WriteWaits):
         return self._job.file_ends or [file.bytes for file in self._plans]
 
     def _early_end(self) -> FlowstoneError | None:
-        """Why the job has ended early, unless a single file is the cause; None if it has not ended early."""
+        """Why the job has ended early; None if it has not. A fault in one file was handled by the caller before."""
         if self._job.fault is None and self._refusal is not None:
             if not isinstance(self._refusal, FlowstoneError):
                 raise self._refusal
@@ -243,8 +243,8 @@ def errno_of(fault: Fault) -> int:
     """The errno of a fault.
 
     A write beyond the limit on the size of files (ulimit -f) is cut at the limit. If the limit is in the middle of a
-    block, the kernel refuses the rest of a write with O_DIRECT with EINVAL, as it is unaligned. This error is also
-    reported as EFBIG.
+    block, the rest of a write with O_DIRECT is unaligned, so the kernel refuses it with EINVAL. For this EINVAL, EFBIG
+    is returned.
     """
     if fault.errno != errno.EINVAL or fault.operation != "write":
         return fault.errno

@@ -272,7 +272,7 @@ class LocalStore:
         return LocalAppendFile(self.root, self.system, self._engines, path)
 
     def read_into(self, path: str, offset_bytes: int, target: memoryview) -> int:
-        """See store.appendable.AppendableStore; past the page cache where that works."""
+        """See store.appendable.AppendableStore. Reads past the page cache where that works."""
         opened = Descriptors()
         with self._translated("read", path):
             try:

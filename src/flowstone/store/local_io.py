@@ -111,10 +111,10 @@ class LocalReadHandle:
     """Reads ranges of files for one load, and owns the descriptors. The read starts when this is created. Raises an
     error if the system refuses to open the files.
 
-    Opens only files that are read; if there are more than may be open at once (READ_FILES_MAX), in batches. Files whose
-    chunks are computed from each other stay in one batch. Reading changes nothing on disk. So if the system refuses
-    O_DIRECT or the engine in the middle of the read, everything is read again through the page cache, or with POSIX
-    threads.
+    Opens only files that are read. If they are more than may be open at once (READ_FILES_MAX), opens them in batches.
+    Files whose chunks are computed from each other stay in one batch. Reading changes nothing on disk. So if the system
+    refuses O_DIRECT or the engine in the middle of the read, everything is read again through the page cache, or with
+    POSIX threads.
     """
 
     def __init__(
@@ -162,8 +162,8 @@ class LocalReadHandle:
 
     def _is_in_place(self) -> bool:
         """Whether to read directly into the memory to fill, instead of through the arena. The caller or the tuning
-        decides. Otherwise True if the files are in memory (such as tmpfs): a direct read copies their bytes once, and a
-        read through the arena copies them twice (docs/performance/in-place.md).
+        decides. If neither does, True if the files are in memory (such as tmpfs): a direct read copies their bytes
+        once, and a read through the arena copies them twice (docs/performance/in-place.md).
         """
         settings = self._running.settings
         if settings.tuning.in_place or settings.origin == "tuned" or "read_in_place" in settings.explicit:
@@ -266,7 +266,7 @@ class _Sums:
         self._spans: list[_native.SpanColumns] = []
 
     def discount(self, job: _native.ReadJob) -> None:
-        """Subtract a job whose ranges are read again."""
+        """Note which memory a job has changed, and its times. Its bytes do not count, if its ranges are read again."""
         self._touched = job.touched if self._touched is None else self._touched | job.touched
         self._spans.append(job.spans)
 

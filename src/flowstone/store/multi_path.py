@@ -18,8 +18,8 @@ class MultiPath(Protocol):
         """
 
     def sync_segments(self, directory: str) -> None:
-        """Make durable that this process has created or removed segments on paths other than the first. `directory`:
-        the directory of the unfinished checkpoint.
+        """Sync the names of segments that this process has created or removed on paths other than the first.
+        `directory`: the directory of the unfinished checkpoint.
 
         raises  StorageError
         """

@@ -37,8 +37,8 @@ class OpenFile(msgspec.Struct, frozen=True):
 
 
 class OpenFiles:
-    """Owns the descriptors of files. Forked children close their copies, since a removed file occupies its space as
-    long as any copy is open.
+    """Owns the descriptors of files. Forked children close their copies of these, since a removed file occupies its
+    space as long as any copy is open.
 
     descriptors  descriptors of the files, and of a file that is about to be added
     """

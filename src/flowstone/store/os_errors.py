@@ -29,7 +29,7 @@ _REMEDIES = {
     errno.EMFILE: "raise the limit on open files of a process (ulimit -n)",
     errno.ENFILE: "raise the machine's limit on open files (fs.file-max)",
     errno.EFBIG: "raise the limit on the size of files (ulimit -f), or use a file system that takes larger ones",
-    errno.EXDEV: "an overlay cannot rename entries of its lower layer; copy the store to a file system of its own",
+    errno.EXDEV: "an overlay cannot rename entries of its lower layer; copy the store to another file system",
     errno.EINVAL: 'the file system may refuse direct I/O here; use EngineOptions(direct="auto"), or "off"',
     errno.ENOMEM: "free some memory, or raise the limits on memory (ulimit -v, ulimit -l, memory.max)",
 }
@@ -42,7 +42,7 @@ def explain(
     """The error for `operation` on `path` that failed with the errno `code`, in the store at `root`.
 
     reach         the range of the file that was read or written, as text
-    needed_bytes  the length of all files to be written in bytes, if known
+    needed_bytes  total length, in bytes, of the files to be written, if known
     remedy        what to do next; None: the usual advice for this errno
     """
     facts: dict[str, object] = {"reason": f"{os.strerror(code)} ({errno.errorcode.get(code, code)})"}

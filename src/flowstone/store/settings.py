@@ -28,8 +28,8 @@ class Settings(msgspec.Struct, frozen=True):
 
     tuning    the settings in use; backend "auto" is replaced by an engine when one starts
     direct    the caller's option `direct`; "auto": see `direct_at`
-    origin    where the settings come from that the caller did not give: "tuned" or "default"; "explicit" if the caller
-              gave all
+    origin    source of the settings that the caller did not give: "tuned" or "default"; "explicit" if the caller gave
+              all
     explicit  the names of the options that the caller gave
     """
 

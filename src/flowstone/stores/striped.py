@@ -23,9 +23,9 @@ class Striped(StripedStore):
              path with weight 0 is read, but not written
     engine   I/O options (EngineOptions); each path has its own queue of requests
 
-    Bytes that a path refuses go to the first path, and the refusing path is not used for a while. A load that needs a
-    missing path raises an error that names the missing files. To open the store later, the first path alone is enough,
-    as a file in it lists the other paths (docs/STRIPED.md).
+    Bytes that a path refuses go to another directory, and the refusing path is not used for a while. A load that needs
+    a missing path raises an error that names the missing files. To open the store later, the first path alone is
+    enough, because a file in it lists the other paths (docs/STRIPED.md).
 
     The idea of several paths at once, weighted by their measured rates, is MLP-Offload's (A. Maurya et al., SC 2025).
 

@@ -73,7 +73,7 @@ class Box:
 
 def products(numbers: NDArray[np.int64], starts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
     """The product of each run of numbers. `starts`, `counts`: where each run begins in `numbers`, and its length. The
-    product of an empty run, the shape of a scalar, is 1.
+    product of an empty run (the shape of a scalar) is 1.
     """
     result = np.ones(len(counts), np.int64)
     for dim in range(int(counts.max(initial=0))):

@@ -2,8 +2,8 @@
 
 A *logical chunk* is CHUNK_BYTES of a piece's bytes in row-major order; the last one may be shorter. The *stored chunk*
 is its encoded form in a segment file, with a digest of the stored bytes. Without a codec both are equal, and the chunks
-of a piece follow each other in one range of the segment file, the piece's *extent*. The positions of chunks are then
-computed. If some chunk is encoded, or stored elsewhere, `StoredChunks` lists the positions of all.
+of a piece follow each other in one range of the segment file, the piece's *extent*. In that case the positions of
+chunks are computed. If some chunk is encoded, or stored elsewhere, `StoredChunks` lists the positions of all.
 """
 
 from __future__ import annotations

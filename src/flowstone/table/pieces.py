@@ -8,7 +8,8 @@ with different lifetimes:
 
     Pieces  names, dtypes, shapes, boxes, and which are buffers; reused between saves, shared by ranks, sent, and stored
             as an index
-    Layout  pieces, aliases, and which are lazy; plans are made from it, and reused until it changes
+    Layout  pieces, aliases (tied weights), and which are lazy (may be captured after `save` has returned); plans are
+            made from it, and reused until it changes
     Places  addresses, devices, and the owners that keep the memory alive; for one save or one load
 """
 
@@ -81,7 +82,7 @@ def row_bytes(row: Memory) -> int:
 
 
 class Block(msgspec.Struct, frozen=True):
-    """The part of a replica that one rank writes: a range of a piece along one dimension.
+    """The part of a replica (a piece that several ranks have) that one rank writes: a range along one dimension.
 
     position       position of the piece among the pieces that the rank writes
     dim            that dimension: the first of more than one element, so that a block of a dense piece is dense
@@ -196,8 +197,8 @@ class Pieces(Sequence[Piece]):
     parts  positions of the pieces that are only a part of their tensor, ascending; all other pieces are full tensors
     boxes  the boxes of these parts, concatenated: for each, ndim offsets, then ndim lengths, in elements
     kinds  for each of these parts the number of its box in `boxes`; None: each part has its own box
-    rows   for each piece the position of its tensor, as with all ranks a tensor may have several pieces; None: each
-           tensor has one piece, in order
+    rows   for each piece the position of its tensor; if these are the pieces of all ranks, a tensor may have several.
+           None: each tensor has one piece, in order
     """
 
     tensors: TensorColumns
@@ -208,7 +209,7 @@ class Pieces(Sequence[Piece]):
 
     @classmethod
     def of(cls, pieces: Sequence[Piece]) -> Pieces:
-        """`pieces` as Pieces; they are returned if they are that already."""
+        """`pieces` as Pieces; returned unchanged if they are Pieces already."""
         if isinstance(pieces, Pieces):
             return pieces
         columns = zip(*((piece.name, piece.dtype, piece.shape) for piece in pieces), strict=True)
@@ -366,8 +367,8 @@ class Pieces(Sequence[Piece]):
         return flat
 
     def take(self, positions: Sequence[int], blocks: Sequence[Block] = ()) -> Pieces:
-        """The pieces at `positions`, ascending. Each of `blocks` replaces the piece at one of these positions by a part
-        of it; a piece with several blocks has several positions.
+        """The pieces at `positions`, which are ascending. Each of `blocks` replaces one of them by a part of it. For a
+        piece with several blocks, `positions` contains its position once for each block.
         """
         if len(positions) == len(self) and not blocks:
             return self

@@ -4,7 +4,8 @@
     [--> all read again and verified] --> manifest, sync --> rename, or the put of the manifest
 
 The copy has the same manifest, byte for byte, so the checkpoint has the same id, step and store identity in every tier.
-The copy has all chunks that its index refers to. docs/ORDERING.md (Tiers) describes crashes at each operation.
+The copy has all chunks that its index refers to. A *draft* is the directory of an unfinished checkpoint.
+docs/ORDERING.md (Tiers) describes crashes at each operation.
 """
 
 from __future__ import annotations

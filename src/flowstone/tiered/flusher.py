@@ -1,4 +1,4 @@
-"""The flusher of one farther tier: its queue of checkpoints. They are flushed in order, each until it succeeds."""
+"""The flusher of one farther tier: it copies queued checkpoints into the tier in order, each until it succeeds."""
 
 from __future__ import annotations
 
@@ -165,7 +165,9 @@ class Flusher:
         self._is_ending = True
 
     def retry_now(self) -> int:
-        """Start the next attempt now, even after a failure. Returns the number of this attempt, for `await_idle`."""
+        """Start the next attempt now, even after a failure. Returns how many attempts have failed so far, for
+        `await_idle`.
+        """
         with self._changed:
             self._retry_at = 0.0
             tries = self._tries
@@ -173,8 +175,7 @@ class Flusher:
         return tries
 
     def await_idle(self, tries: int, timeout_s: float) -> bool:
-        """Wait until the queue is empty, or an attempt after number `tries` has failed. Returns False after
-        `timeout_s`.
+        """Wait until the queue is empty, or more than `tries` attempts have failed. Returns False after `timeout_s`.
         """
         with self._changed:
             return self._changed.wait_for(

@@ -30,7 +30,7 @@ def copy_newest(source: StoreInMemory, target: Store, holder: str) -> FlushResul
 
     First the rewinds of `source` are repeated in `target`: the same steps are set aside, and the notes are written. If
     `target` already has the checkpoint, nothing is copied. A checkpoint that is damaged in `source` is skipped, with a
-    warning. All files of a checkpoint are opened before the first is copied, as the memory agent may end meanwhile.
+    warning. All files of a checkpoint are opened before the first is copied, since the memory agent may end meanwhile.
     Before the copy is published, its bytes are read again from `target`, past its cache.
 
     raises   StepExistsError  `target` has another checkpoint of that step, or a newer step; or `target` was rewound,

@@ -40,8 +40,8 @@ class Tier:
                  memory and peers' memory keep only the newest `generations` checkpoints: others are dropped, too
     lag_bytes    how many bytes of segments may wait for a flush; the newest checkpoint may always wait. None: no limit
     drain_s      how long `close` waits, in seconds, until all waiting checkpoints are flushed
-    prefetch     whether a checkpoint that was loaded from a farther tier is copied to this one, in the background,
-                 until the first save. A job locks and writes a tier with this option even if it only loads
+    prefetch     whether a checkpoint that was loaded from a farther tier is copied to this one in the background. The
+                 first save cancels the copy. A job locks and writes a tier with this option even if it only loads
     """
 
     store: StorePlace

@@ -1,6 +1,6 @@
 """Copy a checkpoint that was loaded from a farther tier into nearer tiers, for the next restart.
 
-A separate thread copies after the load. The first save cancels the copy, as the save itself goes to the nearest tier.
+A separate thread copies after the load. The first save cancels the copy: the save itself goes to the nearest tier.
 A job that does not save takes no lock and writes nothing, unless a tier in its list has `prefetch`.
 """
 
@@ -64,9 +64,9 @@ class TierPrefetcher:
         """Cancel the copy, remove its draft, and wait for its end. A thread that hangs in a store is abandoned.
         """
         self._is_called_off = True
-        if self.wait(_END_S) is not None:
+        if (unfinished := self.wait(_END_S)) is not None:
             self._is_left_behind = True
-            log.warning("%s does not answer; the prefetch into it is abandoned", self._under_way)
+            log.warning("%s does not answer; the prefetch of step %d into it is abandoned", *unfinished)
 
     def wait(self, timeout_s: float) -> tuple[str, int] | None:
         """Wait at most `timeout_s` for the end of the copy. Returns its tier and step if it is still running, else
@@ -117,7 +117,10 @@ class TierPrefetcher:
             self._prepare(target, manifest)
             contents = apply_rewinds(target, self._others(target))
             if contents.steps and contents.steps[-1] > step:
-                raise StorageError(f"{target.location} has step {contents.steps[-1]}, which is newer than step {step}")
+                raise StorageError(
+                    f"{target.location} already has the newer step {contents.steps[-1]}, so step {step} was not copied "
+                    "into it; nothing needs to be done"
+                )
             return flush(source, target, step, UNPACED, self._on_batch, manifest.id).bytes
         finally:
             if not self._is_left_behind:  # if it is, this process' writer may hold the lock by now

@@ -107,7 +107,7 @@ class TieredLoads(Loads):
         self, step: int | None, state: Mapping[str, object], rules: Sequence[LoadRule], *, verify_first: bool,
         fallback: bool,
     ) -> LoadReport:
-        """Load `step`, or the newest step for None, from the nearest tier that has it undamaged. If it is damaged in
+        """Load `step` (None: the newest step) from the nearest tier that has it undamaged. If it is damaged in
         all tiers, `fallback` loads the newest earlier step.
         """
         candidates = self._choose(step, fallback=fallback)

@@ -171,7 +171,7 @@ class TierSetup:
     def _take(self, step: int, identity: str | None = None) -> ExpeditingFuture[Checkpoint] | None:
         """Remove and return the `durable` future of a save, which the caller completes now.
 
-        identity  id of the checkpoint, as the step may have been saved again after a rewind; None: any id
+        identity  id of the checkpoint, since the step may have been saved again after a rewind; None: any id
         """
         with self._lock:
             save = self._promises.get(step)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-_TORCH = ("torch.nn.", "torch.distributed.")  # overrides and hooks of torch itself only serve old versions, and shards
+_TORCH = ("torch.nn.", "torch.distributed.")  # torch's own overrides and hooks only serve old versions and shards
 
 
 def loads_itself(module: torch.nn.Module) -> bool:

@@ -35,7 +35,7 @@ class FlatSlice(msgspec.Struct, frozen=True):
 
     @property
     def is_absent(self) -> bool:
-        """Whether this rank has no element of the tensor, as other ranks have all. False for a tensor without elements.
+        """Whether this rank has no element of the tensor: other ranks have all. False for a tensor without elements.
         """
         return self.length == 0 and math.prod(self.shape) > 0
 

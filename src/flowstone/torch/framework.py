@@ -129,7 +129,7 @@ def constant(constant: NamedConstant, path: str) -> object:
 
 
 def untie(state: Mapping[str, object], loading: RestorePass, aliases: Sequence[Alias]) -> Sequence[int]:
-    """Request separate memory for those of these tied tensors that can be replaced in the state."""
+    """Request separate memory for each tied tensor in `aliases` that can be replaced in the state."""
     from flowstone.torch.untie import untie  # imported here: few states have such entries
 
     return untie(state, loading, aliases)

@@ -93,7 +93,7 @@ class FsdpModule:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """In the `with` block, the hooks are disabled with which a FullyShardedDataParallel gathers parameters around
+        """Disable, in the `with` block, the hooks by which a FullyShardedDataParallel gathers parameters around
         state_dict() and load_state_dict().
         """
         kept: list[tuple[dict[str, Any], str, Any]] = []

@@ -1,7 +1,8 @@
-"""Modules wrapped by FSDP1: of a flat parameter, the original parameters in it are saved and restored.
+"""Modules wrapped by FSDP1: the original parameters inside of each flat parameter are saved and restored.
 
-The table of kinds does not contain such modules: for the walk they are modules, and only the tree of a module shows
-that FSDP1 wraps it (`module_entries.py`). `fsdp1.py` finds the part of a flat parameter that is on this rank.
+The table of kinds (KindTable: how to save each type of value) has no entry for such modules. The walk over the state
+treats them as modules, and only the tree of a module shows that FSDP1 wraps it (`module_entries.py`).
+`fsdp1.py` finds the part of a flat parameter that is on this rank.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from flowstone.torch.roles import ModuleRoles
 
 
 def describe(fsdp: FsdpModule, place: Place, saving: DescribePass, roles: ModuleRoles) -> None:
-    """Add this rank's part of the parameters that FSDP1 has flattened to the save."""
+    """Add to the save this rank's part of the parameters that FSDP1 has flattened."""
     for unit in fsdp.units:
         for span, own in zip(unit.spans, unit.originals or repeat(unit.flat), strict=False):
             inner = place.called(f"{place.name}.{span.name}", span.name)

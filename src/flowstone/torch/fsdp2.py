@@ -1,4 +1,4 @@
-"""FSDP2: reads the shards of a module's parameters, which its optimizer has, without changing the module.
+"""FSDP2: reads the shards of a module's parameters (the tensors that its optimizer has) without changing the module.
 
 A forward or backward pass temporarily puts gathered parameters into the module. The module's own state_dict() first
 puts the shards back, which would break a pass on another thread. So the shards are put into a copy of the module's

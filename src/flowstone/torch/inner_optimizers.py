@@ -1,8 +1,10 @@
-"""Optimizers inside of other optimizers: finds the object that has the state, and the objects whose steps must wait.
+"""Optimizers inside of other optimizers: finds the object that has the state, and the objects whose steps must wait
+for captures.
 
 Wrappers add something to a step (Accelerate, Lightning, Fabric, a schedule); containers step several optimizers
 (torchtitan). Wrappers and containers are saved like the optimizers inside, so that a checkpoint of a wrapped optimizer
-loads into a bare one. The fence guards all of them, so it does not matter whose step is called.
+loads into a bare one. The fence (the wait of a step for captures) guards all of them, so it does not matter
+whose step is called.
 """
 
 from __future__ import annotations

@@ -82,8 +82,8 @@ def load_entries(
     module: torch.nn.Module, entries: Mapping[str, object], metadata: object, place: Place, *,
     fsdp: FsdpModule | None, shown: Collection[str], stored: StoredState,
 ) -> None:
-    """Load entries by the module's load_state_dict(). Raises for an entry that the module does not read, or that it
-    misses.
+    """Load entries by the module's load_state_dict(). Raises for an unexpected entry, which the module does not
+    read, and for a missing one.
 
     fsdp    the flat parameters that FSDP1 made in the module; None: there are none
     shown   the names of all entries of the module's state_dict(). All of them except `entries` have the loaded values

@@ -2,8 +2,8 @@
 names.
 
 A slot is a value for one parameter. A subclass, or a class of another name, fits if it has the same slots. Newer
-versions of a class may add or remove settings. So only numeric settings are compared, since every release adds flags,
-and optimizers do not fit only if each of them has a numeric setting that the other lacks.
+versions of a class may add or remove settings. So only numeric settings are compared, since every release adds flags.
+Settings are a mismatch if each optimizer has a numeric setting that the other lacks.
 """
 
 from __future__ import annotations

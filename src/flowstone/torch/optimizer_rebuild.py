@@ -1,4 +1,4 @@
-"""Restores optimizers: groups and slots (values for a parameter) get the stored values, without a step and a cast."""
+"""Restores optimizers: groups and slots (values for a parameter) get the stored values, without a step or a cast."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ class Rebuild:
         return None
 
     def match_groups(self, stored: list[StoredGroup]) -> None:
-        """Find for each stored group the optimizer's group with the same members, in any order; then also for groups of
-        which only some members are on this rank.
+        """Find for each stored group the optimizer's group with the same members, in any order. Groups of which only
+        some members are on this rank come last.
         """
         rename = self.loading.stored.rename
         if [list(map(rename, group.params)) for group in stored] == list(map(list, self.view.paths)):
@@ -103,8 +103,8 @@ class Rebuild:
     def _match_parts(
         self, stored: list[tuple[int, StoredGroup, dict[str, ParameterMember | None]]], waiting: list[int]
     ) -> None:
-        """Find for each remaining stored group the optimizer's group that has its members on this rank. Members that
-        are on no rank, and groups without a counterpart, become differences.
+        """Find for each remaining stored group the optimizer's group that consists of its members on this rank.
+        Members that are on no rank, and groups without a counterpart, become differences.
         """
         for i, group, members in stored:
             here = {member.home.path for member in members.values() if member is not None}
@@ -159,7 +159,7 @@ class Rebuild:
         self.loading.request_tensor(tensor, ref, place.called(name, place.key), within=within)
 
     def request_same_slots(self, slots: SlotColumns) -> None:
-        """Request all slots in place, as the optimizer has exactly the stored slots."""
+        """Request that all slots are read into their existing tensors: the optimizer has exactly the stored slots."""
         names, keys, values = slots
         self.loading.request_tensors(self.place, keys, names, values)
         self._keeps_all = True
@@ -309,14 +309,14 @@ class Rebuild:
         mine, other = (objects.encode(without_tensors(value), place.name) for value in (first, node))
         if mine != other or refers_to_tensors(node):
             self.loading.add_difference(
-                "kind", place.name, "the value of the slot that rules join with it", "another value"
+                "kind", place.name, "the same value as in the slots that rules join with it", "another value"
             )
         return False
 
     def _agrees(self, member: ParameterMember, slot: object, node: object, place: Place) -> bool:
-        """Whether to restore a slot, which the stored object lists with its value, for this member: whether the
-        member's state is on this rank. The members of a flat parameter share their slots, so for them the result is
-        True for only one member. Adds a difference if the values that are listed for them are not equal.
+        """Whether to restore, for this member, a slot whose value is listed in the stored object: True if the member's
+        state is on this rank. But members of a flat parameter share their slots, so only one of them gets True. Adds a
+        difference if the values that are listed for these members are not equal.
         """
         if member.span is None:
             return member.here
@@ -380,7 +380,7 @@ class Rebuild:
 
     def _convert(self, state_owner: Core) -> None:
         """Call __setstate__(), as torch's own load_state_dict() does at its end. It converts state of earlier releases,
-        such as a `step` that is an int. Slots of the user without tensors are hidden from it.
+        such as a `step` that is an int. It does not get the slots of parameters without any tensor slot.
         """
         for part in parts_of(state_owner):
             state = part.state

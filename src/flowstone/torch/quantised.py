@@ -69,8 +69,8 @@ class _Params4bit(_Parameter):
 
 
 class _Int8Params(_Parameter):
-    """The data of bitsandbytes' 8-bit parameter. Its scales are saved as an entry of the module, as a forward pass
-    moves them there.
+    """The data of bitsandbytes' 8-bit parameter. Its scales are saved as an entry of the module, because a forward
+    pass moves them there.
     """
 
     def components(self, value: Any) -> dict[str, torch.Tensor]:

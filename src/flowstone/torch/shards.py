@@ -132,9 +132,9 @@ def is_dtensor(value: object) -> bool:
 
 
 def shards_of(tensor: DTensor, name: str) -> list[Shard]:
-    """The boxes of a DTensor that this rank holds. None if the rank is not in the mesh, or its part is empty.
+    """The boxes of a DTensor that this rank holds; none if the rank is not in the mesh, or its part is empty.
 
-    Of a DTensor without elements, each rank in the mesh has one empty box.
+    An exception: of a DTensor without elements, each rank in the mesh has one empty box.
 
     raises  UnsupportedStateError for a placement that is neither shard nor replica (Partial), and if the local tensor
             does not fit the placements

@@ -92,8 +92,8 @@ def addresses_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[int]:
 
 
 def addresses_in_place(optimizers: Iterable[torch.optim.Optimizer]) -> list[int]:
-    """The addresses of those tensors changed by optimizer steps that a load writes in place. A load creates all other
-    tensors anew.
+    """Of the tensors that optimizer steps change, the addresses of those that a load writes in place. A load creates
+    the others anew.
     """
     tensors = []
     for optimizer in optimizers:

@@ -226,7 +226,9 @@ def _every_type() -> set[torch.dtype]:
 
 
 def _read_each(tensors: list[torch.Tensor]) -> _Read:
-    """Read tensors by torch's methods. Raises their errors, and KeyError for a type that cannot be stored."""
+    """Get addresses, dtypes, shapes and so on (see _Read) through torch's methods. Raises the errors of these methods,
+    and KeyError for a dtype that cannot be stored.
+    """
     own = list(map(_dtype, tensors))
     addresses = np.fromiter(map(torch.Tensor.data_ptr, tensors), np.uint64, len(tensors))
     sizes = list(map(torch.Tensor.size, tensors))

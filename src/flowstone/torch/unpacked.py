@@ -333,8 +333,8 @@ def _by_count(options: Mapping[str, dict[str, object]], counts: Sequence[int]) -
 
 def _flat_groups(options: Mapping[str, dict[str, object]], stored: StoredOptimizer | None) -> Iterator[_Group]:
     """The groups as they were before flattening: those of the stored optimizer. If there is no stored optimizer, or
-    only some parameters of its groups are in the dict, as rules will change names: a group for each distinct set of
-    options.
+    only some parameters of its groups are in the dict (because rules will change names): a group for each distinct set
+    of options.
     """
     left = dict(options)
     groups: list[_Group] = []

@@ -2,7 +2,7 @@
 
 The `state_dict()` of a new object may have one tensor, or one list of tensors, at two places. For example, a new
 SequentialLR shares the learning rates of its first scheduler. Such entries of a dict can be replaced by new tensors.
-Tensors of modules and optimizers cannot be replaced, as the objects would not get the stored values.
+Tensors of modules and optimizers cannot be replaced, because the objects would not get the stored values.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ReplaceableEntries:
                 self._find(item, (*keys, key))
 
     def find_replaceable(self, entries: Iterable[tuple[Keys, torch.Tensor]]) -> set[Keys]:
-        """The keys of those entries that can be replaced, as no entry that cannot be replaced shares their memory."""
+        """The keys of those entries that can be replaced: no tensor that must stay shares their memory."""
         listed = list(entries)
         fixed = {_memory(tensor) for keys, tensor in listed if keys not in self._tensors}
         return {keys for keys, tensor in listed if keys in self._tensors and _memory(tensor) not in fixed}
@@ -85,7 +85,8 @@ def new_memory(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def untie(state: Mapping[str, object], loading: RestorePass, aliases: Sequence[Alias]) -> list[int]:
-    """Request separate memory for those of these aliases that can be replaced. Returns their positions in the sink.
+    """Request separate memory for each alias that can be replaced. Returns the positions of these aliases in the sink
+    (the collector of the tensors).
 
     aliases  names of tensors that share memory with another one in the state, but are stored with other values
     """

@@ -1,5 +1,4 @@
-"""A claim is a lock on a file, by which only one process at a time saves to a target (the directory of a checkpoint).
-"""
+"""A claim is a lock on a file. It lets only one process at a time save to a target (the directory of a checkpoint)."""
 
 from __future__ import annotations
 
@@ -50,7 +49,7 @@ class SaveClaim:
 
     With `take_over`, the constructor takes the claim from an earlier, failed save of this process.
 
-    The claim is a locked file beside the target, which is removed with the claim. If it stays, a store treats it as a
+    The claim is a locked file beside the target. `release` removes this file. If it stays, a store treats it as a
     leftover. The lock belongs to the open file, so it also excludes a second claim of this process. A forked child
     closes its copy of the file.
 

@@ -5,8 +5,9 @@ Left: Flowstone's names; right: DCP's.
     optimizer.state.model.0.weight.exp_avg      optimizer.state.0.weight.exp_avg
     {"params": [...], "options": {"lr": ...}}   optimizer.param_groups.0.lr; and optimizer.param_groups.0.weight.lr
 
-The right side has the names of get_model_state_dict and get_optimizer_state_dict; the latter's in both forms, nested
-and flattened. There, parameters have their names in the model, wherever the model is in the state.
+The names on the right are those of get_model_state_dict and get_optimizer_state_dict; the latter's in both forms,
+nested and flattened. In the names of an optimizer's values, DCP has the parameter's name in the model, without the keys
+of the state that lead to the model.
 """
 
 from __future__ import annotations
@@ -138,7 +139,7 @@ class _ModulePaths:
 
 
 def _prefixes(name: str) -> Iterator[str]:
-    """Yields `name`, then the part of it before the last dot, then before the one before that, and so on."""
+    """Yields `name`, then `name` without the text after its last dot, and so on: for "a.b.c" also "a.b" and "a"."""
     yield name
     while "." in name:
         name = name.rpartition(".")[0]

@@ -1,4 +1,4 @@
-"""Translate between DCP's Metadata and the sections of a Flowstone checkpoint.
+"""Translate between DCP's Metadata and the sections (named top-level values) of a Flowstone checkpoint.
 
 A state that DefaultSavePlanner flattened is stored nested again, with references to its tensors, as if a Checkpointer
 had saved it. An additional section, RECORD, lists the values that DCP treats as single objects.
@@ -75,7 +75,7 @@ def sections_of(metadata: Metadata, objects: Mapping[str, object], pickled: Sequ
     """The sections that describe a state with DCP's metadata. `objects`: the values other than tensors, in their stored
     form.
 
-    raises  CoverageError  no rank has written an object
+    raises  CoverageError  an object was not written by any rank
     """
     leaves: dict[str, object] = {}
     for name, entry in metadata.state_dict_metadata.items():

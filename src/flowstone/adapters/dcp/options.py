@@ -45,7 +45,7 @@ def check_layout(
     if extensions:
         raise ArgumentError(
             f"_extensions is not supported: it holds {len(extensions)} stream transform(s)",
-            next="leave _extensions out: of a transformed tensor, no part could be read by itself",
+            next="leave _extensions out: parts of a transformed tensor could not be read separately",
         )
     name = getattr(serialization_format, "value", serialization_format)
     if name is not None and name not in _FORMATS:

@@ -1,5 +1,5 @@
-"""The coordinator's part of a save: commit the segments of all ranks as one checkpoint, in the order of
-docs/ORDERING.md.
+"""The coordinator's part of a save: commit the segments (files of tensors) of all ranks as one checkpoint, in the order
+of docs/ORDERING.md.
 """
 
 from __future__ import annotations

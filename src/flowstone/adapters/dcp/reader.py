@@ -30,8 +30,8 @@ class FlowstoneReader(StorageReader):
     """Reads any Flowstone checkpoint for `dcp.load`, whether this adapter saved it or not.
 
     path             a checkpoint, or a store (its newest checkpoint)
-    accept_pickled   whether to give bytes that a custom planner stored back to the planner, which unpickles them. Only
-                     for checkpoints that you trust
+    accept_pickled   whether the load planner gets the bytes that a custom save planner made of objects. It unpickles
+                     them, so allow this only for checkpoints that you trust
     engine           options of the I/O engine
 
     Each chunk is verified when it is read. A reader can be pickled.
@@ -67,8 +67,9 @@ class FlowstoneReader(StorageReader):
         """DCP's metadata of the checkpoint. Raises NoCheckpointError, NotAStoreError, DamagedError."""
         if kwargs.get("rank") is not None:
             raise NoCheckpointError(
-                f"{self.path} has no per-rank metadata, which DCP asks for after another error",
-                next="correct the cause of the earlier error",
+                f"DCP could not read the metadata of {self.path}, and asked for per-rank metadata, which no Flowstone "
+                "checkpoint has",
+                next="correct the error from reading the global metadata, which DCP reports before this one",
             )
         if self.path is None:
             raise ArgumentError(
@@ -92,8 +93,8 @@ class FlowstoneReader(StorageReader):
         return replace(plan, storage_data=self._open.manifest.id)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans unchanged. Raises RankError if ranks read different checkpoints, for example after a commit
-        in between.
+        """Return the plans unchanged. Raises RankError if ranks read different checkpoints, for example because a save
+        was committed between their reads of the metadata.
         """
         for rank, plan in enumerate(plans):
             if plan.storage_data not in (None, plans[0].storage_data):

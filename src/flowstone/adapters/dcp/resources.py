@@ -26,7 +26,7 @@ class WriterResources:
     """A writer's store, memory and last plan; on the coordinator also the unfinished checkpoint.
 
     DCP does not report a failed save to the writer. The unfinished checkpoint of such a save is removed by the next
-    save, or at the end of the writer.
+    save, or when the writer is closed or no longer exists.
     """
 
     def __init__(self) -> None:

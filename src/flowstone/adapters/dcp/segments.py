@@ -181,7 +181,7 @@ class SegmentWriter:
     ) -> RankReceipt:
         """Write the rank's segments. Returns once they are durable.
 
-        raises  StorageError, FullError, ...; the segments are removed before
+        raises  StorageError, FullError, ...; the segments are removed before the error is raised
         """
         plan = self._plan_of(captured.pieces, rank=rank)
         sources = watch_sources(plan, captured.places, self._headers, watch="auto", seed=target.step)

@@ -135,8 +135,8 @@ class StagedCopies:
     def run(self, memory: StagingMemory, *, guard: bool) -> None:
         """Copy the values. The state may change once this returns.
 
-        With `guard`, some copies may be made later. Their sources are write-protected until then, and `memory.wait`
-        waits for these copies.
+        With `guard`, some copies may be made after this returns. Until a value is copied, it is write-protected.
+        `memory.wait` waits for all copies.
         """
         self._in_memory = memory.parts(self._offsets, [source for source, _ in self._sources])
         rows: list[int] = []

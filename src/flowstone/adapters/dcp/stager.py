@@ -26,9 +26,9 @@ _COLLECT_S = 0.5  # seconds of waiting until garbage is collected, which may fre
 
 class FlowstoneStager:
     """Stages (copies) states for `dcp.async_save`. If the system allows it, `stage` only write-protects the state's
-    memory. Then a thread copies the state, and writes to pages that are not copied yet wait. On other systems `stage`
-    copies everything. A save reuses the memory of an earlier save once there are no references to its staged tensors.
-    Other processes can map this memory.
+    memory. Then a thread copies the state. Until a page is copied, writes to it wait. On other systems `stage` copies
+    everything. A save reuses the memory of an earlier save once there are no references to the tensors that were staged
+    there. Other processes can map this memory.
 
     budget_bytes  host memory for staged states; None: the size of two states
     in_background  True: `stage` returns a Future immediately, and `async_save` returns an AsyncSaveResponse. Wait for

@@ -62,7 +62,8 @@ class StagingMemory:
         self._users = list(map(weakref.ref, tensors))
 
     def fill(self, copy: GuardedCopy, sources: Sequence[tuple[torch.Tensor, str]]) -> None:
-        """Note that `copy` is filling the memory from `sources` (each with its path), which are kept alive until then.
+        """Note that `copy` is filling the memory from `sources` (each with its path). They are kept alive until it has
+        ended.
         """
         self._copy, self._sources = copy, sources
 

@@ -53,7 +53,7 @@ def is_draft_of(entry: str, name: str) -> bool:
 
 def is_draft(entry: str) -> bool:
     """Whether the entry is the directory of an unfinished checkpoint for any target. Only the holder of its claim
-    writes to it.
+    (claim.py) writes to it.
     """
     return _DRAFT.fullmatch(entry) is not None
 

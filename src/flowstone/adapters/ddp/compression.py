@@ -95,7 +95,8 @@ class Compression(ABC):
         shapes = {name: tuple(tensor.shape) for name, tensor in residual.items()}
         if shapes != {name: tuple(tensor.shape) for name, tensor in self._residual.items()}:
             raise ValueError(
-                "the saved residual belongs to other parameters, or error_feedback differs between the save and now"
+                "the saved residual belongs to other parameters, or error_feedback differs between the save and now: "
+                "create the compression with the model and the error_feedback of the save"
             )
         for name, tensor in residual.items():
             self._residual[name].copy_(tensor)
@@ -172,7 +173,7 @@ class Compression(ABC):
 
 def exchange(compression: Compression, bucket):  # type: ignore[no-untyped-def]
     """The communication hook: `model.register_comm_hook(compression, exchange)`. It has no annotation for `bucket`, as
-    DDP rejects those that are strings.
+    DDP rejects annotations that are strings.
     """
     return compression.exchange(bucket)
 

@@ -16,7 +16,9 @@ from flowstone.adapters.deepspeed.pointers import read_pointer
 
 
 class _TorchWithPointers(ModuleType):
-    """The module torch with another function `load`, which reads the checkpoint that a pointer file names."""
+    """The module torch with another function `load`. If a path is a pointer file (pointers.py), it reads the file's
+    content from the checkpoint that the pointer names.
+    """
 
     def __init__(self, own: Any, read: Callable[[str], Any]) -> None:
         super().__init__("torch")
@@ -31,7 +33,8 @@ class _TorchWithPointers(ModuleType):
 
 @contextmanager
 def reads_pointers(read: Callable[[str], Any]) -> Iterator[None]:
-    """Context in which `zero_to_fp32` reads pointer files with `read`. Needed for stage 3 loads without the optimizer.
+    """Context in which `zero_to_fp32` reads pointer files with `read`. Needed because DeepSpeed calls that function
+    when stage 3 loads without the optimizer.
     """
     own = zero_to_fp32.torch
     zero_to_fp32.torch = _TorchWithPointers(own, read)

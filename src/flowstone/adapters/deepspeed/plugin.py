@@ -34,7 +34,7 @@ _JOB = "deepspeed"
 @dataclass(eq=False)
 class _Publication:
     """A checkpoint that becomes visible to DeepSpeed after its commit. At the end `done` is set; after a failure,
-    `error` is set before.
+    `error` is set first.
     """
 
     directory: Path
@@ -78,7 +78,7 @@ class FlowstoneCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
     @property
     def engine(self) -> Any:
-        """The DeepSpeed engine. (It has a reference to this object, which has only a weak one to it.)"""
+        """The DeepSpeed engine, to which this object has only a weak reference, as the engine refers to this object."""
         engine = self._engine()
         assert engine is not None, "an engine is there while it calls its plug-in"
         return engine

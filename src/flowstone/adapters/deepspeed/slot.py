@@ -83,7 +83,8 @@ def fill_datastates_slot(
     *, keep: Keep | int | None = None, budget_bytes: int | None = None, saves_in_flight: int = 2,
     on_event: OnEvent | None = None,
 ) -> None:
-    """Make engines created from now on with `"datastates_ckpt": {}` in their configuration save through Flowstone.
+    """Let engines that are created after this call, with `"datastates_ckpt": {}` in their configuration, save through
+    Flowstone.
 
     All ranks call this before `deepspeed.initialize`. A second call replaces the options.
 
@@ -133,8 +134,8 @@ def _provide_package() -> None:
 def _fill(engine: Any, slot_kind: type, version: str, options: Mapping[str, Any]) -> None:
     """Connect the CheckpointEngine that DeepSpeed has created for `datastates_ckpt` to its DeepSpeed engine.
 
-    DeepSpeed 0.19.8 does not call that CheckpointEngine before an update, which would change the state during the
-    capture, nor to write `latest`. The plugin of `attach` does both.
+    DeepSpeed 0.19.8 does not call that CheckpointEngine before an update, so the update would change the state during
+    the capture. Neither does DeepSpeed call it to write `latest`. The plugin of `attach` handles both.
     """
     host = engine.checkpoint_engine
     own = getattr(host, "ckpt_engine", None) if isinstance(host, slot_kind) else None

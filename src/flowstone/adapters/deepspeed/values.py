@@ -16,7 +16,7 @@ _CLASSES: Mapping[str, str] = {
     "LossScaler": "deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler": "deepspeed.runtime.fp16.loss_scaler",
     "fragment_address": "deepspeed.utils.tensor_fragment", "SubparamShape": "deepspeed.checkpoint.utils",
 }
-"""Classes that are stored as their fields, the only ones that a load creates."""
+"""Classes whose objects are stored as their fields. A load creates objects of these classes and ZeroStageEnum only."""
 _STAGE, _STAGE_MODULE = "ZeroStageEnum", "deepspeed.runtime.zero.config"
 CHANGED_BY_STEP = frozenset({"module", "optimizer", "optimizer_state_dict", "frozen_param_fragments"})
 """Entries whose tensors change only at an optimizer step: they are captured while training continues."""

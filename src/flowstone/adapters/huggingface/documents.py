@@ -32,8 +32,8 @@ class ModelDocuments:
     def sections(self, model: nn.Module, processing: object, *, is_first: bool) -> dict[str, object]:
         """The section with the documents of a transformers model. The first rank creates them with `save_pretrained`.
 
-        Models with PEFT adapters have no documents, as `from_pretrained` would create a base model with new weights
-        from these.
+        Models with PEFT adapters have no documents: `from_pretrained` would use the documents to create a base model
+        with new weights.
 
         processing  a tokenizer or processor, or None
         """
@@ -89,7 +89,7 @@ def _configuration(model: Any) -> Any:
 
 
 def _saved_files(part: Any) -> dict[str, bytes]:
-    """Those files that `save_pretrained` writes which are documents: name -> content."""
+    """The documents among the files that `save_pretrained` writes: name -> content."""
     if part is None:
         return {}
     documents: dict[str, bytes] = {}

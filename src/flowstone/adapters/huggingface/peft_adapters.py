@@ -132,7 +132,7 @@ def _changing_buffers(model: nn.Module) -> set[int]:
     buffer, too.
 
     Layers of GPTQ and AWQ have packed integers and their scales as buffers, which are frozen, and as large as the base.
-    Other quantized layers add entries to a state dict that are not buffers.
+    Other quantized layers add entries that are not buffers to a state dict.
     """
     buffers_of = [dict(module.named_buffers(recurse=False)) for module in model.modules()]
     return {id(buffer) for buffers in buffers_of if not _has_packed_weight(buffers) for buffer in buffers.values()}

@@ -7,11 +7,11 @@ from collections.abc import Collection, Sequence
 
 class TrainerRetention:
     """The Trainer's rule: keep the newest `limit` steps. If the best step is not among them, keep it instead of the
-    oldest of them.
+    oldest of them. With `limit` 1, keep the newest and the best step.
 
     limit    None, 0 or less: keep all
-    best_at  for each saved step, which step was the best one when it was saved, as a later save may change that before
-             the commit
+    best_at  for each saved step: which step was the best one at that save. It is recorded because a later save may
+             change the best step before the commit
     """
 
     def __init__(self, limit: int | None) -> None:

@@ -24,8 +24,8 @@ class TrainerRun:
     documents     the model's configuration and tokenizer
     saved         steps that this run has saved, or resumed from
 
-    If the Trainer starts from the beginning again, it creates a new state object. The comparison with the previous
-    object shows that.
+    If the Trainer starts from the beginning again, it creates a new state object. A TrainerRun notices this by
+    comparing that object with the previous one.
     """
 
     def __init__(self, directory: str, checkpointer: Checkpointer, retained: TrainerRetention) -> None:

@@ -1,4 +1,4 @@
-"""The sections of a Trainer's checkpoint."""
+"""The sections (named top-level values) of a Trainer's checkpoint."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _processing(trainer: Any) -> object:
 
 
 def _trainer_state(trainer: Any) -> dict[str, object]:
-    """The content of trainer_state.json, from rank 0. The logs of other ranks have other durations of evaluations."""
+    """The content of trainer_state.json, from rank 0, since each rank logs its own durations of evaluations."""
     from transformers.trainer_callback import ExportableState
 
     state = trainer.state

@@ -36,8 +36,8 @@ def store_step_of(path: str | os.PathLike[str]) -> StoreStep:
 
 
 def committed_at(path: str | os.PathLike[str], step: int | None = None) -> Checkpoint | None:
-    """The checkpoint at `path`. If a store is there, its checkpoint of `step` (None: its newest one). None if there is
-    none.
+    """The checkpoint at `path`. If a store is there, its checkpoint of `step` (None: its newest one). Returns None if
+    there is no checkpoint.
     """
     try:
         return open_checkpoint(os.path.expanduser(path), step)

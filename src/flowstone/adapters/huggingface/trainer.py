@@ -70,7 +70,7 @@ class TrainerRuns:
 
     @contextmanager
     def open_run(self, trainer: Any, trial: object) -> Iterator[TrainerRun]:
-        """Context of a TrainerRun: the current run. Outside of `train` it is a new run, which ends with the `with`
+        """Context of the current TrainerRun. Outside of a call of `train`, a new run is opened. It ends with the `with`
         block, after its commits.
         """
         if self.run is not None:

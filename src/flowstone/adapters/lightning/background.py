@@ -91,8 +91,8 @@ class Closable(Protocol):
 
 
 def close_saves(saves: Closable, *, training_has_failed: bool) -> None:
-    """Close the saves. If the training has failed, a failure of a save is only logged, as it would hide the training's
-    error.
+    """Close the saves. If the training has failed, a failure of a save is only logged, as raising it would hide the
+    training's error.
     """
     try:
         saves.close()

@@ -357,7 +357,7 @@ def _refuse(storage_options: object) -> None:
     if storage_options is not None:
         raise ArgumentError(
             f"storage_options={storage_options!r:.60} is not supported",
-            next="leave it out: flowstone_strategy(strategy, engine=...)",
+            next="leave it out; give I/O options as flowstone_strategy(strategy, engine=...)",
         )
 
 

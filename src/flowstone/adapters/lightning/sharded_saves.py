@@ -113,8 +113,8 @@ class ShardedSaves:
                 target.path.rmdir()
 
     def remove(self, path: Path, remove_others: Callable[[], None]) -> None:
-        """Remove the checkpoint at `path` on rank 0, once earlier saves are committed. If one of them has failed, it is
-        not removed.
+        """Remove the checkpoint at `path` on rank 0, once earlier saves are committed. If one of them has failed, the
+        checkpoint stays.
 
         remove_others  removes a checkpoint that is not Flowstone's
         """

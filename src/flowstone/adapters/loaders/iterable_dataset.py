@@ -94,8 +94,8 @@ class IterableDatasetState:
 
 
 def _by_rank(saved: list[Any]) -> dict[int, Any]:
-    """The states by the rank in the dataset's division. Ranks that share such a rank (model parallelism) must have the
-    same state.
+    """The states by the rank that the dataset's division uses (the dataset rank). Ranks of the job that share a dataset
+    rank (model parallelism) must have the same state.
     """
     by_rank: dict[int, Any] = {}
     for state in saved:
@@ -170,8 +170,8 @@ def _indivisible(reason: str, next: str) -> StateError:
 
 
 def _positions(state: Any) -> Iterator[dict[str, Any]]:
-    """All positions in shards that a state has: the position from which to read next, and those before buffered
-    examples.
+    """All positions in shards that a state has: the position from which to read next, and the positions from before the
+    buffered examples were read.
     """
     if isinstance(state, dict):
         if "shard_idx" in state:
@@ -250,11 +250,11 @@ def refuse_inexact(dataset: Any) -> None:
         if name == "BufferShuffledExamplesIterable" and (stage.buffer_size > 1 or formatting is not None):
             raise UnsupportedStateError(
                 "a dataset with a shuffle buffer cannot be resumed: the buffered examples are not saved",
-                next="use shuffle(seed=..., buffer_size=1), which buffers no examples, without with_format(); "
+                next="use shuffle(seed=..., buffer_size=1), which buffers no examples, and remove with_format(); "
                 "or shuffle the examples when you write the shards",
             )
         if getattr(stage, "batched", False) and formatting is not None and formatting.is_table:
             raise UnsupportedStateError(
                 "a dataset with a batched map() and a table format cannot be resumed: a batch could be lost",
-                next="leave with_format() out, or batched=True",
+                next="remove with_format(), or remove batched=True from map()",
             )

@@ -1,8 +1,8 @@
 """The arithmetic of redistribution: N ranks have read some entries of a shared order, and M ranks continue.
 
 Rank r of N takes the entries r, r + N, r + 2N, ... of a shared order. `DistributedSampler` divides samples in this way,
-and `split_dataset_by_node` shards. If all ranks have taken equally many entries, the taken entries are the beginning of
-that order, and M ranks can continue after it.
+and `split_dataset_by_node` divides shards in this way. If all ranks have taken equally many entries, the taken entries
+are the beginning of that order, and M ranks can continue after it.
 """
 
 from __future__ import annotations

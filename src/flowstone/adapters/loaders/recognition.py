@@ -38,8 +38,8 @@ def resumable(loader: object) -> PerRank:
             return PerRank(state, redistribute=state.redistribute)
     raise UnsupportedStateError(
         f"resumable() does not support a {kinds[0]}",
-        next="give a StatefulDataLoader of torchdata, a StreamingDataLoader, or an IterableDataset of datasets; put a "
-        "loader with its own state_dict() into the state directly, in fs.PerRank if it differs between ranks"
+        next="give a StatefulDataLoader of torchdata, a StreamingDataLoader, or an IterableDataset of datasets; or put "
+        "a loader with its own state_dict() into the state directly, in fs.PerRank if its state differs by rank"
         if _PLAIN not in kinds or hasattr(loader, "state_dict")
         else "use StatefulDataLoader of torchdata, which takes the arguments of DataLoader",
     )

@@ -56,8 +56,8 @@ def _shape(state: object) -> str:
 
 
 def refuse_changes(saved: Mapping[str, object], now: Mapping[str, object], names: Iterable[str], next: str) -> None:
-    """Raise StateError if values have changed since the save. It names each of `names` that differs between `saved` and
-    `now`.
+    """Raise StateError if values have changed since the save. The error names each of `names` that differs between
+    `saved` and `now`.
     """
     changed = [f"{name}: {saved[name]!r} at the save, {now[name]!r} now" for name in names if saved[name] != now[name]]
     if changed:

@@ -2,8 +2,8 @@
 number of yielded samples.
 
 torchdata's state depends on the number of workers and ranks. The number of samples that the sampler has yielded does
-not. If the order of samples is a function of seed and epoch, as with the supported samplers, any workers, batches and
-ranks can continue from that number.
+not. If the order of samples is a function of seed and epoch, as with the supported samplers, a
+loader can continue from that number with any number of workers and ranks, and any batch size.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class StatefulDataLoaderState:
         refuse_changes(saved["made_of"], now, _ORDER, OTHER_ORDER)
         refuse_changes(
             saved["made_of"], now, ("rank", "ranks"),
-            "the sampler divides the data differently, though the job has as many ranks: divide it as at the save",
+            "the sampler divides the data differently, with the same number of ranks: divide the data as at the save",
         )
         is_same = all(saved["made_of"][name] == now[name] for name in _LAYOUT)
         if saved["samples"] is None:
@@ -240,14 +240,14 @@ def _name(value: object) -> str:
 
 def _sampler(loader: Any) -> Any:
     """The sampler that determines the order of samples. If the user gave a batch_sampler that has a sampler, it is that
-    one.
+    sampler.
     """
     batch_sampler = loader.batch_sampler
     return loader.sampler if batch_sampler is None else getattr(batch_sampler, "sampler", batch_sampler)
 
 
 def _is_countable(loader: Any) -> bool:
-    """Whether any workers and batches can continue if only the number of yielded samples is known."""
+    """Whether the number of yielded samples suffices to continue with any number of workers and any batch size."""
     own = _name(loader.batch_sampler) == f"{_TORCHDATA}.BatchSampler" and loader.batch_size is not None
     return own and _name(_sampler(loader)) in _COUNTABLE
 
@@ -275,8 +275,8 @@ def _generators(loader: Any) -> dict[str, torch.Generator]:
 
 
 def _start_iterator(loader: Any, state: dict[str, Any]) -> None:
-    """Start the iterator now, so that the load finds a mismatch, and random numbers are drawn before the random
-    generators are restored.
+    """Start the iterator during the load. So a mismatch is an error of the load, and the iterator draws its random
+    numbers before the random generators are restored.
     """
     loader.load_state_dict(state)
     loader.state_dict()

@@ -41,7 +41,7 @@ def has_dataset_state(state: dict[str, Any]) -> bool:
 
 
 def state_after(loader: Any, samples: int, saved: dict[str, Any] | None) -> dict[str, Any]:
-    """A state for a loader with any workers and batches that has yielded this number of samples.
+    """A state for a loader that has yielded this number of samples, with any number of workers and any batch size.
 
     saved  the saved loader's state; None if its sampler does not need it to recompute the order
     """

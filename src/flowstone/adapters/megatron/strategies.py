@@ -47,7 +47,7 @@ SHARDED_NAME = "sharded"  # the name of the Flowstone checkpoint's directory, in
 
 
 def register() -> None:
-    """Register these strategies with Megatron as "flowstone", so that it loads such checkpoints by itself."""
+    """Register these strategies with Megatron as "flowstone", so that Megatron loads their checkpoints by itself."""
     _BASE.register_default_strategy(_BASE.StrategyAction.SAVE_SHARDED, BACKEND, VERSION, FlowstoneSaveStrategy())
     _BASE.register_default_strategy(_BASE.StrategyAction.LOAD_SHARDED, BACKEND, VERSION, FlowstoneLoadStrategy())
 
@@ -83,8 +83,8 @@ class FlowstoneSaveStrategy(_BASE.AsyncSaveShardedStrategy):  # type: ignore[mis
     def async_save(self, sharded_state_dict: Mapping[str, Any], checkpoint_dir: str | os.PathLike[str]) -> Any:
         """Copy the state into reused memory; a thread of this process writes the copy.
 
-        returns  Megatron's AsyncRequest. Megatron runs the request's function in another process, in which it waits for
-                 that thread. The request's final step raises the errors of `save`
+        returns  Megatron's AsyncRequest. Megatron runs the request's function in another process, where the function
+                 waits for that thread. The request's final step raises the errors of `save`
         """
         self._await_last()
         if self._thread is None:
@@ -156,8 +156,10 @@ class FlowstoneLoadStrategy(_BASE.LoadShardedStrategy):  # type: ignore[misc]
     def load(self, sharded_state_dict: Mapping[str, Any], checkpoint_dir: str | os.PathLike[str]) -> Any:
         """Load the state's tensors and values. Existing tensors are filled in place.
 
-        If a rank fails, its error is raised on all ranks: FlowstoneError: NoCheckpointError, DamagedError naming the
-        changed tensors Megatron's CheckpointingException, KeyError: a tensor with another shape, or that is not stored
+        If a rank fails, its error is raised on all ranks.
+
+        raises  NoCheckpointError, DamagedError  a DamagedError names the changed tensors
+                CheckpointingException (of Megatron), KeyError  a tensor has another shape, or is not stored
         """
         requested = _RankInput.prepare(lambda: to_load(sharded_state_dict))
         leaves = [] if requested.error else leaves_of(sharded_state_dict)
@@ -294,7 +296,7 @@ def _sync(path: Path) -> None:
 
 
 def _after_common_part(directory: Path, state: dict[str, object]) -> dict[str, object]:
-    """Make the common part durable, which Megatron has written before. Returns the state."""
+    """Make the common part durable; Megatron has already written it. Returns the state."""
     for written in (directory / _COMMON, directory):
         with suppress(FileNotFoundError):  # another strategy may write the common part later
             _sync(written)

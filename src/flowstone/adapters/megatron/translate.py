@@ -1,4 +1,4 @@
-"""Translate Megatron's sharded state dicts for DCP, where each key occurs once, with all its parts on this rank."""
+"""Translate Megatron's sharded state dicts for DCP, where each key occurs once, with all parts that this rank has."""
 
 from __future__ import annotations
 
@@ -138,8 +138,8 @@ def with_loaded_values(state: object, values: Mapping[str, object]) -> Any:
 
 
 def _stored(value: object) -> object:
-    """An object's value in a form that can be stored without pickle. A stream, as Transformer Engine has, becomes its
-    bytes.
+    """An object's value in a form that can be stored without pickle. A stream, such as Transformer Engine's, becomes
+    its bytes.
     """
     return {_STREAM: value.getvalue()} if isinstance(value, io.BytesIO) else [value]
 

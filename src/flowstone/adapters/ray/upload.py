@@ -101,8 +101,8 @@ def _link(source: Path, target: Path, system: System) -> bool:
 
 
 def _send(checkpoint: Checkpoint, files: Any, place: str) -> None:
-    """Upload to a file system of pyarrow. The checkpoint is verified before; of the uploaded files, only the lengths
-    are checked.
+    """Upload to a file system of pyarrow. The checkpoint is verified before the upload; of the uploaded files, only the
+    lengths are checked.
     """
     checkpoint.verify()
     files.create_dir(place)

@@ -45,7 +45,7 @@ def check_loadable(place: Path) -> None:
         f"training cannot resume from {place}",
         found="an export for Hugging Face, with weights only" if is_export else "a save that was not committed",
         next="set checkpoint.load_step to a committed step"
-        + (", or load it with initial_load_path and initial_load_in_hf in another folder" if is_export else ""),
+        + (", or load it in a run with another folder, by initial_load_path, initial_load_in_hf" if is_export else ""),
     )
 
 

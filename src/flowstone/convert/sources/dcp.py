@@ -1,5 +1,5 @@
-"""A directory of torch.distributed.checkpoint (DCP) as a source. It is read by its .metadata, whose pickles are not
-executed.
+"""A directory of torch.distributed.checkpoint (DCP) as a source. Its file .metadata says where each value is. No pickle
+is executed.
 """
 
 from __future__ import annotations
@@ -72,7 +72,9 @@ class DcpMetadata(msgspec.Struct, frozen=True):
 
     @property
     def is_megatron(self) -> bool:
-        """Whether Megatron-core wrote the directory, since only Megatron-core splits objects into parts."""
+        """Whether Megatron-core wrote the directory: only Megatron-core adds its own metadata, or splits objects into
+        parts.
+        """
         return bool(self.megatron) or any(OBJECT_SHARD.fullmatch(name) for name in self.entries)
 
 

@@ -220,7 +220,7 @@ def _partitioned(
     if partitioned.stage == 3 and len(models) != len(states):
         raise DamagedError(
             f"{directory} has model states of {len(models)} ranks",
-            expected=f"{len(states)} ranks, as of the optimizer states", next="copy the files of all ranks",
+            expected=f"{len(states)} ranks, as many as have optimizer states", next="copy the files of all ranks",
         )
     return partitioned
 

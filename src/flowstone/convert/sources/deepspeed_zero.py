@@ -14,7 +14,7 @@ from flowstone.errors import DamagedError, UnsupportedFormatError
 from flowstone.table.dtype import DType
 
 MASTER = "fp32"
-"""The name of a parameter's master weights among its slots, which Universal Checkpoints use."""
+"""The name that Universal Checkpoints give to a parameter's master weights among its slots (optimizer state)."""
 
 Shapes: TypeAlias = "list[dict[str, tuple[int, ...]]]"
 """The parameters of each flattened group, in order."""
@@ -153,7 +153,7 @@ def _stage(states: Sequence[dict[str, object]], location: str) -> int:
         if ranks != len(states):
             raise DamagedError(
                 f"{location} has optimizer states of {len(states)} ranks",
-                expected=f"{ranks} ranks, by the file of rank {rank}", next="copy the files of all ranks",
+                expected=f"{ranks} ranks, according to the file of rank {rank}", next="copy the files of all ranks",
             )
     return stage
 
@@ -208,7 +208,9 @@ def _addresses_in_group(
     group: Mapping[str, tuple[int, ...]], flats: Sequence[Mapping[str, object]], paddings: Sequence[int],
     files: DeepSpeedFiles,
 ) -> list[_Addresses]:
-    """Where the parameters are with stages 1 and 2, which divide each flattened group into one range for each rank."""
+    """Where the parameters are in the flat partitions of stages 1 and 2, which divide each flattened group into one
+    range for each rank.
+    """
     begins, begin = {}, 0
     for (name, shape), padding in zip(group.items(), paddings, strict=True):
         begins[name] = begin
@@ -247,7 +249,9 @@ def _check_addresses(
 def _addresses_by_parameter(
     group: Mapping[str, tuple[int, ...]], flats: Sequence[Mapping[str, object]], files: DeepSpeedFiles
 ) -> list[_Addresses]:
-    """Where the parameters are with stage 3, which divides each parameter into equal parts. The last part is padded."""
+    """Where the parameters are in the flat partitions of stage 3, which divides each parameter into equal parts. The
+    last part is padded.
+    """
     ranks = len(flats)
     addresses: list[dict[str, tuple[int, int]]] = [{} for _ in flats]
     begin = 0

@@ -225,8 +225,8 @@ class _MegatronAssembly:
             put_at_keys(self._objects, keys, value, self._directory)
 
     def _unflattened(self, tensor: SourceTensor, original: object) -> SourceTensor:
-        """The original tensor of one that older versions saved as a grid of flattened blocks. Each rank wrote a range
-        of a block.
+        """A tensor with its original shape. Older versions saved it as a grid of flattened blocks; each rank wrote a
+        range of a block.
         """
         try:
             shape = size_of(original)

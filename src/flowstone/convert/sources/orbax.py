@@ -46,13 +46,13 @@ _UNFINISHED = ".orbax-checkpoint-tmp"
 _STEP = re.compile(r"(?:.*_)?(\d+)")
 _ARRAYS = frozenset({"jax.Array", "np.ndarray"})
 _EMPTY: Mapping[str, object] = {"None": None, "Dict": {}, "List": [], "Tuple": ()}
-_CACHE_BYTES = 64 * MIB  # added to the size of one row of chunks: for the chunks that two threads read at once
+_CACHE_BYTES = 64 * MIB  # the cache has one row of chunks, and this: for the chunks that two threads read at once
 _READ_WHOLE = frozenset({_DATABASE, ".zarray", ".zattrs", ".zgroup", "zarr.json"})
 _READ_WHOLE_BYTES_MAX = 64 * MIB
-# how many times its size an encoded chunk may have: one that cannot be compressed becomes slightly longer
+# limit of an encoded chunk, as a multiple of its decoded size: if it cannot be compressed, it becomes slightly longer
 _ENCODED_MAX = 2
-# how many times the size of the files the arrays may have: constant arrays, such as moments before the first step,
-# compress well
+# limit of the size of all arrays together, as a multiple of the files' size: constant arrays, such as moments before
+# the first step, compress well
 _EXPANSION_MAX = 1024
 
 
@@ -359,7 +359,7 @@ def _tree(leaves: Sequence[tuple[tuple[_Key, ...], object]], path: str) -> dict[
         node[keys[-1].key] = value
     for node, name in reversed(lists):  # inner lists are converted first
         inner = node[name]
-        assert isinstance(inner, dict), "it was made one"
+        assert isinstance(inner, dict), "the loop above made it a dict"
         if inner.keys() == {str(number) for number in range(len(inner))}:
             node[name] = [inner[str(number)] for number in range(len(inner))]
     return root

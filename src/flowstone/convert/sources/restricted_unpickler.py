@@ -21,9 +21,9 @@ KnownFunctions = Mapping[str, Callable[..., object]]
 _ITEMS_MAX = 1 << 24  # number of opcodes: enough for a checkpoint with a million tensors
 _NAME_CHARS_MAX = 1000  # the longest name of a class or function
 _DEPTH_MAX = 128  # Flowstone's objects may be nested 100 deep; the rest is for containers around them
-# how many values a tuple that is a key may contain: each use of the key hashes all of them, at any depth
+# the most values, at any depth, in a tuple that is a key of a dict: each use of the key hashes all of them
 _KEY_VALUES_MAX = 1000
-_EXPANSION_MAX = 16  # how many values an opcode may lead to; a value that occurs several times counts each time
+_EXPANSION_MAX = 16  # the most values in the result for each opcode; a value that occurs several times counts each time
 _EXPANDED_MIN = 1 << 16
 
 
@@ -337,7 +337,7 @@ class _Machine:
     def _build(self) -> None:
         state, value = self.pop(), self._stack[-1]
         if isinstance(value, PickledInstance):
-            value.fill(state)  # other values ignore a state: attributes of containers, such as `_metadata`
+            value.fill(state)  # of other values it is ignored: attributes of containers, such as `_metadata`
 
     def _resolve(self, identity: object) -> object:
         if self._persistent is None:

@@ -81,7 +81,7 @@ def _shards(directory: Path) -> tuple[tuple[str, ...], Mapping[str, str] | None]
     if len(indexes) > 1:
         raise UnsupportedFormatError(
             f"{directory} has several checkpoints", found=", ".join(indexes[:5]),
-            next="put the files of each checkpoint into a directory of its own, and give one of these",
+            next="put the files of each checkpoint into a directory of its own, and give one of these directories",
         )
     if not indexes:
         if len(files) > 1:

@@ -27,7 +27,7 @@ class DecodedChunks:
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint, self._chunks = checkpoint, checkpoint.index.chunks
         length = self._chunks.length.astype(np.int64)
-        # where each piece begins, and at last the end
+        # where each piece begins; the last entry is the end of the last piece
         self.begins = np.concatenate([np.zeros(1, np.int64), np.cumsum(length)])
         count = int(self._chunks.first[-1])
         self._piece, number = self._chunks.locate(np.arange(count))

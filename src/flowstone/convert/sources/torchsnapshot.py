@@ -178,7 +178,9 @@ class _Snapshot:
                 theirs = self._leaf(name, entry)
                 if _equal(theirs, value):
                     continue
-            self._differing.append(UnmappedValue(f"rank{other}.{name}", f"rank {other}'s own, beside rank {rank}'s"))
+            self._differing.append(
+                UnmappedValue(f"rank{other}.{name}", f"rank {other}'s own; an import takes only rank {rank}'s")
+            )
         return value
 
     def _leaf(self, name: str, entry: Entry) -> object:

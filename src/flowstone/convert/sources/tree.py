@@ -20,7 +20,7 @@ from flowstone.table.stored import SourceTensor, StoredBox, row_major
 _DEPTH_MAX = 100  # Flowstone's objects cannot be nested deeper
 # limit of visited values: nested lists may repeat one value so often that the walk would never end
 _NODES_MAX = 1 << 22
-# names of all tensors together: a long key is repeated in the name of each tensor below it
+# limit of the names of all tensors together: a long key is repeated in the name of each tensor below it
 _NAMES_BYTES_MAX = 512 * MIB
 _UNSTORABLE = object()
 

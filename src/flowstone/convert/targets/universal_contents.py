@@ -58,7 +58,7 @@ class UniversalContents(msgspec.Struct, frozen=True, eq=False):
     """The content of a Universal Checkpoint.
 
     module  tensors and other values, by their names in the module
-    shared  further names of parameters, each with the optimizer's name for it
+    shared  further name of a parameter -> the name that the optimizer uses for it
     engine  the state of DeepSpeed's engine, by its own keys
     scalars  the state of DeepSpeed's optimizer that belongs to no parameter
     client  the job's own values (client state), by its keys
@@ -166,7 +166,7 @@ class _ContentsBuilder:
             raise MismatchError(
                 f"{self._source.location} has {len(optimizers) or 'no'} optimizers with named parameters",
                 differences=tuple(optimizers), expected="exactly one",
-                next="leave out all others with --skip SECTION, or export another step" if optimizers
+                next="leave out all but one of them with --skip SECTION, or export another step" if optimizers
                 else "save the optimizer with the model; to export only a model, use --to hf or --to torch",
             )
         return optimizers[0]
@@ -260,7 +260,7 @@ class _ContentsBuilder:
         if ranks != 1 or (isinstance(experts, list) and any(experts)):
             raise UnsupportedFormatError(
                 f"{self._source.location} comes from a job with " + ("experts" if ranks == 1 else "model parallelism"),
-                next="convert it with python -m deepspeed.checkpoint.ds_to_universal, which knows that job's split",
+                next="convert the original DeepSpeed checkpoint with python -m deepspeed.checkpoint.ds_to_universal",
             )
         return entries
 
@@ -282,7 +282,7 @@ class _ContentsBuilder:
         return result
 
     def _value(self, name: str, value: object) -> Value:
-        """A value with its tensors; _DROPPED if nothing of it is left. Parts that the target cannot hold are recorded.
+        """A value with its tensors; _UNPLACED if nothing of it is left. Parts that the target cannot hold are recorded.
         """
         if isinstance(value, TensorRef):
             output = self._assign(value.name) if value.kind == "tensor" else None

@@ -81,7 +81,7 @@ class ContainerKind(ValueKind):
         return plain.restore(value, node, place, loading)
 
     def _item_by_item(self, value: object, node: object, place: Place, loading: RestorePass) -> Replacement | None:
-        """Restore a container item by item, as something in it is written in place. Its keys must equal the stored
+        """Restore a container item by item, because something in it is written in place. Its keys must equal the stored
         ones.
 
         If a container is at two places of the state, for which the checkpoint has different values, it is replaced by
@@ -136,7 +136,9 @@ def _references(
 
 
 def _container_type(value: object, saving: DescribePass) -> type[dict[object, object]]:
-    """The type of the stored form of a dict: MergePoint if its items are restored one by one, otherwise dict."""
+    """The type of the stored form: OrderedDict for an OrderedDict. For a dict, MergePoint if its items are restored one
+    by one, otherwise dict.
+    """
     if type(value) is OrderedDict:
         return OrderedDict
     return MergePoint if id(value) in saving.scan.live else dict

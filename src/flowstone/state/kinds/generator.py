@@ -59,8 +59,8 @@ class GeneratorKind(ValueKind):
         missing = FRAMEWORK.generators_missing(node)
         if missing:
             loading.notes.append(
-                f"{place.name}: this process has {missing} GPU(s) fewer than the saved one; "
-                "the generators of these GPUs were skipped"
+                f"{place.name}: this process has {missing} GPU(s) fewer than the process that saved; "
+                "the generators of the missing GPUs were skipped"
             )
         loading.defer(RestorePhase.GENERATORS, lambda: _load(value, new_values.build(node, place.name), place))
 

@@ -23,7 +23,7 @@ from flowstone.state.sink import TensorRole
 from flowstone.table.dtype import DTYPES
 
 BYTES_INLINE_MAX = 64 * 1024
-"""Longer bytes are stored as a tensor: all objects are read, as text, whenever a checkpoint is opened."""
+"""Longer bytes are stored as a tensor, because all objects are read, as text, whenever a checkpoint is opened."""
 
 IMMUTABLE = frozenset({type(None), bool, int, float, complex, str, range})
 """Types of values that need no copy."""

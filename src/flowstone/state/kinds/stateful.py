@@ -1,4 +1,5 @@
-"""Any other object with state_dict() and load_state_dict(). What is stored is the tree that its state_dict() returns.
+"""Objects with state_dict() and load_state_dict() that no earlier kind of `registry.py` recognises, such as schedulers.
+What is stored is the tree that state_dict() returns.
 """
 
 from __future__ import annotations

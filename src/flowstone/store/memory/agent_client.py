@@ -221,8 +221,8 @@ class AgentClient:
             start_agent(directory)
 
     def _greet(self, connection: socket.socket, directory: Path) -> bool:
-        """Exchange versions. Returns whether the agent answers; it may be ending. If this raises an error of
-        `_connect`, it closes the connection.
+        """Exchange versions. Returns whether the agent answers; an agent that is ending does not. Before it raises an
+        error (see `_connect`), closes the connection.
         """
         self._agent, uid = peer_credentials(connection)
         try:

@@ -29,16 +29,16 @@ class AgentRequest(msgspec.Struct, frozen=True):
 
     hello     the first request. number: PROTOCOL; text: version of the program; path: name of the run
     put       create a file whose content is in the descriptor that is sent along
-    spare     create a file for a later write, unless this client has enough of them; number: files per draft. The
-              answer has the file's descriptor
+    spare     create a file for a later write, unless this client has enough of them; number: files per draft (a
+              checkpoint that is not committed yet). The answer has the file's descriptor
     resize    number: the number of a file that this client has created
     lock      take the run's lock. text: the holder
-    keep      set how the run is kept. number: generations; target: the directory for flushes; seconds: how long the
-              memory is kept after the last process has ended
+    keep      set how the run is kept. number: generations (how many checkpoints); target: the directory for flushes;
+              seconds: how long the memory is kept after the last process has ended
     settle    flush the newest checkpoint now; the answer says whether a flush is running
     agree     note the checkpoint that is complete on all nodes, which must be kept. path: this checkpoint; number: how
-              many jobs have saved. With "" and 0 nothing changes. The answer has the path and number that were noted
-              last
+              many jobs have saved. With path "" and number 0 nothing changes. The answer has the path and number that
+              were noted last
     serve     serve the run to other nodes, by a child. target: the address, number: the port, text: the secret, in hex.
               The answer's text is the port where the child listens, "" until it does
     """
@@ -78,7 +78,7 @@ class RunStatus(msgspec.Struct, frozen=True):
 
 
 class FlushResult(msgspec.Struct, frozen=True):
-    """The durable checkpoint after a flush, as its child process reports it to the agent.
+    """The durable checkpoint after a flush, as the child process that flushes reports it to the agent.
 
     skipped_reason  why a newer checkpoint in memory is not durable; "" if this is the newest one
     """

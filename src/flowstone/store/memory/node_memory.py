@@ -89,8 +89,8 @@ class NodeMemory(StoreInMemory):
         super().make_directory(path)
 
     def lock(self, holder: str) -> None:
-        """See `Lock`. If the run has `flush_to`, it first gets the identity of the store there and its notes of
-        rewinds, so that both stores belong to the same run.
+        """See `Lock`. With `flush_to`, a run without an identity also gets the identity and the rewind notes of the
+        store there, so that both stores belong to the same run.
         """
         self._agent.keep(self._keep)
         super().lock(holder)

@@ -1,7 +1,7 @@
 """Requests to an object store. Requests that are safe to repeat are retried within a time budget. Raises StorageError.
 
-obstore makes each request only once, since only this module knows what to do if an answer is lost. The exception are
-parts of an upload: obstore has their bytes, and retries them itself.
+obstore makes each request only once, since only this module knows what to do if an answer is lost. Parts of an upload
+are an exception: obstore has their bytes, and retries them itself.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class Downloads:
             thread.start()
 
     def join(self) -> None:
-        """Wait until the threads have ended, which is after the job."""
+        """Wait until the threads have ended. They end after the job."""
         for thread in self._threads:
             thread.join()
 

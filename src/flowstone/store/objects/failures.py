@@ -64,7 +64,7 @@ def server_error_of(error: BaseException) -> ServerError:
 
 
 def is_missing(error: BaseException) -> bool:
-    """Whether the error means that the object does not exist. False if the bucket does not exist, either."""
+    """Whether the error means that the object does not exist. False if the bucket itself does not exist."""
     return isinstance(error, FileNotFoundError) and server_error_of(error).code not in _NO_BUCKET_CODES
 
 
@@ -128,7 +128,7 @@ def _meaning(location: str, operation: str, refusal: ServerError, error: BaseExc
     if refusal.code in _REDIRECT_CODES or refusal.status in (301, 307) or _REDIRECT in refusal.text:
         region = _REGION.search(refusal.text)
         named = "it" if region is None else region[1] or region[2]
-        return errno.EREMOTE, f"the bucket is in another region; set AWS_REGION to {named}, or AWS_ENDPOINT_URL"
+        return errno.EREMOTE, f"the bucket is in another region; set AWS_REGION to {named}, or correct AWS_ENDPOINT_URL"
     if refusal.code in _EXPIRED_CODES:
         return errno.EACCES, "the credentials have expired; renew them, and start the job again from its last step"
     if refusal.code in _UNKNOWN_CODES:
@@ -138,7 +138,7 @@ def _meaning(location: str, operation: str, refusal: ServerError, error: BaseExc
     if refusal.status == 403 or type(error).__name__ in (
         "PermissionDeniedError", "UnauthenticatedError", "PermissionError"
     ):
-        return errno.EACCES, f"let these credentials {operation} there: they need to list, read, write and delete"
+        return errno.EACCES, f"let these credentials list, read, write and delete there (refused: {operation})"
     if refusal.status == 507 or refusal.code in _FULL_CODES:
         return errno.ENOSPC, "raise the quota, or prune old checkpoints; the previous checkpoint is untouched"
     if refusal.status == 501 or isinstance(error, NotImplementedError) or type(error).__name__ == "NotSupportedError":

@@ -83,7 +83,7 @@ class FileSystemBucket:
     system.
 
     file_system  an instance of fsspec's
-    root         the directory to which all paths are relative, as that file system writes it
+    root         the directory to which all paths are relative, written as a path of that file system
 
     raises  ArgumentError  `file_system` is not an fsspec file system, or caches bytes of files
     """

@@ -74,8 +74,8 @@ class Spool:
 
 
 class HeldBlocks:
-    """Counts the bytes of arena blocks that the uploads of a save keep until their objects are complete. Can be used on
-    any thread.
+    """Counts the bytes of blocks of the arena (staging memory) that the uploads of a save keep until their objects are
+    complete. Can be used on any thread.
     """
 
     def __init__(self, arena: Arena, moving: FailoverLimits) -> None:
@@ -102,8 +102,8 @@ class HeldBlocks:
 
 
 class RetryBuffer:
-    """Keeps the uploaded bytes of a segment until its object is complete, as the segment may have to be written to
-    another path. The bytes are in blocks of the arena, and in a temporary file (`spool`). For one thread.
+    """Keeps the uploaded bytes of a segment until its object is complete, because the segment may have to be written
+    to another path. The bytes are in blocks of the arena, and in a temporary file (`spool`). For one thread.
 
     is_whole  whether all bytes are kept; False once a write to the temporary file has failed
     """
@@ -116,7 +116,7 @@ class RetryBuffer:
         self._blocks: deque[tuple[int, ctypes.Array[ctypes.c_ubyte]]] = deque()
 
     def add(self, offset: int, block: ctypes.Array[ctypes.c_ubyte]) -> None:
-        """Keep a block of the arena that is about to be uploaded. `offset`: of its bytes in the segment."""
+        """Keep a block of the arena that is about to be uploaded. `offset`: where its bytes begin in the segment."""
         if not self.is_whole:
             return
         self._blocks.append((offset, block))
@@ -138,7 +138,7 @@ class RetryBuffer:
         except OSError as error:
             self.is_whole = False
             self.release()
-            log.warning("%s; so the save fails if the path fails", self._spool.refusal(error, self._path))
+            log.warning("if this upload fails, the save fails: %s", self._spool.refusal(error, self._path))
             return
         self._blocks.popleft()
         self._held.add(-len(block))

@@ -1,4 +1,4 @@
-"""A store in a bucket. The native engine captures and verifies bytes; threads of this process make its requests."""
+"""A store in a bucket. The native engine captures and verifies bytes; threads of this process send the requests."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from flowstone.store.striped.stripe_member import FailoverLimits
 
 _UNLIMITED_BYTES = 1 << 62
-_GAP_BYTES = 1 << 40  # larger than any gap between two ranges: every byte of an object is written, and gaps as zeros
+_GAP_BYTES = 1 << 40  # larger than any gap between two ranges, so that gaps are written, too, as zeros
 _SEEN_MAX = 10_000
 _CAPABILITIES = Capabilities(
     atomic_rename=False, conditional_put=True, directory_sync=False, durable_on_return=True, range_reads=True,
@@ -52,7 +52,7 @@ class ObjectStore:
     """A Store (store.base) in a bucket. Makes no request before the first call that needs one.
 
     bucket    a URL (s3://bucket/path, gs://bucket/path, az://container/path, fsspec+SCHEME://path); or an obstore
-              object store, or an object with its interface, whose root becomes the store's root
+              object store, or an object with the same interface; its root becomes the store's root
     location  what messages call the store; None: the URL
     lease_s   if this job does not renew its lease for so many seconds, other jobs consider it dead
     """
@@ -192,7 +192,7 @@ class ObjectStore:
         self.client.delete(f"{path}/{DIRECTORY_NAME}")
 
     def _check_own(self, path: str, tag: str | None) -> None:
-        """Raise StorageError if another job has replaced a segment since this one began to write it.
+        """Raise StorageError if another job has replaced a segment since this job began to write it.
 
         In a bucket, all attempts to save a step use the same directory. If a job hangs, continues later, and removes
         its unfinished checkpoint, it must not remove the segments of another job.
@@ -327,8 +327,8 @@ class ObjectStore:
         return self.client.put_new(path, token.encode(), token) or self.client.tag(path)
 
     def _check_budget(self, files: Sequence[FilePlan], arena: Arena) -> None:
-        """Raise BudgetError if a part of an upload does not fit into the arena. A part is sent in one request, from
-        memory.
+        """Raise BudgetError if a part of an upload does not fit into the arena (staging memory). A part is sent in
+        one request, from memory.
         """
         longest = max((min(part_bytes(plan.bytes), plan.bytes) for plan in files), default=0)
         if arena.budget_bytes < longest:

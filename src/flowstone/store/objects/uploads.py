@@ -2,11 +2,11 @@
 
 A part of an upload is sent from the blocks into which the engine has captured it. The engine gets a block back once
 nothing reads it any more. obstore needs a file's bytes in order, but some ranges of a file (windows) are captured
-before ranges that precede them. Windows wait in a temporary file if they are captured out of order, or if an encoder
-decides the size of the segment, whose header is then known last.
+before ranges that precede them. Windows wait in a temporary file if they are captured out of order. All windows of a
+segment wait there if an encoder decides the segment's size, because its header is then known last.
 
 In a striped store, a segment that the bucket refuses may be written to another path. So the bytes of each segment are
-kept until its object is complete: in blocks as long as the arena has free ones, and in the temporary file.
+kept until its object is complete: in blocks as long as the arena has free ones, otherwise in the temporary file.
 """
 
 from __future__ import annotations
@@ -139,8 +139,8 @@ class Upload:
             self._release()
 
     def _release(self) -> None:
-        """After the last byte was sent, return the engine's blocks until the job ends. After an error, cancel the job,
-        or let the segment move to another path.
+        """Answer the engine's remaining requests until the job ends, so that it gets its blocks back. After an error,
+        first cancel the job, unless the segment may move to another path.
         """
         if self.error is not None and not self.may_move:
             self._job.cancel()
@@ -155,7 +155,7 @@ class Upload:
                 self._end_block(number, length)
 
     def _end_block(self, number: int, length: int) -> None:
-        """Return a block that nothing reads any more to the engine. If the segment moves to another path, the requests
+        """Return to the engine a block that nothing reads any more. If the segment moves to another path, the requests
         of the block are reported as failed.
         """
         if self.error is not None and self.may_move:
@@ -208,7 +208,7 @@ class Upload:
     def _check_claim(self) -> None:
         """Raise LockedError if another job has removed or replaced the object that reserves the segment's name."""
         with ThreadPoolExecutor(1, thread_name_prefix="flowstone-heads") as executor:
-            # Made on another thread: obstore allows no request on a thread from which it reads a stream.
+            # The request is made on another thread: obstore allows no request on a thread from which it reads a stream.
             meta = executor.submit(self._client.head, self._plan.path).result()
         if meta is None or not same_tag(meta["e_tag"], self._claim):
             self._raise_lost()
@@ -398,8 +398,8 @@ class ObjectOpenSegments:
         return self.error()
 
     def error(self) -> FlowstoneError | None:
-        """The error of an upload whose segment must not move to another path, so that the job fails; None if there is
-        none.
+        """The error that makes the job fail: of an upload whose segment must not move to another path. None if there
+        is none.
         """
         staying = (upload for upload in self._uploads if not upload.may_move)
         return next((upload.error for upload in staying if upload.error is not None), None)

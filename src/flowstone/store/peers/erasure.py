@@ -1,7 +1,7 @@
 """Reed-Solomon codes over GF(256), computed with ISA-L (docs/decisions/035-parity.md). Callers own the memory.
 
-`data` data shards are numbered from 0 on, and parity shards after them. The factors form a Cauchy matrix, of which each
-square part can be inverted, so any `data` shards determine all others.
+The data shards (`data` of them) are numbered from 0 on, and the parity shards after them. The factors of the shards
+form a Cauchy matrix, of which each square part can be inverted, so any `data` shards determine all others.
 """
 
 from __future__ import annotations

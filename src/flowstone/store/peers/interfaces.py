@@ -12,7 +12,7 @@ from flowstone.errors import ArgumentError
 
 _MASTER = "MASTER_ADDR"
 _SIOCGIFADDR = 0x8915
-_NEXT = "give PeerMemory interface=, the name (eth0) or this node's address in the network that joins the nodes"
+_NEXT = "pass interface= to PeerMemory: the name (eth0) or address of this node's interface to the other nodes"
 
 
 def address_of(interface: str | None) -> str:

@@ -147,7 +147,7 @@ class NodeLink:
             how = "does not answer"
         return PeerError(
             f"the node at {self.place.shown} {how}", errno=errno.EHOSTUNREACH, reason=os.strerror(number),
-            next="check that node and its job; a restarted job continues without this node",
+            next="check that node and its job; a restarted job continues without that node",
         )
 
 

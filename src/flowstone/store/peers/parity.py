@@ -96,8 +96,8 @@ def column_of(name: str) -> tuple[str, int | None]:
 def parity_name(share: ParityShare, writer: str, row: int) -> str:
     """The name of the file with parity row number `row` of a stripe.
 
-    writer  two numbers that identify one write of a node. Parity is computed from the writes of a group's nodes with
-            equal numbers
+    writer  two numbers that identify one write of a node. A parity file is computed from those writes of a
+            group's nodes that have equal numbers
     """
     return f"{_PREFIX}{share.group}-{share.stripe}-{writer}-{row}"
 

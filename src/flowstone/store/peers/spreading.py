@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from flowstone.config import PEER_SPREAD_S_MAX
 
-# how many times between saves are remembered; the shortest is used, as others may contain a pause of training
+# how many intervals between saves are remembered; the shortest is used, as others may contain a pause of training
 _INTERVALS = 4
 _DRAFTS_MAX = 8  # how many saves may still be sending copies
 

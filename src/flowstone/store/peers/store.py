@@ -85,7 +85,7 @@ class PeerMemory(NodeMemory):
                  a thread waits for copies, they are sent at full rate. 0: always at full rate
 
     Other options are the same as for NodeMemory. Needs memory for `replicas` x `generations` checkpoints of a node's
-    ranks, or for (1 + m / k) x `generations`; more if parity is spread over fewer than k + m nodes.
+    ranks, or, with parity, for (1 + m / k) x `generations`; more if parity is spread over fewer than k + m nodes.
 
     raises  ArgumentError; BudgetError if this node has less memory than needed; FrameworkError if parity needs a
             package that is not installed
@@ -103,7 +103,7 @@ class PeerMemory(NodeMemory):
         if self.replicas < 1:
             raise ArgumentError(
                 f"replicas must be at least 1, got {replicas}",
-                next="give the number of copies, of which the node's own is the first",
+                next="give the number of copies, including the node's own",
             )
         self.parity = (0, 0) if parity is None else _parity(parity, replicas)
         if state_bytes is not None:
@@ -237,7 +237,7 @@ class PeerMemory(NodeMemory):
         draft, (columns, rows) = files[0][0].partition("/")[0], self.parity
         if rows and draft.startswith(DRAFT):
             by_node = shares_of(files, shares(own, nodes, columns, rows), self._writer(draft))
-        else:  # files outside of unfinished checkpoints always get copies, as their names may be used again
+        else:  # files outside of unfinished checkpoints always get copies, since their names may be used again
             replicas = 1 + rows if rows else self.replicas
             by_node = dict.fromkeys(keepers(own, nodes, replicas)[1:], copies_of(files))
         try:

@@ -73,10 +73,10 @@ def merge_inventories(
     described    returns the descriptions of a checkpoint's parity, given its directory and parity files; {} if parity
                  cannot be used
 
-    A checkpoint is complete if each segment is on a node with the same manifest, or can be computed from files on such
-    nodes. So files of another checkpoint of that step are not mixed in. A node that was down when a later job began to
-    save has an older epoch. Its files count for checkpoints that other nodes have, too, but its other checkpoints are
-    outdated.
+    A checkpoint is complete if the nodes that have its manifest also have each of its segments, or files from which
+    the segment can be computed. So files of another checkpoint of that step are not mixed in. A node that was down when
+    a later job began to save has an older epoch. Its files are used only for checkpoints that a node with the newest
+    epoch has as well; its other checkpoints are outdated.
     """
     epoch = max((inventory.epoch for inventory in inventories.values()), default=0)
     newest = [inventory for inventory in inventories.values() if inventory.epoch == epoch]

@@ -48,7 +48,7 @@ def check_paths(paths: Sequence[Store], given: Sequence[float | None]) -> None:
             )
     if not paths[0].capabilities.atomic_rename:
         raise ArgumentError(
-            f"the first path, {paths[0].location}, cannot rename directories, as each commit of a striped store must",
+            f"the first path, {paths[0].location}, cannot rename directories, but a commit must rename one",
             next="put a directory of a file system first in the list; the other paths can be buckets",
         )
     locations = [canonical_location(path.location) for path in paths]
@@ -112,7 +112,7 @@ def write_notes(first: Store, path: StripedPath, identity: str) -> None:
         )
     own_record = records.PathNote(path.number, identity, path.store.location)
     if not (is_noted and has_own_note):
-        path.store.make_directory()  # also syncs an existing directory, as its creator may have died before its sync
+        path.store.make_directory()  # also syncs an existing directory, since its creator may have died before the sync
     if not has_own_note:
         far_record = msgspec.structs.replace(own_record, location=first.location)
         put_atomically(path.store, records.PART_NAME, records.encode_note(far_record))
@@ -124,8 +124,8 @@ def write_notes(first: Store, path: StripedPath, identity: str) -> None:
 
 
 def check_mounted(first: Store, number: int, store: Store, missing: str) -> None:
-    """Raise StorageError, which names the path, if path number `number` is not mounted. If it is mounted, the file
-    `missing` was lost.
+    """Raise StorageError, which names the path, if path number `number` is not mounted. If it is mounted,
+    return: then the file `missing` was lost.
     """
     state, identity = "nothing", identity_of(first)
     if store.exists(records.PART_NAME):

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from flowstone._native import Arena, Engine
 
 _ADAPTED = 0.3  # weight of a new measurement: one save beside other traffic must not change the rate much
-# a share changes only if its relative change is at least this, as smaller ones are noise, and each change costs a new
-# plan
+# a share changes only if its relative change is at least this, because smaller ones are noise, and each change costs a
+# new plan
 _CHANGED = 0.1
 
 

@@ -42,7 +42,7 @@ class StripedStore:
 
     paths    the first one has the manifests
     given    the weights of the paths, in the same order; None: the path's measured rate is used
-    opened   opens a store by its location. Called to read segments on paths that are only in notes, not in `paths`
+    opened   opens a store by location. Called for paths that are only in notes (files that list them), not in `paths`
     writes_noted  whether paths that are only in notes are also written
     watch    how changes of memory before its capture are detected: see EngineOptions
     now      returns seconds of a monotonic clock
@@ -165,7 +165,7 @@ class StripedStore:
 
     def segments_of(self, directory: str) -> str | None:
         """The name of the directory, on all paths but the first, with the segments of a checkpoint, finished or not.
-        None if `directory` is that of neither.
+        None if `directory` is not the directory of a checkpoint.
         """
         draft = records.segments_of_draft(directory)
         if draft is not None or not directory or "/" in directory:
@@ -268,8 +268,8 @@ class StripedStore:
             raise
 
     def _make_segments(self, path: StripedPath, segments: str) -> bool:
-        """Create the directory for a checkpoint's segments on a path. Returns False if the path fails; segments are
-        then written to the first path.
+        """Create the directory for a checkpoint's segments on a path. Returns whether it was created. If the path
+        fails, its segments are written to another path.
         """
         try:
             if not path.store.exists():
@@ -444,7 +444,7 @@ class StripedStore:
     # Bulk bytes
 
     def free_bytes(self) -> int:
-        """How many bytes the next save may have: for each path, its share of them fits into its free space."""
+        """The largest size of the next save, in bytes, for which each path has enough free space for its share."""
         limits = []
         for number, weight in self.shares():
             try:

@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 
 class FailoverLimits(msgspec.Struct, frozen=True):
-    """How much a path may keep of the bytes that were written to it. If the path fails, its segments are written to
-    another path from these bytes.
+    """How many of the bytes that were written to a path may be kept. If the path fails, the kept bytes are written to
+    another path.
 
     Until a segment is complete, its bytes must be readable again: from its file, or from memory.
 
     one_in      1/one_in of the arena may be used to keep such bytes in memory
-    held_bytes  the most bytes that may be kept in memory
+    held_bytes  the maximum number of bytes to keep in memory
     directory   directory of a temporary file for further bytes
     """
 
@@ -48,7 +48,7 @@ class OpenSegments(Protocol):
         """Reserve the space of the segments, before any byte is written. Raises StorageError."""
 
     def error(self) -> FlowstoneError | None:
-        """Why a request failed, if the job does not know the reason and the segment may not move to another path; else
+        """Why a request failed, if the job does not know the reason and the segment must not move to another path; else
         None.
         """
 

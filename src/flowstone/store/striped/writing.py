@@ -26,7 +26,7 @@ from flowstone.store.striped.path import PathProvider, StripedPath
 from flowstone.store.striped.stripe_member import FailoverLimits, OpenSegments
 
 _COPIED_AT_ONCE_BYTES = 8 * MIB
-# larger than any gap between two ranges: every byte of an object is written, and gaps as zeros
+# larger than any gap between two ranges, so that gaps are written, too, as zeros
 _EVERY_GAP_BYTES = 1 << 40
 
 
@@ -48,8 +48,8 @@ class StripedWriteHandle(ReservingWriteHandle):
     If another path cannot create or reserve a segment, the segment moves to a path that works, before any byte is
     written. If a write fails later, the rest of the segment is written to a path that works. The bytes that were
     already written are read from the failed path, copied, and compared with the digests. An incomplete object in a
-    bucket cannot be read, so its bytes are kept in memory until it is complete. The save fails only if bytes cannot be
-    read.
+    bucket cannot be read, so its bytes are kept in memory, or in a temporary file, until it is complete. The save fails
+    only if bytes cannot be read.
     """
 
     def __init__(
@@ -467,7 +467,7 @@ class StripedWriteHandle(ReservingWriteHandle):
                 bad = 0
         return None if bad is None else DamagedError(
             f"{path} differs from the saved bytes", range=f"from byte {bad} on",
-            next="save again; the next save does not use that path",
+            next="save again; the next save does not use the failed path",
         )
 
     def _release(self) -> None:

@@ -79,7 +79,8 @@ class FaultInjectingStore(Wrapper):
     before  if it returns an error, the call is not made, and the error is raised
     after   if it returns an error, the call is made, but its result is lost. Not used for calls that only start a read
             or write of segments
-    For reads and writes of segments, the error is in the result; it is returned once they have ended.
+
+    For reads and writes of segments, the error is in the result that is returned once they have ended.
     """
 
     def __init__(

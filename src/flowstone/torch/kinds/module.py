@@ -22,8 +22,8 @@ from flowstone.torch.roles import ModuleRoles
 
 class ModuleKind(ValueKind):
     """A module. If it and the modules inside do not override state_dict(), have no hooks for it and no extra state, and
-    all its tensors are in plain memory, they are handled together. Otherwise each entry of its state_dict() is handled
-    by itself.
+    all its tensors are in plain memory, the tensors are handled together. Otherwise each entry of its state_dict() is
+    handled by itself.
     """
 
     bases = (torch.nn.Module,)

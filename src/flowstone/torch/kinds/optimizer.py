@@ -117,8 +117,8 @@ def _describe(optimizer: Core, place: Place, saving: DescribePass) -> MergePoint
 
 
 class _Slots:
-    """Adds slots (state tensors of a parameter) to a save, parameter by parameter. Slots that need not be listed, as
-    their names identify them, are collected and added together.
+    """Adds slots (state tensors of a parameter) to a save, parameter by parameter. Slots that are identified by their
+    names need not be listed in the optimizer's stored form; they are collected and added together.
     """
 
     def __init__(self, saving: DescribePass, inside: Place, *, lazy: bool) -> None:
@@ -241,7 +241,7 @@ def _same_slots(view: OptimizerView, listed: Mapping[str, object], named: Collec
 ):
     """All slots of the optimizer, if it has exactly the stored ones, as in a job that resumes; otherwise None.
 
-    listed  the stored slots that are listed, as no name identifies them
+    listed  the stored slots that are listed, because no name identifies them
     named   the names of all other stored slots
     """
     columns = view.columns(f"{place.name}.state") if place.rank is None and not listed else None

@@ -25,8 +25,8 @@ from flowstone.torch.tensors import DENSE_TYPES
 
 
 class TensorKind(ValueKind):
-    """A dense tensor. Also a tensor of a type that no other kind recognises, which the sink refuses with an error that
-    names it.
+    """A dense tensor. Also a tensor of a type that no other kind recognises, which the sink (the collector of the
+    state's tensors) refuses with an error that names it.
     """
 
     types = DENSE_TYPES

@@ -112,8 +112,8 @@ FLOWSTONE = (
         note="one job over gloo. As under DDP, each rank holds the full state, which has a quarter of the bytes of the "
         "other rows. Rates count these bytes once. *Reads shared* (the default): each byte is read by one rank and "
         "passed on in shared memory. *Each rank for itself*: EngineOptions(share_reads=False). *Through the page "
-        "cache*: EngineOptions(direct='off'). With this option, Flowstone shares no reads; only this benchmark makes it "
-        "do so. *Cached*: all files are in the page cache",
+        "cache*: EngineOptions(direct='off'). With this option, Flowstone shares no reads; only this benchmark makes "
+        "it do so. *Cached*: all files are in the page cache",
     ),
     Entry("flowstone-posix", "Flowstone, io_uring refused", "ours", 3, _OURS, io_uring=False,
           note="a seccomp filter refuses it from the process's first instruction on"),

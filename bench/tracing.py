@@ -66,8 +66,8 @@ def measure(directory: Path, size: int, tensors: int, rounds: int) -> dict[str, 
 
         save()  # plans, and allocates the arena
         return {
-            "a save with a trace open, times one without": ratios(rounds, traced(save), save),
-            "a load with a trace open, times one without": ratios(rounds, traced(load), load),
+            "time of a save with a trace, divided by the time without one": ratios(rounds, traced(save), save),
+            "time of a load with a trace, divided by the time without one": ratios(rounds, traced(load), load),
         }
 
 

@@ -103,7 +103,8 @@ FLOWSTONE = (
     Entry(
         "flowstone-ranks", "Flowstone, one job of four ranks", "ours", 3, _OURS, ranks=4,
         note="torch.distributed over gloo, with a quarter of every tensor on each rank (fs.Shard), one store and one "
-        "commit. fence='manual', then fence(). Times are those of the slowest rank",
+        "commit. With fence='manual', the benchmark itself waits for the capture (fence()). Times are those of the "
+        "slowest rank",
     ),
     Entry(
         REPLICAS, "Flowstone, four replicas", "ours", 3,
@@ -112,8 +113,8 @@ FLOWSTONE = (
         note="one job over gloo. As under DDP, each rank holds the full state, which has a quarter of the bytes of the "
         "other rows. Rates count these bytes once. *Reads shared* (the default): each byte is read by one rank and "
         "passed on in shared memory. *Each rank for itself*: EngineOptions(share_reads=False). *Through the page "
-        "cache*: EngineOptions(direct='off'). With this option, Flowstone shares no reads; only this benchmark makes "
-        "it do so. *Cached*: all files are in the page cache",
+        "cache*: EngineOptions(direct='off'). With this option, Flowstone normally shares no reads; the benchmark "
+        "forces it to share them. *Cached*: all files are in the page cache",
     ),
     Entry("flowstone-posix", "Flowstone, io_uring refused", "ours", 3, _OURS, io_uring=False,
           note="a seccomp filter refuses it from the process's first instruction on"),

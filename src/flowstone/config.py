@@ -48,8 +48,8 @@ INTERRUPTS_MAX = 100  # how many Ctrl-C are ignored while an aborted load still 
 ARENA_SHARE_OF_AVAILABLE = 4  # the default budget is a quarter of the memory that is available
 READ_ARENA_BYTES = 256 * MIB  # enough for loads and checks to reach the device's rate
 DEVICE_WINDOW_BYTES = 32 * MIB
-"""Length of a window of device memory, and of the arena's blocks then: it takes 0.6 ms on a bus of 55 GB/s, and one
-CUDA event.
+"""Length of the blocks of staging memory (the arena) into which devices copy. Copying one takes 0.6 ms on a bus of
+55 GB/s, and one CUDA event.
 """
 GATHERED_BYTES_MAX = 256 * MIB  # small pieces of one save that a kernel gathers; further ones are copied one by one
 DEVICE_BLOCKS_MIN = 16  # an arena with fewer gets shorter blocks, so that some are written while others are filled
@@ -185,7 +185,7 @@ REPLICA_ATTEMPTS_MAX = 5  # failures in a row: loads and steps may fail because 
 REPLICA_NICE = 10  # a replica's nice value is higher than training's by this
 
 # Tiers.
-TIER_LAG = 4  # checkpoints that may wait for a tier; nearer tiers keep them meanwhile, memory at most GENERATIONS
+TIER_LAG = 4  # checkpoints that may wait for a tier; nearer tiers keep them meanwhile (memory: at most GENERATIONS)
 TIER_DRAIN_S = 300.0  # longest wait of `close` for a tier
 TIER_RETRY_S = 1.0  # pause after a first failure; it doubles with each attempt
 TIER_RETRY_S_MAX = 300.0
@@ -237,7 +237,7 @@ def whole_number(name: str, value: object) -> int:
 
 
 def _check_engine(backend: str, queue_depth: int | None, request_bytes: int | None, workers: int | None) -> None:
-    """Raise ArgumentError if no engine accepts one of these values. None passes: its default is checked later."""
+    """Raise ArgumentError if no engine accepts one of these values. None is accepted: the default is checked later."""
     if backend not in ("auto", "io_uring", "posix"):
         raise ArgumentError(
             f"backend {backend!r} is not one of 'auto', 'io_uring', 'posix'",
@@ -266,7 +266,7 @@ class Tuning(msgspec.Struct, frozen=True):
     direct_from_bytes  saves and loads of at least this size bypass the page cache, if that works; None: all use the
                        page cache
     in_place           reads only: EngineOptions.read_in_place; ignored for writes, which go through the arena
-                       (docs/decisions/011)
+                       (staging memory; docs/decisions/011)
     The other fields are those of EngineOptions.
     """
 
@@ -414,7 +414,7 @@ class Keep:
         if self.every is not None and self.every < 1:
             raise ArgumentError(
                 f"Keep(every={self.every}): every must be at least 1",
-                next="leave every out to keep only the newest steps",
+                next="omit the option `every` to keep only the newest steps",
             )
 
 

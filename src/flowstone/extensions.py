@@ -13,7 +13,7 @@ from typing import Any
 
 from flowstone.errors import FrameworkError
 
-OPTIONS: dict[str, tuple[str, ...]] = {  # an option -> those without which no part of it works (tests/test_options.py)
+OPTIONS: dict[str, tuple[str, ...]] = {  # an option -> others that every part of it needs (tests/test_options.py)
     "providers": (), "torch": ("providers",), "delta": (), "codecs": ("delta",), "layouts": (), "node_reads": (),
     "journal": (), "replica": ("journal", "torch", "store.memory"), "inspection": (), "tiered": (), "store.memory": (),
     "store.wrap": (), "store.striped": (), "store.objects": ("store.wrap",), "store.peers": ("store.memory",),

@@ -170,4 +170,4 @@ def test_another_number_of_ranks_loads_the_checkpoint_and_says_what_is_missing(t
         loaded = run(ranks, "journal_acts", "load", path, "ddp")
         assert told(loaded, "step") == [1] * ranks
         assert told(loaded, "newest") == [5] * ranks
-        assert told(loaded, "reason") == [f"its steps were saved by 2 ranks, but this job has {ranks}"] * ranks
+        assert told(loaded, "reason") == [f"the journal was written by 2 ranks, but this job has {ranks}"] * ranks

@@ -206,7 +206,7 @@ def test_a_first_save_that_leaves_no_room_for_the_second_is_refused_with_the_num
     store = NodeMemory(run)
     store.make_directory()
     store.make_directory(".saving-00000001-a")
-    with pytest.raises(FullError, match="2 generations of") as caught:
+    with pytest.raises(FullError, match="2 checkpoints of") as caught:
         store._tree.create(".saving-00000001-a/rank-00000.safetensors", available_bytes() // 2)
     assert re.search(r"needed +\d+ bytes\n +available +\d+ bytes", str(caught.value))
     assert store.names(".saving-00000001-a") == ()

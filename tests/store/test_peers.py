@@ -568,7 +568,7 @@ def test_what_only_a_node_has_that_was_away_is_of_before() -> None:
     held = {0: _held(2, (ONE, "m1", "a")), 1: _held(1, (ONE, "m1", "a"), (TWO, "m1", "a"))}
     merged = merge_inventories(held, 0, _segments, _undescribed)
     assert list(merged.steps) == [ONE]
-    assert merged.incomplete == {TWO: "it was saved by a job before the last one"}
+    assert merged.incomplete == {TWO: "only nodes that were down when a later job began have it"}
     assert [source.node for source in merged.steps[ONE].files["a"]] == [0, 1], "what others know counts"
 
 

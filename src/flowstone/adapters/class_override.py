@@ -6,7 +6,7 @@ from typing import Any
 
 
 def override_methods(host: Any, mixin: type, framework: type, checkpoints: object) -> None:
-    """Give `host` a subclass of its class, of the same name, in which `mixin` overrides the framework's methods.
+    """Replace the class of `host` by a subclass with the same name, in which `mixin` overrides the framework's methods.
     A second call only replaces `checkpoints`.
 
     checkpoints  an object that the methods of `mixin` use, as `self._flowstone`

@@ -85,8 +85,8 @@ class CheckpointFolder:
         return deleting.name
 
     def _sweep(self) -> None:
-        """Remove unfinished checkpoints of dead processes, empty directories that reserve their names, and directories
-        that they were removing.
+        """Remove what dead processes have left: unfinished checkpoints, the empty directories that reserve the names of
+        these checkpoints, and directories whose removal had begun.
         """
         names = os.listdir(self.path)
         claimed = [name.removeprefix(claim_file("")) for name in names]

@@ -94,11 +94,11 @@ class MemoryRun:
         self.flush_error = error
 
     def note_durable(self, step: int, identity: str) -> None:
-        """Note that `flush_to` has that checkpoint durably."""
+        """Record that `flush_to` has that checkpoint durably."""
         self.flushed_step, self.flushed_id = step, identity
 
     def end_flush(self, rewinds: int) -> None:
-        """Note that a flush has succeeded. `rewinds`: the value of this run's `rewinds` when the flush began."""
+        """Record that a flush has succeeded. `rewinds`: the value of this run's `rewinds` when the flush began."""
         self.flushed_rewinds, self.flush_error = rewinds, ""
 
     def keep(self, generations: int, linger_s: float, flush_to: str) -> None:
@@ -107,7 +107,7 @@ class MemoryRun:
         self.generations, self.linger_s, self.flush_to = generations, linger_s, flush_to or self.flush_to
 
     def agree(self, whole: str, epoch: int) -> None:
-        """Note on which checkpoint and epoch several nodes have agreed. "" and 0 change nothing."""
+        """Record the checkpoint and the epoch on which several nodes have agreed. "" and 0 change nothing."""
         self.whole, self.epoch = whole or self.whole, max(self.epoch, epoch)
 
     def allocate(self, size_bytes: int, writer: object) -> MemoryFile:
@@ -126,7 +126,7 @@ class MemoryRun:
         return file
 
     def new_bytes(self, size_bytes: int, writer: object) -> int:
-        """How many bytes of new memory `allocate` would need for such a file."""
+        """How many bytes of new memory `allocate` would need for a file of this size."""
         file = self._fitting(size_bytes, writer)
         return size_bytes if file is None else max(0, size_bytes - file.size_bytes)
 
@@ -256,7 +256,7 @@ class MemoryRuns:
         """Call this before a file is created or grows. Raises NoSpaceError unless memory has space for
         `run.generations` checkpoints of this size.
 
-        is_new  whether all of `size_bytes` need new memory, because they are added to an existing file
+        is_new  True: the bytes are added to an existing file, so all of them need new memory
         """
         fresh = size_bytes if is_new else run.new_bytes(size_bytes, writer)
         draft = run.draft_bytes(path) + size_bytes if path.startswith(SAVING) else 0
@@ -269,7 +269,10 @@ class MemoryRuns:
                 other.drop_pool()
                 available = self.available_bytes()
         if fresh + more > available:
-            reason = f"{run.generations} generations of {draft} bytes" if draft else f"{size_bytes} bytes"
+            reason = (
+                f"{run.generations} checkpoints of {draft} bytes (the option `generations`)" if draft
+                else f"{size_bytes} bytes"
+            )
             raise NoSpaceError(reason, fresh + more, available)
 
 

@@ -238,7 +238,11 @@ class Session:
 
     def _keep(self, run: MemoryRun, request: AgentRequest) -> None:
         if request.number < GENERATIONS or not 0 <= request.seconds < 1e9:
-            raise OSError(errno.EINVAL, "the number of generations or of seconds is out of range")
+            raise OSError(
+                errno.EINVAL,
+                "`generations` (checkpoints to keep) must be at least 2, and `linger_s` (how long to keep them) "
+                "at least 0 and below 1e9",
+            )
         if request.target and not request.target.startswith("/"):
             raise OSError(errno.EINVAL, "the directory to flush to must be an absolute path")
         run.keep(request.number, request.seconds, request.target)

@@ -15,8 +15,8 @@ from flowstone.errors import escaped
 
 class UnprovenConnections:
     """Limits unproven connections to PEER_STRANGERS_MAX. If another one arrives, one of them is closed: the oldest from
-    the address that has the most, as soon as it is PEER_STRANGER_S old. So slow or numerous clients cannot keep others
-    out.
+    the address that has the most, as soon as it is PEER_STRANGER_S old. Thus, slow or numerous clients cannot keep
+    others out.
     """
 
     def __init__(self, log: Callable[[str], None]) -> None:

@@ -1,4 +1,4 @@
-"""How much disk space a store occupies, and how much of it removing steps would free. Files are identified by inode,
+"""How much disk space a store occupies, and how much of it is freed by removing steps. Files are identified by inode,
 and not read.
 
 In stores that are not directories, each file has only one name, and its length counts as its disk space.

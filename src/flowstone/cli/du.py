@@ -1,4 +1,4 @@
-"""`flowstone du`: how much space a store occupies, and how much removing steps would free."""
+"""`flowstone du`: how much space a store occupies, and how much is freed by removing steps."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def du(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show the disk space of each step, and how much removing it would free. Reads no tensor data."""
+    """Show the disk space of each step, and the space that its removal would free. Reads no tensor data."""
     from flowstone.cli.disk_usage import Disk
 
     with errors_reported(as_json):

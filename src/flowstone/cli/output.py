@@ -116,7 +116,7 @@ Budget = Annotated[
 
 @contextmanager
 def chosen_cluster(on_ray: bool) -> Iterator[Cluster | None]:
-    """Context of the Ray cluster that does the work, if `on_ray`; otherwise of None, and this process does the work."""
+    """Context that yields the Ray cluster that does the work. Without `on_ray`, yields None: this process does it."""
     if not on_ray:
         yield None
         return

@@ -3,8 +3,8 @@
 With "auto", the choice for each piece depends on the measured costs of previous saves (coding_costs.py). Encoding pays
 if the device is the bottleneck, and remains so with fewer bytes. Then the pieces with the best compression are encoded,
 as many as make the save fastest; none if the gain is too small. So a save does not take longer than a raw save. Pieces
-that can be derived from others are omitted (deriving.py) if the engine's threads have time to check them: not if
-training uses the processors.
+that can be derived from others are omitted (deriving.py) if the engine's threads have time to check them. They have no
+time if training uses the processors.
 """
 
 from __future__ import annotations

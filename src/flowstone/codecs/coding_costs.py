@@ -42,7 +42,9 @@ class Costs(msgspec.Struct, frozen=True):
 
     @property
     def busy_share(self) -> float:
-        """The share of the time in which the engine's threads copied; it is high if training uses the processors."""
+        """The part of `engine_s` in which a thread copied or computed digests, as a fraction, on average. It is high if
+        training uses the processors, since the threads then take longer.
+        """
         return self.copying_s / self.threads / self.engine_s if self.engine_s else 0.0
 
     @property

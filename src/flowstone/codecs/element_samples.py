@@ -26,6 +26,7 @@ def element_samples(
 
     items   length of an element, in bytes
     counts  number of elements
+
     Pieces that are not contiguous in memory are left out. Waits for the current stream of devices. On a device with a
     side stream, one kernel gathers the elements of thousands of pieces.
     """
@@ -53,7 +54,7 @@ def element_samples(
 def _gathered(
     stream: SideStream, places: Places, pieces: Sequence[tuple[int, int, NDArray[np.int64]]]
 ) -> dict[int, bytes]:
-    """The samples of pieces on one device. `pieces`: position, length of an element, numbers of the elements."""
+    """The samples of pieces on one device. `pieces`: position, length of an element, indices of the elements."""
     positions, items = [position for position, _, _ in pieces], np.array([item for _, item, _ in pieces], np.uint32)
     begin = np.concatenate([(chosen * item).astype(np.uint64) for _, item, chosen in pieces])
     lines = stream.gather(
@@ -67,7 +68,7 @@ def _gathered(
 
 
 def _chosen(count: int) -> NDArray[np.int64]:
-    """The numbers of the elements to sample, of `count` elements: evenly spread, with the first and the last."""
+    """The indices of the elements to sample, out of `count` elements: evenly spread, with the first and the last."""
     return np.arange(_ELEMENTS) * (count - 1) // (_ELEMENTS - 1)
 
 

@@ -33,11 +33,13 @@ class Quantize:
     def __post_init__(self) -> None:
         check_text("Quantize", pattern=self.pattern)
         if type(self.bits) is not int or self.bits != 8:
-            raise ArgumentError(f"Quantize: bits must be 8, not {self.bits!r:.200}", next="omit bits: 8 is the default")
+            raise ArgumentError(
+                f"Quantize: bits must be 8, not {self.bits!r:.200}", next="omit the option `bits`: 8 is the default"
+            )
         if type(self.block) is not int or not _BLOCK_MIN <= self.block <= _BLOCK_MAX:
             raise ArgumentError(
                 f"Quantize: block must be from {_BLOCK_MIN} to {_BLOCK_MAX}, not {self.block!r:.200}",
-                next="omit block: the default is 256",
+                next="omit the option `block`: the default is 256",
             )
 
     def matches(self, name: str) -> bool:

@@ -68,7 +68,7 @@ def empty_directory(store: Store, directory: str) -> tuple[str, ...]:
 
     The manifest is removed first, so that a half-removed directory is not a checkpoint under any name.
 
-    returns  the names of other programs' files, which stay, as does the directory then
+    returns  the names of other programs' files, which stay; if there are any, the directory stays, too
     raises   StorageError  a file could not be removed; raised after the other files were removed
     """
     names = store.names(directory)

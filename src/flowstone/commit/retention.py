@@ -103,8 +103,8 @@ def remove_expired(
     """Remove each expired step, oldest first. The caller must hold the store's lock, which is checked before each
     removal.
 
-    on_removed  called with each directory, the reason, and None; or the error if the directory could not be removed. In
-                that case a later sweep removes it
+    on_removed  called for each step: with its directory, the reason, and the error that prevented the removal, or None.
+                After an error, a later sweep removes the directory
     on_left     called if files of other programs stay in the directory of a removed step: with its name and a list of
                 these files
     run_later   called with a function that empties the directory of a removed step; it must call that function, now or
@@ -208,7 +208,8 @@ class Retention:
         self._ownership = {step: entry for step, entry in self._ownership.items() if step in here}
 
     def _report_foreign(self, foreign: Sequence[RetentionDecision], committed: int) -> None:
-        """Report each step that another store saved once, all in one log line, since there may be many."""
+        """Report the steps that other stores saved, each only once, and all in one log line, since there may be many.
+        """
         lines = []
         for verdict in foreign:
             if (verdict.step, verdict.reason) not in self._reported:

@@ -1,4 +1,4 @@
-"""A job is the only writer of a store from its first save on: it takes the lock, sweeps, runs retention and rewinds."""
+"""A job is the only writer of a store from its first save on: it locks, sweeps and rewinds it, and runs retention."""
 
 from __future__ import annotations
 
@@ -130,8 +130,8 @@ class StoreWriter:
         check_step_exists(self._store, step)
 
     def drain(self, timeout_s: float | None = None) -> dict[str, tuple[int, ...]]:  # noqa: ARG002  (of several tiers)
-        """Wait until all other tiers have their steps. Returns the steps that still wait: location of the tier ->
-        steps. (With a single store: nothing.)
+        """Wait until the steps are copied to all other tiers. Returns the steps that are not copied yet: location of
+        the tier -> steps. (With a single store: nothing.)
         """
         return {}
 

@@ -70,7 +70,7 @@ class ConversionJob(msgspec.Struct, frozen=True, eq=False):
 
 class WindowRange(msgspec.Struct, frozen=True):
     """The windows of a conversion with the numbers `begin` to `end` - 1. `checks`, `running`: the checksums of earlier
-    windows, if the files contain these.
+    windows, if the files contain checksums.
     """
 
     begin: int

@@ -273,7 +273,7 @@ def _check_alone(digests_only: bool, *others: object) -> None:
     if digests_only and any(others):
         raise ArgumentError(
             "digests_only cannot be combined with rtol, atol, ignore_dtype or trust_digests",
-            next="leave out either digests_only or all the others",
+            next="leave out `digests_only`, or all of the other options named here",
         )
 
 
@@ -379,8 +379,8 @@ class _Comparison:
         return math.prod(self.pairs[pair].a.tensor.shape) - sum(end - begin for begin, end in self._read.get(pair, ()))
 
     def run(self, on_progress: Callable[[int, int], None] | None) -> dict[int, Differences | None]:
-        """number of a pair -> its differences. The value is None if the shapes differ, and has no differences if all
-        digests are equal.
+        """Returns: number of a pair -> its differences; None if the shapes differ. If all digests of a pair are equal,
+        its `Differences` are empty.
         """
         results: dict[int, Differences | None] = dict.fromkeys(range(len(self.pairs)))
         results |= {

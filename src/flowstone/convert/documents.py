@@ -45,8 +45,8 @@ def read_documents(directory: Path) -> Mapping[str, bytes]:
 
 
 def stored_documents(checkpoint: Checkpoint) -> Mapping[str, StoredDocument]:
-    """The documents in a checkpoint's section for documents (of rank 0, if each rank has its own). {} if that section
-    has other values.
+    """The documents in a checkpoint's section for documents: those that all ranks share, or that only rank 0
+    has. {} if that section contains anything else, or is too long.
     """
     section = checkpoint.contents.replicated.get(DOCUMENTS_SECTION)
     if section is None:

@@ -30,7 +30,7 @@ class TargetDraft:
 
     directory  the directory with the files. Each new draft has a unique name: a cluster's task that outlives its job
                may still write into an earlier draft, but never into this one
-    journal    records which windows of the files are durable
+    journal    records which windows (ranges) of the files are durable
     """
 
     def __init__(self, path: Path, *, is_file: bool) -> None:
@@ -61,7 +61,8 @@ class TargetDraft:
         """Lock the target. Continue an earlier draft with the same plan, or start a new one. Returns whether the target
         is already complete.
 
-        windows  number of windows of the plan
+        plan     identifies the conversion (layout.plan_digest)
+        windows  number of windows (ranges of files) that the conversion writes
 
         raises  StorageError  the target exists
                 LockedError   another conversion has locked the target
@@ -111,7 +112,7 @@ class TargetDraft:
         )
 
     def _clear(self) -> None:
-        """Remove earlier drafts. Only conversions write files there."""
+        """Remove earlier drafts of this target. Only conversions write files into drafts."""
         parent = self.path.parent
         for name in filter(self._is_draft, os.listdir(parent)):
             with translated(parent, "remove", name):

@@ -71,7 +71,7 @@ _Patch: TypeAlias = tuple[NDArray[Any], NDArray[Any] | int]
 
 
 class _ReadBatch(msgspec.Struct, frozen=True, eq=False):
-    """Reads that fit into the memory of one lane. `patches`: copies that are made at the end of a group of requests;
+    """Reads that fit into the memory of one `_Lane`. `patches`: copies that are made at the end of a group of requests;
     only the group's last batch has them.
     """
 
@@ -252,7 +252,7 @@ class Fetcher:
     def _index_to_cut(self, part: _RegionCopy, read: _Read, dim: int) -> int:
         """The index in dimension `dim` at which a region is cut. If the region has too many bytes for one read, it is
         cut near the end of a chunk, because chunks are always read completely. The place is chosen so that there are
-        few reads, and that they are about equally long. If most bytes of the read do not belong to the region, the
+        few reads of about equal length. If most bytes of the read do not belong to the region, the
         region is cut in half.
         """
         length = read.run.end - read.run.begin
@@ -303,8 +303,8 @@ class Fetcher:
                 )
 
     def _name_of(self, run: DigestedRun) -> str:
-        """The name of the tensor to which a file range belongs. Several tensors that rules derive from it use the same
-        range.
+        """The name of the tensor to which a file range belongs. If rules derive several tensors from this one, they all
+        use the same range.
         """
         boxes = ((tensor.name, stored.digested) for tensor in self._source.tensors for stored in tensor.boxes)
         return next(name for name, digested in boxes if digested == run)

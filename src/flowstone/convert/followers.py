@@ -183,7 +183,7 @@ def _common_slots(name: str, parts: Sequence[str], listed: Sequence[dict[str, ob
 
 
 def _as_optional(steps: _Steps) -> list[ConversionRule]:
-    """The same rules, none of which must match a parameter: a group has only some of the parameters."""
+    """The same rules, but each may match no parameter, as a group has only some of the parameters."""
     flat = [rule for step in steps for rule in (step.rules if isinstance(step, RuleSet) else (step,))]
     return [
         dataclasses.replace(rule, required=False) if isinstance(rule, LayoutRule) else rule

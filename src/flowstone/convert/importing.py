@@ -56,7 +56,7 @@ class ImportReport:
     aliases  further names of tensors that are stored only once: (further name, name under which the tensor is stored)
     cast     names of the tensors that were converted to another dtype
     skipped  names of the values that a rule left out
-    resumed_bytes  how many of the `bytes` an earlier, unfinished import had written
+    resumed_bytes  how many of the `bytes` were written by an earlier, unfinished import
     """
 
     path: str

@@ -80,7 +80,7 @@ def check_rules(rules: object, source: SourceCheckpoint, section: str | None) ->
 def select_tensors(
     source: SourceCheckpoint, section: str | None, rules: ConversionRules, dtype: DType | None, follow: OptimizerMapping
 ) -> TensorMapping:
-    """Select all tensors, or those of a section, whose new names leave out the section. Apply the rules to them.
+    """Select all tensors, or those of a section, whose name is left out of their new names. Apply the rules to them.
 
     If an alias is in the section, but its tensor is not, the alias becomes a tensor. An optimizer's state is changed
     like its parameters.

@@ -44,7 +44,7 @@ from flowstone.stores.arguments import check_work, conversion_target
 
 @dataclass(frozen=True, slots=True)
 class PackReport:
-    """The result of a pack. `resumed_bytes`: how many of the `bytes` an earlier, unfinished pack had written."""
+    """The result of a pack. `resumed_bytes`: how many of the `bytes` were written by an earlier, unfinished pack."""
 
     path: str
     step: int

@@ -33,7 +33,7 @@ _FILE_NAME_BYTES_MAX = 255
 # each written in full
 _EXPANSION_MAX = 16
 _EXPANDED_BYTES_MIN = GIB  # allowed even for the smallest file, as an expanded mask may be stored as a single number
-# blocks of 512 bytes: one page, the least for a file with a header; some network file systems report 0 or 1
+# in blocks of 512 bytes: one page, which a file with a header takes at least; some network file systems report 0 or 1
 _BLOCKS_MIN = 8
 _UNALIGNED_MAX = 1 << 14  # the most boxes of a tensor that form no grid: each of these is compared with all before it
 

@@ -51,8 +51,8 @@ class PackedLayout(msgspec.Struct, frozen=True):
 
 
 class Proposal(msgspec.Struct, frozen=True):
-    """What a rank sends to rank 0 at each save: the step, and its layout if the layout is new; otherwise the plan with
-    which this rank began to write.
+    """What a rank sends to rank 0 at each save: the step, and the plan (which rank writes which pieces) with which it
+    has begun to write; or, if it waits for a plan, its layout.
     """
 
     step: int
@@ -78,7 +78,7 @@ class WriterShare(msgspec.Struct, frozen=True):
 
 
 class PlanTerms(msgspec.Struct, frozen=True):
-    """What all ranks must know about a plan.
+    """What all ranks must know about a plan (which rank writes which pieces).
 
     job      the identity of this run of the job
     buffers  number of module buffers that several ranks hold; the lowest of these ranks writes them

@@ -101,7 +101,7 @@ class RankZero:
         self._aliases: list[Sequence[tuple[str, str]]] = [()] * size
         self._is_far = [False] * size
         self._assignment: WriterAssignment | None = None
-        # For each rank, the newest plans in which it writes the same pieces as now: its save may have begun with any.
+        # For each rank, the newest plans in which it writes the same pieces as now. It may have begun any of them.
         self._same: list[deque[str]] = [deque(maxlen=PLANS_REMEMBERED) for _ in range(size)]
         self._tensors: dict[bytes, TensorColumns] = {}
         self._columns: dict[bytes, NDArray[np.int64]] = {}  # encoded -> decoded array; several ranks send the same

@@ -1,11 +1,12 @@
 """The save coordinator: how N ranks save into one store together, N at least 1.
 
-    assign   each rank reports its pieces; rank 0 assigns writers         (each save, in the background)
+    assign   each rank reports its pieces (parts of tensors); rank 0 assigns writers  (each save, in the background)
     commit   each rank reports the files it wrote, or its failure; rank 0 publishes
 
-A rank whose layout did not change keeps its share of the plan, and begins to write when `save` is called. A rank with a
-new layout waits in the background for the other ranks and for rank 0's plan. Each plan is checked for completeness. A
-group of one writes everything and needs no agreement; it commits with the same messages, without encoding them.
+A rank whose layout (its pieces) did not change keeps its share of the plan (which rank writes which pieces), and begins
+to write when `save` is called. A rank with a new layout waits in the background for the other ranks and for rank 0's
+plan. Each plan is checked for completeness. A group of one writes everything and needs no agreement; it commits with
+the same messages, without encoding them.
 """
 
 from __future__ import annotations

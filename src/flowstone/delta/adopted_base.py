@@ -2,7 +2,7 @@
 
 After a load the base is the verified part of the loaded checkpoint, if its files have not changed since. In a process
 that has loaded nothing, the base is the newest checkpoint, as its index describes it. A rank refers only to files of
-its own rank number, so that no two ranks link the same file. Pieces are matched by name, dtype, shape and box (the
+its own rank number, so that no two ranks hard-link the same file. Pieces are matched by name, dtype, shape and box (the
 region of the tensor): if the tensors are divided in another way than in the base, fewer pieces match, or none.
 """
 
@@ -118,7 +118,9 @@ def _base_of(checkpoint: Checkpoint, assignment: Assignment, rank: int, verified
 def _bases(
     bases: ChunkBases, chunks: int, to: NDArray[np.int64], source: NDArray[np.int64]
 ) -> ChunkBases:
-    """The bases for `chunks` chunks: those with the numbers `to` get the entries `source` of `bases`, in this order."""
+    """For `chunks` chunks, the chunks from which they are stored as differences: chunks with the numbers `to` get the
+    entries `source` of `bases`, in this order.
+    """
     spread_bases = ChunkBases.empty(chunks)
     for mine, theirs in zip(spread_bases.columns(), bases.columns(), strict=True):
         mine[to] = theirs[source]

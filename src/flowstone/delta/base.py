@@ -45,13 +45,14 @@ class Base(msgspec.Struct, frozen=True, eq=False):
 
     pieces     the pieces that this rank has written, in plan order
     lazy       for each piece, whether the layout marks it as lazy (to be captured after `save` returns)
-    digest     digest of each captured chunk; if the chunk is encoded, of its stored bytes
+    digest     digest of each captured chunk's data; or, where `codec` is not raw, of the data encoded with that codec
     places     where the chunks are stored; `segment` is the number of a file in `segments`
-    unchanged  for each piece, whether it was mostly equal to the base of that step; None: it was not compared
-    loads      number of loads before that save
+    unchanged  for each piece, whether it was mostly equal to the base of this step; None: it was not compared
+    loads      number of loads before this step was saved
     known      for each chunk, whether a save may refer to it; None: to all
     roots      for each chunk the digest of its root's data. The root is the chunk itself; or, if the chunk is stored as
                a difference (codec xor), the chunk from which it differs. None: each chunk is its own root
+    codec      the codec to which each `digest` belongs, if the base was read from a checkpoint's index; None: all raw
     """
 
     step: int
@@ -85,7 +86,8 @@ class Base(msgspec.Struct, frozen=True, eq=False):
     def compared(
         self, before: Base | None, length: NDArray[np.uint64], same: NDArray[np.bool_] | None = None
     ) -> Base:
-        """This base, with `unchanged` set by a comparison with `before`, the base of this save.
+        """This base, with `unchanged` set by a comparison with `before`, the base to which this step's save could
+        refer.
 
         length  length of each piece, in bytes
         same    for each chunk, whether it equals the same chunk of `before`; None: determine that from the digests

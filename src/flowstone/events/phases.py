@@ -32,7 +32,7 @@ class Captured:
     blocked_s      how long `save` blocked the caller, in total
     captured_s     time since `save` was called
     early_bytes    bytes captured before `save` returned; all others were captured later
-    exact_bytes    how many of the later bytes were watched exactly: a change before the capture would have been
+    exact_bytes    how many of the later bytes were watched exactly: any change before the capture would have been
                    detected; on the host, even a write of equal bytes (docs/SAVING.md)
     sampled_bytes  how many of the later bytes were only compared by samples
     huge_bytes     how many of the exactly watched bytes are in huge pages of the host, where watching is almost free;
@@ -52,7 +52,7 @@ class Captured:
 class Fenced:
     """An optimizer step, or a call of `fence`, waited for the capture to end.
 
-    step  the step of the newest save for which the step or the call waited
+    step  the step number of the newest save that was waited for
     """
 
     step: int

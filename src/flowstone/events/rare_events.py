@@ -81,7 +81,7 @@ class BuffersFromOneRank:
 
 @dataclass(frozen=True, slots=True)
 class FellBack:
-    """A damaged checkpoint was skipped, and an older one is loaded, as `fallback` allows."""
+    """A damaged checkpoint was skipped, and an older one is loaded, as the option `fallback` allows."""
 
     damaged_step: int
     reason: str

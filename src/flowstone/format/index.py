@@ -47,7 +47,9 @@ _BASE_COLUMNS = {
     "chunk.base_segment": "<u4", "chunk.base_offset": "<u8", "chunk.base_bytes": "<u4", "chunk.base_codec": "u1",
     "chunk.base_digest": "<u8", "chunk.data_digest": "<u8",
 }
-"""The additional columns of an index with chunks that have a base, in the order of table.chunks.ChunkBases."""
+"""The additional columns of an index with chunks that are stored as the difference from another chunk (their base). In
+the order of table.chunks.ChunkBases.
+"""
 
 _ALL_COLUMNS = {
     name: kind for kind in ("<u8", "<u4", "<u2", "u1")
@@ -365,7 +367,9 @@ def _chunks(columns: Mapping[str, NDArray[Any]], codecs: Collection[int]) -> Chu
 
 
 def _bases(columns: Mapping[str, NDArray[Any]], chunks: Chunks, codec: NDArray[np.uint8]) -> ChunkBases:
-    """The bases of chunks, after the checks that do not need the list of segments. Raises ValueError."""
+    """The base of each chunk that is stored as a difference, after the checks that do not need the list of segments.
+    Raises ValueError.
+    """
     kinds = (np.uint32, np.uint64, np.uint32, np.uint8, np.uint64, np.uint64)
     typed: list[NDArray[Any]] = [columns[name].astype(kind) for name, kind in zip(_BASE_COLUMNS, kinds, strict=True)]
     bases = ChunkBases.by_columns(typed)
@@ -373,10 +377,10 @@ def _bases(columns: Mapping[str, NDArray[Any]], chunks: Chunks, codec: NDArray[n
         raise ValueError("the columns chunk.base_* do not have an entry for each chunk")
     is_xor, raw, length = codec == CODEC_XOR, bases.codec == CODEC_RAW, chunks.stored_lengths()
     if not np.isin(bases.codec[is_xor], [CODEC_RAW, PLANES.id]).all():
-        raise ValueError("the base of a chunk has another codec than raw or planes")
+        raise ValueError("a chunk is stored as a difference, but its base has another codec than raw or planes")
     misfit = np.where(raw, bases.length != length, (bases.length >= length) | (bases.length == 0))
     if misfit[is_xor].any():
-        raise ValueError("the stored length of a base does not match the length of the chunk")
+        raise ValueError("a chunk is stored as a difference, but the stored length of its base does not fit its codec")
     return bases
 
 
@@ -463,7 +467,7 @@ def _is_immense(sides: U64, starts: NDArray[np.int64], ndim: NDArray[np.int64]) 
 def _check_extents(chunks: Chunks, segments: Sequence[SegmentRow], *, has_copies: bool) -> None:
     """Raise ValueError if stored bytes are outside of their segment, or overlap others in a segment of this checkpoint.
 
-    Checks the ranges of pieces; if chunks have their own locations, those of chunks.
+    Checks the ranges of pieces; or of chunks, if chunks have locations of their own.
     """
     segment, offset, length = chunks.segment, chunks.offset, chunks.length
     if chunks.stored is not None:

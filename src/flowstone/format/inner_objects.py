@@ -44,7 +44,7 @@ class StoredGroup(msgspec.Struct, frozen=True):
 class StoredOptimizer(msgspec.Struct, frozen=True):
     """The entries of a stored optimizer (torch/optimizer_view.py). Slots are values for one parameter (exp_avg).
 
-    listed  path of a parameter -> those of its slots that no tensor's name identifies, such as numbers
+    listed  path of a parameter -> its slots, except tensors that are found by their names
     shared  state that belongs to no parameter
     extra   what a subclass adds to its state_dict()
     """

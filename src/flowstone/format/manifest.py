@@ -78,12 +78,13 @@ class IoRecord(msgspec.Struct, frozen=True):
     alignment     4096 if the writes bypassed the page cache (O_DIRECT), 1 if they went through it
     copied_bytes  bytes that were copied through the arena (staging memory)
     direct_bytes  bytes written without the arena, as earlier versions did (docs/decisions/011)
-    origin        where the settings come from that the caller did not give: "default" or "tuned". "explicit": the
+    origin        the source of those settings that the caller did not give: "default" or "tuned". "explicit": the
                   caller gave all
     explicit      names of the settings that the caller gave
-    exact_bytes, sampled_bytes  of memory captured after `save` returned: bytes that were watched completely (by
-                  written pages, or a device's digests), and bytes that were watched by samples
-    sampled_because  why some bytes were watched only by samples
+    exact_bytes, sampled_bytes  of memory captured after `save` returned: bytes of which all changes would have been
+                  detected (the kernel reports written pages; devices compare digests), and bytes of which only samples
+                  were compared
+    sampled_because  why only samples of some bytes were compared
     huge_bytes    how many of the exact_bytes were in huge pages of the host when `save` was called
     compress      which data rank 0 encoded, and why
     """

@@ -142,8 +142,8 @@ def encode(value: object, path: str) -> Node:
     order of keys.
 
     path     dotted path of `value` in the state, for messages
-    raises   UnsupportedStateError  for types that are not in the tables (also subclasses of those), for cycles, and for
-                                    nesting deeper than DEPTH_MAX
+    raises   UnsupportedStateError  for types that are not in the tables (even if they are subclasses of types in
+                                    the tables), for cycles, and for nesting deeper than DEPTH_MAX
 
     `value` is not changed, and no reference to it is kept.
     """
@@ -181,7 +181,8 @@ def decode_text(text: msgspec.Raw | bytes, path: str) -> object:
 class _Encoder:
     """Encodes one value. Keeps track of the depth, and of the containers that enclose the current value.
 
-    in_text  whether a container of references may be returned as finished JSON text, which only msgspec can write
+    in_text  whether a container of references may be returned as finished JSON text (msgspec.Raw), which only msgspec's
+             encoder accepts
     """
 
     def __init__(self, *, in_text: bool = False) -> None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from flowstone.layouts.layout_rules import LoadRule
 
 _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "bytes"))
-_LISTED_MAX = 10  # the text lists at most so many names
+_LISTED_MAX = 10  # the text lists at most this many names, or differences
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """Find a step's gradients that were exchanged in compressed form: the journal logs them in that form.
 
 A bucket (gradients that are exchanged together) qualifies if its gradients equal the decompressed ones bit for bit, or
-equal the decompressed ones times one number, as after unscaling or clipping. The number is found by comparison, so its
-cause does not matter.
+equal the decompressed ones multiplied by one number, for example after unscaling or clipping. The number is found by
+comparison, so its cause does not matter.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from flowstone.journal.journal_format import CompressedRow
 from flowstone.torch.compressed import CompressedBucket, CompressedGradients, fits_bucket, gradient_in
 
-_PROBED = 4096  # elements of one gradient are compared before all are
+_PROBED = 4096  # number of elements that are compared first; all are compared only if these are equal
 _AROUND = 2  # the error of a quotient of two rounded numbers is at most this many units in the last place
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -83,8 +83,8 @@ def _match(
     source: CompressedGradients, bucket: CompressedBucket, members: Sequence[tuple[int, int]],
     parameters: Sequence[torch.Tensor], gradients: Mapping[int, torch.Tensor],
 ) -> tuple[bool, float | None, str]:
-    """Returns whether a bucket's gradients are the decompressed ones times a number; that number (None: 1); and, if
-    they are not, the reason.
+    """Returns whether a bucket's gradients are the decompressed ones multiplied by one number; that number (None: 1);
+    and, if they are not, the reason.
     """
     if not all(fits_bucket(parameters[index], gradients[index]) for index, _ in members):
         return False, None, "have another memory layout than their parameters"
@@ -129,7 +129,7 @@ def _scale(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> float | None:
 
 
 def _around(quotient: torch.Tensor) -> list[torch.Tensor]:
-    """A number, and its two neighbors (the next larger and the next smaller number) in its dtype."""
+    """The finite ones among `quotient`, the next _AROUND larger and the next _AROUND smaller numbers in its dtype."""
     bits = quotient.view(_BITS[quotient.element_size()])
     candidates = [(bits + off).view(quotient.dtype) for off in range(-_AROUND, _AROUND + 1)]
     return [candidate for candidate in candidates if bool(candidate.isfinite())]

@@ -157,7 +157,7 @@ class EveryStep:
     def _check_new_step(self, step: int) -> None:
         """Raise errors of earlier saves, and an error if `step` is not a new step."""
         self._outcome.check_whole()
-        if not self._has_journal:  # a new journal begins: the previous step must not fail in its own journal
+        if not self._has_journal:  # a new journal begins, so all steps in the old one must have ended
             self._journaling.await_durable()
         leave = self._lag_steps
         if isinstance(self._origin, Save) and not self._origin.committed.done():
@@ -416,7 +416,7 @@ class EveryStep:
         described = self._describe(state)
         stored, own = {*checkpoint.index.tensors.names}, {*described.pieces.names}
         sections = {*checkpoint.objects, *checkpoint.contents.per_rank}
-        # with several ranks, others load the rest
+        # with several ranks, the checkpoint may have more tensors, which other ranks load
         is_all = stored == own if self._ranks is None else own <= stored and not report.skipped
         if not is_all or sections != {*state}:
             return

@@ -40,14 +40,14 @@ class JournalBaseline(msgspec.Struct):
     """A state that a journal continues from.
 
     layout         layout of the state; the next step must have the same
-    proven         positions of the pieces (parts of tensors) that have fingerprints: pieces that only optimizer steps
-                   change, and frozen ones
+    proven         positions of the pieces (parts of tensors) that have fingerprints (digests that a replay compares):
+                   pieces that only optimizer steps change, and frozen ones
     frozen_names   names of the frozen pieces, by position in `proven`
     exactness      exactness of replays that continue from this state: see journal_format.JournalHeader
     others         positions of other pieces in host memory
     digests        digests of these pieces, and of sections, when they were last written
     options        settings of each optimizer, when they were last written
-    sources        sources of compressed gradients, by section
+    sources        sources of compressed gradients (objects that decompress them), by section
     device_values  other pieces on devices; None: there are none
     """
 

@@ -395,8 +395,8 @@ class Journaling:
             frame.is_proven.open()
 
     def _fingerprint(self, content: StepContent, is_read: Latch) -> str:
-        """The fingerprint of the step's window (a part of the state). Also compares the window's frozen tensors with
-        their digests of the last time.
+        """The fingerprint of the step's window (a part of the state). Also compares digests of the window's frozen
+        tensors with those of the last time that this window was read.
 
         is_read  a latch, opened once host memory was read
         """

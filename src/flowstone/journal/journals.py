@@ -43,7 +43,7 @@ from flowstone.journal.journal_format import (
 from flowstone.log import log
 from flowstone.store.base import Names, Store, sync_names
 
-_READS_MAX = 5  # attempts while a job removes journals
+_READS_MAX = 5  # limit of attempts to list the journals, if a job removes some meanwhile
 
 
 class FramePlace(msgspec.Struct, frozen=True):
@@ -240,7 +240,7 @@ class JournalComposition(msgspec.Struct, frozen=True):
 
     ranks        how many ranks write it, each to its own file
     first, last  the first and last step that the files of all ranks have; None: no step yet
-    frames       number of steps' frames, of all ranks
+    frames       number of the steps' frames in the files of all ranks
     bytes        length of these frames and of the headers; files may be longer, as space is reserved for later frames
     lag_steps    the option `lag_steps` of the job that wrote the journal
     """

@@ -1,4 +1,4 @@
-"""Describe the optimizers of a state, for the header of a journal."""
+"""Describe the optimizers of a state, for the header of a journal (the log of each step's gradients)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def optimizer_rows(
             if any(home is None or home.held is not None for home in homes):
                 return (), (
                     f"a parameter of {type(optimizer).__name__} is in no module of the state, or this rank has only a "
-                    "part of it that is not a DTensor"
+                    "part of it, and that part is not a DTensor"
                 )
             groups.append(tuple(home.path for home in homes if home is not None))
         rows.append(OptimizerRow(type(optimizer).__name__, tuple(groups)))

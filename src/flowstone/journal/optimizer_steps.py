@@ -52,7 +52,7 @@ class Gradient(msgspec.Struct, frozen=True, eq=False):
 class OptimizerStepRecord(msgspec.Struct, frozen=True, eq=False):
     """One step of one optimizer; see journal_format.OptimizerStepRow.
 
-    on_written    called once the gradients are written: the memory of copies can be reused
+    on_written    called when the gradients have been written: then the memory of copies can be reused
     on_changed    called if the loop has changed gradients after the step: later gradients are copied
     compressed    gradients that are logged in their compressed form
     uncompressed  why some gradients are not logged in compressed form; "" if all are
@@ -394,7 +394,7 @@ class _WatchedOptimizer:
         for index, tensor in gradients:
             storage = tensor.untyped_storage()
             last = before.get(index)
-            # A freed storage may have had the same address; if the old storage still exists, it is the same one.
+            # A new storage may have the address of a freed one. If the old one still exists, it is the same storage.
             reused = last is None or (last.cdata == storage._cdata and not last.expired())  # type: ignore[no-untyped-call]
             self._storages[index] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
             if copies or reused or not _is_dense(tensor):

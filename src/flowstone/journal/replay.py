@@ -3,8 +3,8 @@
     frames --read ahead, verified--> optimizer steps --Replayer--> the state --fingerprint--> checked, step by step
 
 On the caller's thread    `replay`: steps, fingerprints, objects
-On `flowstone-replay`     reads and verifies the next frame (the record of one step) into the other of two buffers; also
-                          the frames in other ranks' files that have gradients for this rank
+On `flowstone-replay`     reads and verifies the next frame (the record of one step), into the free one of two buffers;
+                          also the frames in other ranks' files that have gradients for this rank
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def plan_replay(store: Store, state: Mapping[str, object], chain: Chain, rank: i
     for part in () if why else chain.parts:
         own = journals.read_header(store, part.journal, rank)
         if own.optimizers != rows:
-            why = "its steps were made by other optimizers, or changed other parameters"
+            why = "the journal's steps were made by other optimizers, or changed other parameters"
             break
         openings.append({peer: journals.read_header(store, part.journal, peer) for peer in (rank, *own.other_ranks)})
     if why:
@@ -170,8 +170,8 @@ def sources_for(state: Mapping[str, object], openings: Sequence[JournalHeader]) 
             source = own.get(row.section)
             if source is None or source.kind != row.kind:
                 raise UnfitError(
-                    f"its gradients are compressed ({row.kind}), and the entry '{row.section}' of the state cannot "
-                    "decompress them",
+                    f"the journal's gradients are compressed ({row.kind}), and '{row.section}' in the state cannot "
+                    "decompress them: put the object that compressed them there",
                 )
         sources[opening.id] = [own[row.section] for row in opening.sources]
     return sources
@@ -186,10 +186,12 @@ def approximate_sections(openings: Sequence[JournalHeader]) -> tuple[str, ...]:
 
 
 class ReplayProgress:
-    """The progress of a replay. `values`, `replicated`, `per_rank`: the newest values that no optimizer updates.
+    """The progress of a replay.
 
-    strict  what happens if a fingerprint differs that should be equal. True: an error. False: `exactness` becomes
-            "tolerance"
+    values  newest values of tensors that no optimizer updates, by name
+    replicated, per_rank  newest encoded objects by section: of sections that are equal on all ranks, and of the others
+    strict  what happens if a fingerprint differs, although it should be equal. True: an error. False: `exactness`
+            becomes "tolerance"
     """
 
     def __init__(
@@ -352,8 +354,8 @@ def with_borrowed_gradients(frames: Mapping[int, VerifiedFrame], rank: int) -> V
 
 
 def _with_own_numbers(row: CompressedRow, theirs: JournalHeader, own: JournalHeader, optimizer: int) -> CompressedRow:
-    """A bucket from another rank's file, with this rank's numbers of sources and parameters. A source or parameter that
-    this rank lacks gets a number that is too large to be valid.
+    """A bucket from another rank's file, in which sources and parameters are numbered as on this rank. A source or
+    parameter that this rank lacks gets a number that is too large to be valid.
     """
     numbers = {name: index for index, name in enumerate(_names(own, optimizer))}
     names, absent = _names(theirs, optimizer), len(numbers)

@@ -149,7 +149,7 @@ def _check_same(report: LoadReport, rules: Sequence[LoadRule], chain: Chain, ran
     for part in chain.parts:
         saved = part.journal.header.ranks
         if saved != ranks:
-            raise UnfitError(f"its steps were saved by {saved} ranks, but this job has {ranks}")
+            raise UnfitError(f"the journal was written by {saved} ranks, but this job has {ranks}")
     if rules or report.cast or report.renamed or report.skipped:
         raise UnfitError("the checkpoint was loaded with rules, into another layout")
 

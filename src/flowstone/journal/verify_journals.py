@@ -129,7 +129,7 @@ def _frames(store: Names, chain: Chain) -> Iterator[tuple[str, int, bool, int]]:
 def _unreachable(
     store: Names, directory: str, torn_max: int | None, *, is_first_enough: bool = False
 ) -> Iterator[Finding]:
-    """Report the complete steps of a journal that cannot be loaded, because they are after a damaged frame.
+    """Report the steps of a journal that are complete, but cannot be loaded, because a damaged frame precedes them.
 
     torn_max         how many frames a crash may leave incomplete; None: the journal cannot be opened
     is_first_enough  find only the first such step of each file
@@ -153,8 +153,8 @@ def _unreachable(
 
 
 def _steps_behind(store: Names, path: str, offset: int, size: int, directory: str, torn: int) -> Iterator[int]:
-    """The steps of readable frames after `offset` whose number is above `torn`. A crash could not have left these
-    behind an incomplete frame.
+    """The steps of readable frames after `offset` that have a frame number above `torn`. A crash leaves no incomplete
+    frame that far before a complete one, so the frame at `offset` must be damaged.
     """
     for begin in range(offset, size, MIB):
         data = store.read(path, offset=begin, length=MIB)

@@ -209,8 +209,8 @@ class RuleSet:
         unknown = set(self.optional) - {rule.source for rule in self.rules if isinstance(rule, Rename)}
         if unknown:
             raise ArgumentError(
-                f"{self.name}: optional contains {sorted(unknown)!r:.80}, but no fs.Rename rule has such a source",
-                next="remove these names from optional, or correct them: each must be the source of an fs.Rename rule",
+                f"{self.name}: `optional` contains {sorted(unknown)!r:.80}, but no fs.Rename rule has such a source",
+                next="remove these names from `optional`, or correct them: each must be the source of an fs.Rename",
             )
 
     @property
@@ -280,7 +280,7 @@ def _shares(rule: Split | Fuse, count: int) -> tuple[int, ...]:
 
 
 def _check(rule: LayoutRule) -> None:
-    """Raise ArgumentError for a name that is not a non-empty string, or a number that is out of range."""
+    """Raise ArgumentError for a name that is empty or not a string, or a number that is out of range."""
     kind = type(rule).__name__
     least = {"dim": 0, "groups": 1, "size": 0, "padded": 0}
     for field in fields(rule):

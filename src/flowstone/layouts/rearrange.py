@@ -58,8 +58,7 @@ class Origin(msgspec.Struct, frozen=True):
 
     followers   optimizer state that is rearranged like its parameters; None: rules change only tensors that they name
     is_spare    tells for a tensor's name whether a complete RuleSet need not match it
-    is_lenient  whether a Rename outside of a RuleSet that matches no tensor is no error, because it may match a value
-                that is not a tensor
+    is_lenient  whether a Rename outside of a RuleSet may match no tensor: it may be meant for a value of another kind
     """
 
     location: str
@@ -202,7 +201,7 @@ def _fused(rule: Fuse, names: Tensors) -> Iterator[_Match]:
         missing = [fill(source, dict(key)) for source in rule.sources if source not in parts]
         if missing:
             raise MismatchError(
-                f"{fill(rule.target, dict(key))!r} cannot be fused, as some of its parts are missing",
+                f"{fill(rule.target, dict(key))!r} cannot be fused, because some of its parts are missing",
                 missing=", ".join(missing), found=", ".join(parts.values()),
                 next="correct the rule, or skip the tensors that were found",
             )
@@ -269,7 +268,7 @@ def _make_slots(
             followers is not None and followers.equal(slot, slots[0])
         ):
             raise MismatchError(
-                f"the {type(rule).__name__} rule cannot combine optimizer numbers that differ",
+                f"the {type(rule).__name__} rule cannot combine numbers of an optimizer's state that differ",
                 differences=(name,), found=f"{name!r} and {match.sources[0]!r}",
                 expected="equal values, as for parameters that are trained together",
                 next="leave the optimizer out of the state, or its parameters out of the rule",

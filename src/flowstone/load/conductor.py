@@ -118,7 +118,7 @@ class Loads:
             ready = self._share_reads(replace(ready, ahead=ahead, held=held.pop_all()))
         spans.lap("planned")
         # Set before the first byte can change: from here on only a successful load makes the state consistent again,
-        # unless certainly no byte has changed on any rank.
+        # unless it is certain that no rank has changed a byte.
         unfinished_before = self._outcome.begin(step)
         self._frozen.reset()
         stamps = self._stamps(ready.checkpoint)

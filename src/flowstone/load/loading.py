@@ -81,7 +81,7 @@ def plan_load(
 
     elsewhere  stored tensors that another rank needs. A tensor that no rank needs is reported as unexpected
     unwanted   stored objects that no rank needs; None: the objects that this rank does not need
-    raises     MismatchError for every difference that no rule allows; BudgetError
+    raises     MismatchError that lists all differences that no rule allows; BudgetError if buffers do not fit in memory
     """
     checkpoint, rules, restoration = needed.checkpoint, needed.rules, needed.restoration
     index = checkpoint.index

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from flowstone.config import CHUNK_BYTES
 from flowstone.table.chunks import Chunks, distinct
 
-_RUN_CHUNKS = 8  # a rank reads runs of so many successive chunks for other ranks
+_RUN_CHUNKS = 8  # length of a run: the successive chunks that one rank reads for others
 _ALIGNED_BYTES = 64
 
 

@@ -53,7 +53,8 @@ class ReadRequest:
     def __init__(self, index: Index, plan: ReadPlan) -> None:
         """Allocate the ring buffer. Raises OSError if the system refuses."""
         message = np.stack([plan.piece, plan.first, plan.last], axis=1).astype("<i8").tobytes()
-        # The offset of a range of chunks is that of its first byte, even if only later chunks are in the ring buffer.
+        # Reads are given the offset of a piece's first byte, even if only later chunks of the piece are in the ring
+        # buffer. The space before the ring is as long as the longest piece, so that no such offset is negative.
         ring_bytes = max(BLOCK_BYTES + len(message), int(index.chunks.length.max(initial=0)))
         ring_at = -(-ring_bytes // BLOCK_BYTES) * BLOCK_BYTES
         self.ring = SharedRing(message, ring_at=ring_at, ring_bytes=2 * RING_HALF_BYTES)

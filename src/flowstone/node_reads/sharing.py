@@ -29,11 +29,11 @@ def share_reads(
     request: ReadRequest | None = None
     node_reads: NodeReads | None = None
     failure: Exception | None = None
-    as_it_lies = index.chunks.stored is None  # whether no chunk is encoded, as ring buffers hold stored bytes
+    as_it_lies = index.chunks.stored is None  # True if no chunk is encoded: ring buffers hold stored bytes
     if willing and group.size > 1 and as_it_lies and plan.bytes >= SHARED_READ_BYTES_MIN:
         path = checkpoint.segment_paths[int(index.chunks.segment[plan.piece[0]])]
         try:
-            if store.reads_past_cache(path, plan.bytes):  # reads through the page cache are shared by it already
+            if store.reads_past_cache(path, plan.bytes):  # the page cache itself shares other reads
                 request = stack.enter_context(closing(ReadRequest(index, plan)))
         except OSError as error:
             log.warning("cannot share memory with the ranks on this node (%s); each rank reads for itself", error)

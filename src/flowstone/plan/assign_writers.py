@@ -30,8 +30,8 @@ from flowstone.table.box import Box
 from flowstone.table.pieces import Pieces
 
 _MIX = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F], np.uint64)  # odd constants: the golden ratio's, and XXH64's
-_EVEN = 0.01  # ranks have even loads if the largest load is at most this share above the smallest possible one
-_BLOCK = 1 / 128  # length of a block, as a share of the smallest possible largest load of a rank
+_EVEN = 0.01  # ranks have even loads if the largest load is at most this share above `Balance.level`
+_BLOCK = 1 / 128  # length of a block, as a share of `Balance.level`
 
 
 class WriterAssignment(msgspec.Struct, frozen=True, eq=False):
@@ -65,7 +65,7 @@ def assign_writers(
     """Choose the rank that writes each distinct piece.
 
     nodes     the node of each rank; None: all ranks are on one node
-    begun     rank -> the pieces that it has already begun to write, by a plan that split `begun_split`
+    begun     rank -> the pieces that it has already begun to write, by a plan in which `begun_split` was split
     worth_bytes, block_bytes_min  replicas are split into blocks of at least `block_bytes_min` if this reduces the bytes
                                   of the largest writer by `worth_bytes` or more
     raises    CollisionError  a tensor has different dtypes or shapes on two ranks
@@ -79,7 +79,7 @@ def assign_writers(
     split = None if begun else unsplit.plan_split(worth_bytes, block_bytes_min)
     if split is None:
         return unsplit.assignment
-    # The gain may be smaller than estimated, as nodes with few ranks have as much to write as nodes with many ranks.
+    # The gain may be below the estimate, because nodes with few ranks have as much to write as nodes with many ranks.
     in_blocks = _assign_split(layouts, node, begun, split)
     gained = int(unsplit.assignment.bytes.max()) - int(in_blocks.bytes.max())
     return replace(in_blocks, replicas=unsplit.assignment.replicas) if gained >= worth_bytes else unsplit.assignment
@@ -178,14 +178,15 @@ class _WriterChoice:
             part = sum(batch.length * batch.size for batch in replica_set.batches) / len(replica_set.ranks)
             for batch in replica_set.batches:
                 if batch.length > 2 * block_bytes:
-                    # Full pieces make loads uneven by half a piece on average: blocks of that many bytes even them out.
+                    # Full pieces make loads uneven by half a piece on average. To even them out, about one piece for
+                    # each rank is split into blocks.
                     shares[batch.number] = max(shares[batch.number], min(1.0, batch.length / part))
         names = self._table.choose_share(shares)
         return ReplicaSplit(names, 2 * block_bytes, block_bytes) if names else None
 
 
 class _ReplicaBatch(msgspec.Struct, frozen=True, eq=False):
-    """The replicas of one box of all tensors of a class, which the same ranks hold.
+    """Replicas that the same ranks hold: one box, in each tensor of a class.
 
     length  length of the box, in bytes
     size    number of tensors in the class
@@ -230,11 +231,11 @@ def _lengths(tensors: Tensors, tensor_class: TensorClass, rows: NDArray[np.int64
 def _choices(
     tensors: Tensors, tensor_class: TensorClass, group: NDArray[np.int64], groups: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The rows whose ranks may write each group of equal boxes, ordered by group and rank, and their number for each
-    group.
+    """For each group of equal boxes, the rows of the ranks that may write it, ordered by group and rank; and how many
+    rows each group has.
 
-    If a rank has begun to write a group, only that rank may write it. Otherwise every rank may write it that holds its
-    box and has not begun to write.
+    If a rank has begun to write a group, only that rank may write it. Otherwise, every rank that holds its box, and has
+    not begun to write, may write it.
     """
     order = np.lexsort((tensor_class.rank, group))
     if tensor_class.has_begun is None or tensor_class.is_written is None:

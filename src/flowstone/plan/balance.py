@@ -3,10 +3,10 @@
 Pieces that are held by the same ranks form a set. The ranks of two sets may overlap, so an assignment for one set
 changes the optimum for others. So the sets are levelled in turn, until no bytes move any more: the bytes of one set are
 distributed such that the loads of its ranks become level (water-filling). Either ranks are levelled directly, or first
-nodes and then the ranks of each node. Levelling is coordinate descent on the sum of squared loads; its minimum also has
-the smallest largest load (the possible loads are the bases of a polymatroid: Fujishige, Lexicographically optimal base,
-1980). Then full pieces are assigned, the largest first, one set after the other, on top of the level loads of the other
-sets.
+nodes and then the ranks of each node. Levelling is coordinate descent on the sum of squared loads. The loads that
+minimise this sum also minimise the largest load (the possible loads are the bases of a polymatroid: Fujishige,
+Lexicographically optimal base, 1980). Then full pieces are assigned, the largest first, one set after the other, on top
+of the level loads of the other sets.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from flowstone.table.chunks import distinct
 
 _STEADY = 5e-4  # levelling stops once a round over all sets moves less than this share of the mean load
 _LEVELLINGS_MIN, _LEVELLINGS_MAX = 8, 200  # fewest and most rounds of levelling over all sets
-_WORK_MAX = 100_000  # after the fewest rounds, levelling stops at so many levelled sets, which take a few seconds
+_WORK_MAX = 100_000  # most sets that are levelled, over all rounds but the fewest; they take a few seconds
 _ROUNDINGS_MAX = 4  # how often full pieces are assigned anew; the best of these results is used
 _BETTER = 1e-3  # pieces are assigned anew only if the last assignment reduced the largest load by this share
 _ALIKE = 1e-2  # loads of nodes count as equal if they differ by a smaller share
@@ -65,7 +65,7 @@ def balance(sets: Sequence[Replicas], own: NDArray[np.int64], node: NDArray[np.i
     if len(balances) == 1:
         return balances[0]
     nodes, ranks = zip(*(_largest(sets, own, node, candidate.counts) for candidate in balances), strict=True)
-    # Levelling only ranks mostly levels nodes, too, but not if nodes have different numbers of ranks.
+    # If ranks alone are levelled, nodes usually become level, too, unless they have different numbers of ranks.
     by_ranks = nodes[0] <= nodes[1] * (1 + _ALIKE) and ranks[0] <= ranks[1]
     return Balance(balances[0 if by_ranks else 1].counts, balances[0].level)
 

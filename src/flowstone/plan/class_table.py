@@ -198,8 +198,14 @@ class ClassTable:
 
 
 class _ClassColumns(msgspec.Struct, frozen=True, eq=False):
-    """Where the classes of tensors are in the pieces of a layout group: for each position the number of its column and
-    its index there; for each column its class, its kind of box, and its first position.
+    """Where the classes of tensors are in the pieces of a layout group. A column: all pieces whose tensors are of one
+    class, and that come after equally many pieces of their tensor.
+
+    column   for each piece, the number of its column
+    ordinal  for each piece, the number of its tensor in the class
+    number   for each column, the number of its class
+    kind     for each column, the kind of its boxes (see LayoutGroup)
+    first    for each column, the position of its first piece
     """
 
     column: NDArray[np.int64]

@@ -11,7 +11,7 @@ from flowstone.errors import MismatchError
 from flowstone.rules.load_rules import Cast, Init, Rename, Rule, Skip
 from flowstone.table.pieces import Alias, Piece, Pieces, TensorColumns
 
-_LISTED_MAX = 50  # a message lists at most so many differences, and gives the number of all
+_LISTED_MAX = 50  # a message lists at most this many differences, and says how many there are
 
 
 class StoredTable(Protocol):
@@ -206,7 +206,7 @@ def _unexpected(requested: StateRequest, available: CheckpointTensors, elsewhere
 
 
 def _suspects(pieces: Pieces, rows: Sequence[int | None], tensors: TensorColumns) -> list[int]:
-    """Positions of the pieces that are not stored, or with another dtype or shape than requested, ascending."""
+    """Positions of the pieces that are not stored, or have another dtype or shape there than requested; ascending."""
     if isinstance(rows, range):
         if (tensors.shapes, tensors.dtypes) == (pieces.shapes, pieces.dtypes):
             return []

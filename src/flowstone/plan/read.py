@@ -191,8 +191,8 @@ def _runs(shape: Sequence[int], box: Box, item_bytes: int) -> tuple[NDArray[np.i
     """Divide `box` into runs of consecutive stored elements. Returns where each run starts, in elements and ascending,
     and the length that all runs have.
 
-    Runs are merged if less than a chunk lies between them, as no chunk can then be skipped. So a column of a narrow
-    matrix is one run.
+    Runs are merged if less than a chunk lies between them, because no chunk between them could be skipped. So a column
+    of a narrow matrix is one run.
     """
     inner, dim = 1, len(shape)
     length = 1

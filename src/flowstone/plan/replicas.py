@@ -20,7 +20,7 @@ _MIX = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9], np
 
 
 class ReplicaSets(msgspec.Struct, frozen=True, eq=False):
-    """Which pieces of a job several ranks hold. Pieces held by the same ranks form one set.
+    """The pieces that are held by several ranks of a job. Pieces held by the same ranks form one set.
 
     number  for each rank and each of its pieces: the set, in the rank's own numbering from 0; -1: only this rank holds
             the piece, or its values may differ (buffers). Ranks with equal numbering share one array

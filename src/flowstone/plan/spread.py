@@ -18,8 +18,8 @@ def spread_pieces(
 
     length   length of each piece, in bytes
     slotted  for each piece, whether it is large enough to be aligned in the file
-    late     for each piece, whether it is captured after `save` has returned. Late pieces are spread evenly, and
-             so are the others, separately
+    late     for each piece, whether it is captured after `save` has returned. Late pieces, and all
+             other pieces, are spread evenly, each group separately
     shares   the share of each path; at least one path
 
     Each piece, the largest first, goes to the path with the lowest load in relation to its weight (the greedy rule of

@@ -59,8 +59,8 @@ class SegmentPlan(msgspec.Struct, frozen=True):
     first.
 
     packed  the text of the header entries of the pieces without slots, which are small and stored without gaps
-    chunks  whether the file contains single chunks of its pieces, encoded or raw, except those that an earlier
-            checkpoint has; the file then has at most `bytes` bytes (docs/FORMAT.md, Delta)
+    chunks  whether the file contains only those chunks of its pieces that no earlier checkpoint has, encoded or raw.
+            It then has at most `bytes` bytes (docs/FORMAT.md, Delta)
     """
 
     name: str
@@ -302,8 +302,8 @@ def _parts(
     path: NDArray[np.int64], some: NDArray[np.bool_], shares: Sequence[PathShare], text: Sequence[str],
     length: NDArray[np.uint64], header_bytes_max: int,
 ) -> Iterator[tuple[int, NDArray[np.int64], int]]:
-    """Yield the runs of `_split`, with the number of their path: for the first path, and for each other path that has
-    any of the pieces `some`.
+    """Divide the pieces `some` on each path into runs (see `_split`), and yield each run with its path's number. The
+    first path has a run even if it has no pieces.
     """
     for number, share in enumerate(shares or _WHOLE):
         members = np.flatnonzero(some & (path == share.path))
@@ -320,7 +320,7 @@ def _split(
     sizes = [len(text[i].encode()) for i in members.tolist()]
     length = length[members]
     large = (length >= PACKED_BELOW_BYTES).tolist()
-    # An upper bound of a file's length, which gives the digits of offsets: one file with all pieces, slots rounded up.
+    # No file is longer than one with all pieces, slots rounded up. This limits how many digits an offset has.
     file_bytes_max = int(length.sum()) + 2 * BLOCK_BYTES * (sum(large) + 1) + HEADER_BYTES_MAX
 
     def header_bytes(text_bytes: int, entries: int, slotted: int) -> int:
@@ -350,7 +350,7 @@ def _lay_out(
     Returns the order of the pieces in the file, and the offset of the file's end.
     """
     large, small = members[slotted[members]], members[~slotted[members]]
-    large = np.concatenate([large[lazy[large]], large[~lazy[large]]])  # early pieces come next to the small ones
+    large = np.concatenate([large[lazy[large]], large[~lazy[large]]])  # the pieces that are not lazy are last
     small = small[np.argsort(-item[small], kind="stable")]  # by element size, descending, then in the state's order
     order = np.concatenate([large, small])
     sizes = np.concatenate([(length[large] + 2 * BLOCK_BYTES - 1) // BLOCK_BYTES * BLOCK_BYTES, length[small]])

@@ -31,7 +31,7 @@ from flowstone.state.sink import TensorRole
 
 class ProvidedKind(ValueKind):
     """An object that a provider describes. If the object is a tensor, its parts have its TensorRole (which says when a
-    tensor may change, and whose value is saved), except lazy parts, which are STEPPED.
+    tensor may change, and whose value is saved), except lazy parts: these are STEPPED (change only in optimizer steps).
     """
 
     one_value = True

@@ -259,7 +259,7 @@ def _as_described(session: ProviderSession, part: Part, chunk: Any, writable: bo
 def _refuse_read_only(session: ProviderSession, part: Part, chunk: object) -> NoReturn:
     session.refuse(
         f"gives read-only memory for '{part.name}'", "writable memory",
-        f"a read-only {type_name(type(chunk))}", "give a writable buffer, or describe it as resizable"
+        f"a read-only {type_name(type(chunk))}", "give a writable buffer, or describe the part as resizable"
     )
 
 
@@ -274,7 +274,7 @@ def _of_buffer(
     except (TypeError, BufferError) as error:
         session.refuse(
             f"gives a chunk for '{part.name}' that is not memory", "a tensor, array or contiguous buffer",
-            f"{type_name(type(chunk))} ({error})", "describe it as an ObjectPart, or give its memory", error
+            f"{type_name(type(chunk))} ({error})", "describe this part as an ObjectPart, or give its memory", error
         )
     bytes_described = Box.whole(shape).elements * DTYPES[part.dtype].item_bytes
     if view.nbytes != bytes_described:

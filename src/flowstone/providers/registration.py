@@ -52,9 +52,10 @@ def register_provider(own: type[T]) -> Callable[[P], P]: ...
 def register_provider(own: type[T], provider: Provider[T] | None = None) -> Registration[T] | Callable[[P], P]:
     """Let `provider` describe and restore all objects of type `own`, and of types derived from it.
 
-    If several types of an object have providers, registered or built in, that of the most derived type is used. A
-    registration holds for the whole process, so register when a module is imported, before saves and loads. Without
-    `provider`, this function is a decorator for a Provider's class, of which it creates one instance.
+    If several of an object's types (its class and base classes) have providers, registered or built in, the provider of
+    the most derived one is used. A registration holds for the whole process, so register when a module is imported,
+    before saves and loads. Without `provider`, this function is a decorator for a Provider's class, of which it creates
+    one instance.
 
     raises  ProviderError  `provider` is not a provider, the type is built in or already has a provider, or another
                            provider has the same kind
@@ -92,7 +93,7 @@ def _add(own: type, provider: object) -> ProviderEntry:
     if type(kind) is not str or not kind or not valid_name(kind):
         raise ProviderError(
             f"the provider of {name} has an invalid kind, {kind!r}", provider=type_name(type(provider)),
-            expected="a non-empty str without NUL", next="leave the kind out, or correct it",
+            expected="a non-empty str without NUL", next="omit `kind`, or correct it",
         )
     registered = PROVIDERS.registered(own, kind)
     if registered is not None:

@@ -5,10 +5,10 @@ its failure instead.
           rank r collects from fan*r + 1 ... fan*r + fan
     down  rank 0 posts its decision: a part for all ranks, and a part for each rank
 
-A rank that failed posts its failure instead of its message; so does a rank that has waited too long for another. A rank
-that has waited too long for rank 0 claims the right to decide, with an atomic counter; rank 0 also claims that right
-before it decides. So there is only one outcome, the same for every live rank. No collective operation is used, and
-every wait has a limit.
+A rank that failed posts its failure instead of its message. A rank that has waited too long for another also posts the
+failure of that rank. A rank that has waited too long for rank 0 claims the right to decide, with an atomic counter;
+rank 0 also claims that right before it decides. So there is only one outcome, the same for every live rank. No
+collective operation is used, and every wait has a limit.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ class Agreement:
         self._unread: set[str] = set()  # keys where late ranks may post messages that will not be read
 
     def short_wait(self) -> contextlib.AbstractContextManager[None]:
-        """Context in which this rank does not wait long for ranks that are alive, but have not made the call, because a
-        caller is blocked.
+        """Context for a wait that blocks the caller: this rank does not wait long for ranks that are alive, but have
+        not made the call.
         """
         return contextlib.nullcontext() if self._side is None else self._side.short_wait()
 
@@ -275,7 +275,7 @@ class Agreement:
         return exchange.read_outcome()
 
     def report_interrupted_call(self, error: BaseException) -> None:
-        """Report at once that `error` has ended the last call on this rank alone: others may be waiting for it."""
+        """Report at once that `error` has ended the last call on this rank alone: others may wait for this rank."""
         if self._heartbeat is not None:
             self._heartbeat.report_interrupted_call(error)
 

@@ -78,8 +78,8 @@ class ExchangeSide(msgspec.Struct, eq=False):
     """What all exchanges (agreements in progress) of one rank have in common.
 
     serial   number of this rank's Checkpointer
-    is_short_wait  whether to wait only a short time for ranks that live, but have not made the call, because a caller
-                   is blocked
+    is_short_wait  whether to wait only a short time for ranks that live, but have not made the call; set while a
+                   caller is blocked
     passive  ranks that were alive, but had not made a call when a wait for them timed out -> their `Liveness.mark` then
     """
 
@@ -382,8 +382,8 @@ class Exchange:
         return f"{self._name}/up/{rank}"
 
     def _presence_key(self, rank: int) -> str:
-        """The key that exists once `rank` takes part. Rank 0's key contains its phase, as rank 0's message may be
-        removed.
+        """The key that exists once `rank` takes part. Rank 0's key contains its phase, because rank 0 posts no
+        message that would tell it.
         """
         suffix = f"/{hashlib.blake2b(self._phase.encode(), digest_size=8).hexdigest()}" if rank == 0 else ""
         return f"{self._name}/here/{rank}{suffix}"

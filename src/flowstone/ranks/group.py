@@ -131,7 +131,7 @@ class RankGroup:
         return self.agreement.short_wait()
 
     def decide_on_rank_zero(self, phase: str, look: Callable[[], Sequence[int]]) -> list[int]:
-        """Call `look` on rank 0 only, and return its result on all ranks. So only rank 0 looks which checkpoints exist.
+        """Call `look` on rank 0 only, and return its result on all ranks. So only rank 0 lists the checkpoints.
 
         raises  the error of `look` on rank 0, and RankError on other ranks. But NoCheckpointError and NotAStoreError
                 are raised on every rank, so that all can start a new training

@@ -121,7 +121,7 @@ class Heartbeat:
         )
         try:
             self._kv_store.set(status_key(self._rank, self.serial), msgspec.msgpack.encode(status))
-        except RuntimeError as error:  # torch raises it for any failure; a call that waits for a rank gets it too
+        except RuntimeError as error:  # torch raises it for any failure; this rank's calls meet it, and report it
             log.debug("no more heartbeats of rank %d: %s", self._rank, error)
             return False
         return True

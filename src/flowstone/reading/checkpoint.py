@@ -442,7 +442,7 @@ class Checkpoint:
 
     def stored_bytes(self, name: str, offset: int, length: int) -> bytes:
         """`length` bytes of one of the checkpoint's files from `offset` on, as stored, and not verified. Fewer bytes if
-        the file ends before. Raises StorageError.
+        the file is too short. Raises StorageError.
         """
         return self._store.read(path_inside(self._directory, name), offset=offset, length=length)
 
@@ -498,7 +498,7 @@ def open_checkpoint(
         if requested not in (None, checkpoint.step):
             raise NoCheckpointError(
                 f"{store.location} is the checkpoint of step {checkpoint.step}, not a store",
-                wanted=f"step {requested}", next="open the directory above it, or leave out the step",
+                wanted=f"step {requested}", next="open the directory above it, or omit `step`",
             )
         return checkpoint
     check_store(store)

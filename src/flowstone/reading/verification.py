@@ -29,7 +29,7 @@ from flowstone.stage.arena import open_read_arena
 from flowstone.store.base import Store
 from flowstone.store.local import LocalStore
 
-_SHARE_BYTES_MIN = MIB  # fewest bytes that a task checks, as each task must also read the index
+_SHARE_BYTES_MIN = MIB  # fewest bytes that a task checks, because each task must also read the index
 _SHARE_BYTES_MAX = 8 * GIB
 
 Progress = Callable[[int, int], None] | None

@@ -102,8 +102,8 @@ class ReplicaExit:
         self.job = job
 
     def __call__(self, status: int = 0, reason: str = "its rank of the training has ended") -> NoReturn:
-        """End this process. `reason` is sent to the other replicas, which cannot continue without this one, unless this
-        replica has already left their job.
+        """End this process. Unless it has already left the replicas' job, sends `reason` to the other replicas, which
+        cannot continue without this one.
         """
         if self.job is not None:
             self.job.leave(reason)
@@ -144,7 +144,7 @@ def _follow(setup: Setup, link: TrainerLink, leave: ReplicaExit) -> None:
     checkpointer.close()
     if leave.job is not None:
         leave.job.leave()
-        # the replica has started, so remove lines that the log has from waiting for other ranks
+        # all went well, so remove the lines that were logged while this replica waited for others
         os.ftruncate(sys.stderr.fileno(), 0)
 
 

@@ -94,7 +94,8 @@ class JournalFollower:
 
     rank          rank of the state, among the `ranks` that write the journals
     step          step of the state; -1: nothing was loaded yet
-    exactness     as in Replay: "exact" while every fingerprint equals the training's
+    exactness     as in Replay: "exact" if the state is bit-identical to the training's; else "tolerance", also if
+                  replays can only approximate some sections
     differs_from  the first step with a different fingerprint
     loads         the number of loaded checkpoints
     """

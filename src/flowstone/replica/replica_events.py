@@ -43,7 +43,7 @@ class ReplicaFollows:
     """The replica's state is now that of this step. Emitted for the replica's first step, and whenever `exactness`
     changes.
 
-    exactness     "exact": all fingerprints are equal to training's; else "tolerance". See `Replay`
+    exactness     "exact": bit-identical to training's state. "tolerance": it may differ in some bits. See `Replay`
     differs_from  the first step with a different fingerprint
     """
 

@@ -53,8 +53,8 @@ _End = Callable[[BaseException | None], None]
 
 
 class ReplicaLink:
-    """The link to the replica of one Checkpointer. `end` runs on the caller's thread, `notify` on the journal's;
-    `start` on the caller's, and with several ranks on the journal's.
+    """The link to the replica of one Checkpointer. `end` runs on the caller's thread, and `notify` on the
+    journal's. `start` runs on the caller's thread if there is one rank, otherwise on the journal's.
     """
 
     def __init__(self, shared: Shared, how: Replica) -> None:
@@ -251,7 +251,7 @@ class ReplicaLink:
         self._is_over, may_stay = True, False
         if self._link is not None:
             self._link.settimeout(_FAREWELL_S)
-            with suppress(OSError):  # the replica has ended, or is stopped, so the wait below ends it
+            with suppress(OSError):  # the replica has ended, or is stopped; the code below kills a stopped one
                 self._link.send(encode(Farewell()))
             if process is not None and self._ranks > 1:
                 may_stay = self._await_others(self._link, process)

@@ -65,7 +65,8 @@ class ReplicaStatus(msgspec.Struct, frozen=True):
     """The status of a replica.
 
     location     location of the store
-    does         what the replica is doing; "failed": it is about to end, and `reason` says why
+    does         "starts": it has no state yet. "follows": it replays training's steps. "persists": training has died,
+                 and it saves the newest step. "failed": it is about to end, and `reason` says why
     step         the step of its state; -1: none yet
     newest       the newest step that training has reported; -1: none yet
     exactness, differs_from  as in replica.following.JournalFollower, but combined over all ranks

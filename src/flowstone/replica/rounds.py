@@ -36,8 +36,10 @@ class _ReplicaReport(msgspec.Struct, frozen=True):
 class _ReplicaOrder(msgspec.Struct, frozen=True):
     """Rank 0's decision on what all replicas do next.
 
-    does       "wait": there is no new step
-    exactness, differs_from  as in JournalFollower, for the state of all ranks
+    does       "move": make `move`. "wait": there is no new step. "save": save the step of the state in full, then end.
+               "end": end without a save
+    exactness  "exact" if the state of every rank is bit-identical to training's; else "tolerance"
+    differs_from  the first step whose fingerprint differs from training's on any rank
     why        why nothing is saved although the training has died; else ""
     """
 

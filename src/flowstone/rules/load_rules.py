@@ -93,7 +93,7 @@ class Cast:
 
 
 def check_text(rule: str, **texts: object) -> None:
-    """Raise ArgumentError for a pattern that is not a non-empty string: the rule would never apply."""
+    """Raise ArgumentError for a pattern that is empty or not a string: the rule would never apply."""
     for name, text in texts.items():
         if not isinstance(text, str) or not text:
             raise ArgumentError(

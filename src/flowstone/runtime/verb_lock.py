@@ -72,7 +72,7 @@ class VerbLock:
         return self._acts.run(act, first=self.mark_background_thread)
 
     def end_shield(self) -> None:
-        """End the thread for calls that no signal handler may interrupt, after its current call."""
+        """After its current call, end the thread that runs calls which no signal handler may interrupt."""
         self._acts.end()
 
     def enter(self, verb: str) -> None:
@@ -90,7 +90,8 @@ class VerbLock:
         is_ours = self._thread == threading.get_ident()
         while self._is_owned() and not is_ours:
             self.lock.release()  # held by a verb that was interrupted right after `leave`
-        # If a verb was interrupted just before it reached the line below, it has released the lock, and no longer runs.
+        # A verb that was interrupted right before `leave` no longer runs: it has released the lock, but not cleared
+        # `_thread`. So this thread must also hold the lock.
         if is_ours and self._is_owned() and os.getpid() == self.pid:
             outer = self.counter.verb or self.counter.last  # a signal handler may call right before or after a verb
             raise BusyError(

@@ -108,7 +108,7 @@ class CaptureStarter:
             arena.grow(min(capture.arena_bytes, FIRST_ARENA_BYTES, self._captures.arena_bytes_max))
             if not capture.is_reserved:
                 run_on_thread(self._threads.reserver, capture.writing.reserve)
-            if capture.sources.streams:  # not while a save runs, as an optimizer step would wait for it
+            if capture.sources.streams:  # grows when no save runs; otherwise, optimizer steps would wait for it
                 self._captures.grow(capture.arena_bytes)
         except BaseException:
             capture.abandon(self._store)

@@ -110,8 +110,8 @@ def _reserves_aside(store: Store, sources: CaptureSources) -> bool:
     file system.
 
     The caller itself allocates the space if it waits for the full save anyway, or if no earlier save has used this
-    plan. It also does so if free space seems too small, so that the call of `save` fails; some stores check free space
-    by themselves.
+    plan. It also does so if free space seems too small, so that the call of `save` fails; but not in stores that check
+    free space themselves.
     """
     plan = sources.plan
     if plan.lazy_bytes == 0 or not sources.planned:

@@ -57,7 +57,7 @@ class PageCollapser:
         self._step: int | None = None  # the save after which the pass began
         self._newest: Save | None = None  # newest save that has begun
         self._seen = np.zeros(0, np.uint64)  # addresses of the memory that the previous save captured lazily
-        self._skips = self._skips_next = 0  # after how many saves no pass begins, as the last pass made no huge page
+        self._skips = self._skips_next = 0  # how many saves begin no pass, because the last one made no huge page
 
     def begin(self, step: int | None, memory: HostMemory, *, outlives_save: bool) -> None:
         """Begin a pass over memory that save `step` (None: `prepare`) captures lazily. Any thread. Returns at once.

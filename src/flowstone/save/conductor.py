@@ -2,7 +2,7 @@
 
     state --StateDescription--> plan --WritePlan--> stage --CaptureSources--> store --Receipt--> commit --Manifest-->
 
-On the caller's thread   `save`: list the state, plan, watch tensors, begin the capture; without a plan, copy tensors
+On the caller's thread   `save`: list the state, plan, watch for changes, begin capture; without a plan, copy tensors
 On `flowstone-act`       shielded calls, which no signal handler may interrupt; the caller waits for them
 On the engine's threads  `fs-write`, `fs-worker`, ...: memory is copied, digested and written; `save` returns meanwhile
 On `flowstone-reserve`   the space of segments is allocated, if the caller does not do that

@@ -1,10 +1,10 @@
 """Hands pending saves over from the caller of `save` to the threads that finish them.
 
 pending_save.py draws the states of a save. A signal handler may raise an exception at any point of `save`. So a call
-that no handler can interrupt (runtime/signal_shield.py) begins the save and registers it with the threads that finish
-saves. They wait until the caller has done its part. A second such call then hands the save over, or abandons it. If the
-caller was interrupted before that second call, the thread that finishes saves notices that `save` has ended, and
-abandons the pending save.
+that no handler can interrupt (a shielded call, runtime/signal_shield.py) begins the save and registers it with the
+threads that finish saves. They wait until the caller has done its part. Then a second shielded call hands the save
+over, or abandons it. If the caller was interrupted before that second call, the thread that finishes saves notices that
+`save` has ended, and abandons the pending save.
 """
 
 from __future__ import annotations

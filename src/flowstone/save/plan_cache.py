@@ -33,7 +33,7 @@ Waiter: TypeAlias = Literal["nothing", "optimizers", "caller"]
 class CachedPlan(msgspec.Struct, frozen=True, eq=False):
     """A layout with the plan of this rank's writes; kept for the next save.
 
-    derived  pieces that can be computed from others, so that they need not be stored; as known when the plan was made
+    derived  pieces that need not be stored, because they can be computed from others; determined when the plan was made
     headers  segment headers of the last save with this plan
     kept     earlier contents of chunks, kept in memory so that later saves can store differences to them
     shares   for a store with several paths, which share of the bytes each path gets
@@ -65,7 +65,7 @@ def plan_save(
 ) -> CachedPlan:
     """The plan for the `described` state: the `last` plan itself if it still applies.
 
-    coding  chooses the encoding. It reads the described memory, which must not have changed since it was described
+    coding  chooses the encoding. Reads the memory of the state, which must not have changed since `describe`
     """
     waiter, layout = waiter_of(described, fence), described.layout
     same = last is not None and last.assignment.positions is assignment.positions

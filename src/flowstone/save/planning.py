@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def coding_of(options: EngineOptions, quantize: tuple[Quantize, ...]) -> EncodingChooser | None:
-    """The object that chooses which pieces saves encode; None: saves encode nothing."""
+    """The object that chooses the pieces to encode; None: no save encodes any."""
     if options.compress == "off" and not quantize:
         return None
     coding: EncodingChooser = extension("codecs")(options.compress, quantize, options.kept_bytes)
@@ -42,7 +42,8 @@ class Planner:
     """Describes the states of one Checkpointer's saves, and plans the writes of this rank.
 
     last       the plan of the last save; replaced by any thread
-    baselines  the base of the next save; None: every save is written in full
+    baselines  the base of the next save (the earlier checkpoint to whose chunks it may refer); None: every save is
+               written in full
     """
 
     def __init__(
@@ -131,7 +132,9 @@ class Planner:
         return "" if self._coding is None else self._coding.why
 
     def note_written(self, pending: PendingSave, written: Contribution) -> None:
-        """After this save was committed, record which of its chunks the next save may refer to, or encode."""
+        """After this save was committed, record to which of its chunks the next save may refer, and choose from the
+        times that it took what the next save encodes.
+        """
         if self._coding is not None:
             event = self._coding.learn_from_save(
                 pending.save.step, pending.begun.plan, written.receipt, pending.compress

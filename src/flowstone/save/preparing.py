@@ -61,7 +61,8 @@ class Preparation:
                 reserve(stream.native, length[mine], is_strided[mine], digests=digests, times=times)
 
     def grow(self, arena: Arena, total_bytes: int) -> None:
-        """Wait until `total_bytes` of the arena are touched and, for devices, pinned. An interrupt only ends the wait.
+        """Wait until `total_bytes` of the arena are touched and, for devices, pinned. An interrupt ends the wait, but
+        not this work.
         """
         threads = max(1, min(TOUCHING_THREADS_MAX, len(os.sched_getaffinity(0))))
         arena.grow_at_once(total_bytes, threads=threads)

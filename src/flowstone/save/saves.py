@@ -64,8 +64,8 @@ class Saves(SaveConductor):
         self.in_flight.note_newest(committed[-1] if committed else None)
 
     def save_journaled(self, step: int, state: Mapping[str, object], spans: Spans) -> Save:
-        """Save a step that a journal already has as a full checkpoint, on all ranks. Must be called after
-        `check_journaled`, with a state that has not changed since that step.
+        """Write a full checkpoint of a step that a journal (a log of training steps) already has, on all ranks. Must be
+        called after `check_journaled`, with a state that has not changed since that step.
         """
         return self.save(step, state, "manual", spans)
 
@@ -117,7 +117,9 @@ class Saves(SaveConductor):
         self.in_flight.note_newest(step)
 
     def count_alike(self, phase: str, error: Exception | None) -> None:
-        """Agree on the number of calls of `save` for each step. Raises `error`, or RankError for another rank's."""
+        """Agree with all ranks how many calls of `save` count for each step. Raises `error`, or RankError for another
+        rank's error.
+        """
         self._coordinator.count_alike(phase, error)
 
     def end(self, *, wait: bool = True) -> None:

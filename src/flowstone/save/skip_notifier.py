@@ -47,5 +47,5 @@ class SkipNotifier:
         self._verb_lock.uninterrupted(submit_notice)
 
     def await_notified(self) -> None:
-        """Wait until the other ranks know the last skipped save."""
+        """Wait until the other ranks know of the last save that this rank skipped."""
         self._notified.wait()

@@ -96,8 +96,8 @@ class Replay:
     newest     the newest step in the journal; greater than the report's step if not all steps could be replayed
     exactness  "exact": fingerprints prove that the state is bit-identical to the saved one; every tensor of an
                optimizer, and every frozen tensor, is compared once in eight steps.
-               "tolerance": the state may differ from the saved one, because torch's version or the processor has
-               changed, some of the state was on a device, or a device could not digest its memory
+               "tolerance": the state may differ from the saved one, because torch's version, the processor or the
+               kind of device has changed, a fingerprint differs, or a device could not compute a fingerprint
     differs_from  the first step whose fingerprint differs from the saved one; None if all are equal
     reason     why not all steps were replayed; "" if all were
     approximate  sections that are only restored approximately: residuals of compressed gradients. `exactness` does not
@@ -124,9 +124,9 @@ class LoadReport:
     skipped      names of stored tensors that the state lacks (rule Skip)
     cast         names of tensors that were converted from another dtype (rule Cast)
     renamed      for each tensor with another name in the state: stored name, and name in the state (rule Rename)
-    notes        remarks on anything unusual; on rank 0 also that durable steps of a journal after this step are lost
+    notes        remarks on anything unusual; on rank 0 also a remark if later steps, durable in a journal, are lost
     bytes        length of the chunks that this rank has read
-    shared_bytes length of the chunks that this rank got from shared reads on its node, including those that it read
+    shared_bytes length of the chunks that this rank got from shared reads on its node, including its own reads
     rearranged   for each tensor that a layout rule made (Split, Fuse, Stack, ...): its name in the state, and the
                  names of the stored tensors from which it was made
     lossy        stored names of tensors that were saved with less precision (Quantize)

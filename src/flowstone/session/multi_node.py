@@ -38,7 +38,7 @@ class MultiNodeStore(Store, Protocol):
 
 
 class MultiNodeStores:
-    """The stores of a Checkpointer whose memory is spread over several nodes.
+    """Those stores of a Checkpointer that are in the memory of several nodes.
 
     Must be constructed before other ranks wait for this rank, as a store may first have to start processes.
     """

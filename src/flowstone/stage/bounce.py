@@ -195,7 +195,7 @@ def _is_reached(memory: Memory) -> bool:
 def _blocks(bounced: Sequence[_BouncedPiece]) -> list[Block]:
     """Divide the pieces that are longer than a round into blocks along one dimension. Returns the blocks."""
     blocks: list[Block] = []
-    further = 0  # how many more pieces than before
+    further = 0  # how many pieces the division has added so far
     for piece in bounced:
         dim = next((dim for dim, length in enumerate(piece.shape) if length > 1), None)
         if piece.bytes <= BOUNCE_BYTES or dim is None:

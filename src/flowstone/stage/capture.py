@@ -83,7 +83,7 @@ class SegmentHeaders:
 class WriteTarget(msgspec.Struct, frozen=True, eq=False):
     """Where segment files are written: into a directory of a store, through the blocks of an arena.
 
-    base  the chunks of the earlier checkpoint to which the save may refer; given if the plan has a segment of chunks
+    base  the chunks of the earlier checkpoint to which the save may refer; None: it refers to no checkpoint
     """
 
     store: Store
@@ -97,7 +97,8 @@ class CaptureSources(msgspec.Struct, frozen=True, eq=False):
 
     rows     table for the engine, in the order of the plan: ranges of memory, and where they are in the segment files
     offsets  file offset of each piece's bytes, in the order of the plan
-    headers  the digest of each segment's header; unused for a segment of chunks, whose size is not known yet
+    headers  the digest of each segment's header; unused for a segment whose chunks may be encoded or left out, as its
+             size is not known yet
     places   the memory of the pieces
     memory   further memory that the engine reads. Keep `places` and `memory` alive until captured
     streams  side streams of the devices that hold pieces; each reads its device's memory later
@@ -169,7 +170,7 @@ def watch_sources(
 def start_capture(target: WriteTarget, sources: CaptureSources, pace: Pace, *, reserved: bool) -> WriteHandle:
     """Start capturing `sources` into segments of `target`.
 
-    reserved  False: no byte is written before `writing.reserve()`
+    reserved  True: the files have their full size on return. False: no byte is written before `writing.reserve()`
 
     Returns without waiting. The memory must stay alive and unchanged until `writing.wait_captured()` returns; early
     pieces may change once `writing.wait_early()` returns. On a device, work may change the memory if it is queued into

@@ -107,7 +107,8 @@ class DeviceAccess(msgspec.Struct, frozen=True, eq=False):
     samples   for each device, sampled cache lines of its lazy pieces without digests, in the order of the plan
     digested  for each device, digests of the chunks of its lazy pieces with shallow layouts (see `SideStream.digest`),
               in the order of the plan; None: the device computes no digests
-    whole     for each piece, whether its device gathers all of it into host memory, at `address`; None: no piece is
+    whole     for each piece, whether its device gathers all of it into host memory, at `address`; None: devices gather
+              no full piece
     """
 
     address: NDArray[np.uint64]
@@ -151,7 +152,7 @@ def _cuda(name: str) -> SideStream:
 
 
 OPENERS: Mapping[str, Callable[[str], SideStream]] = MappingProxyType({"cuda": _cuda})
-"""How to open a side stream, by device type. torch copies memory of other types."""
+"""How to open a side stream, by device type. torch copies the memory of devices of other types."""
 
 
 class SideStreams:

@@ -120,7 +120,9 @@ def reserve(
 
 
 def gathered_needs(length: NDArray[np.uint64]) -> tuple[int, int]:
-    """Upper bounds of the number of runs, and of bytes, that a save of pieces of these lengths gathers."""
+    """Upper bounds of what a save of pieces of these lengths gathers: the number of runs (ranges of adjacent bytes),
+    and the number of bytes.
+    """
     small = length < PACKED_BELOW_BYTES
     lines = int(_line_counts(length[~small]).sum())
     whole = min(int(_rounded(length[small]).sum()), GATHERED_BYTES_MAX)

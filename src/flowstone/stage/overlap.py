@@ -15,7 +15,8 @@ from flowstone.table.pieces import Memory, Pieces, Places
 class LoadTargets:
     """Pieces of a state, their memory, and the stored tensors to be loaded into them.
 
-    rows      for each piece, the table's row of its tensor
+    table     the stored tensors
+    rows      for each piece, the row of its tensor in `table`
     indirect  position -> memory of the piece in the state, for pieces that are first loaded into other memory; for
               these pieces, `places` has that other memory
     """

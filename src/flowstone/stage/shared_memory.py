@@ -226,5 +226,5 @@ def refuse_conflicts(targets: LoadTargets, groups: Sequence[Sequence[int]], read
                 for position, other in differing
             ],
             subject="tensors that share memory in the state differ in the checkpoint",
-            next="give each tensor its own memory (clone()), or leave one out of the state, and add fs.Skip for it",
+            next="give each tensor its own memory (clone()); or leave one out of the state, and add fs.Skip for it",
         )

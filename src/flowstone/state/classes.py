@@ -1,8 +1,8 @@
 """Objects with named fields (configurations, containers), stored as their fields, and created from them.
 
 A checkpoint has the name of the class and the values of the fields. The class itself comes from this process: Flowstone
-knows the class, `register_class` was called for it, or the state that is loaded has a value of this class. No name in a
-file leads to an import, and no method of the class runs: fields are set directly.
+knows the class, `register_class` was called for it, or the state that is passed to `load` has a value of this class. No
+name in a file leads to an import, and no method of the class runs: fields are set directly.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Fields = dict[str, object]
 ENUM = "enum"  # the kind of a NamedConstant that is a member of an enumeration
 
 _APART = (BaseException, bool, bytes, bytearray, dict, float, frozenset, int, list, set, str, np.ndarray, np.generic)
-"""Classes derived from these have content in addition to their fields."""
+"""Classes derived from these are refused, as their objects have content in addition to the fields."""
 
 
 class ClassForm:
@@ -330,7 +330,9 @@ class ClassRegistry:
         return class_if_imported("omegaconf", _OMEGACONF[name]) if name in _OMEGACONF else self._by_name.get(name)
 
     def find(self, name: str) -> object:
-        """The class with that name in checkpoints; None if neither this process nor the state that is loaded has it."""
+        """The class with that name in checkpoints; None if neither this process nor the state that is passed to `load`
+        has it.
+        """
         own = self.registered(name) or self._live.get(name)
         state = LIVE_VALUES.get()
         if own is None and state:
@@ -413,8 +415,8 @@ def form_of_node(node: ProviderRecord) -> ClassForm | None:
 
 
 def unknown_classes(node: object) -> Iterator[str]:
-    """The classes of values in a stored object that this process does not know, by name. No load can create these
-    values.
+    """Among the classes of the values in a stored object: the names of those that this process does not know. No load
+    can create their values.
     """
     if isinstance(node, NamedConstant):
         own = node.text.rpartition(".")[0]
@@ -453,8 +455,8 @@ def register_class(
     fields  a function that returns an object's values by name; each must be a value that a state may contain
     create  a function that makes an object from these values
 
-    A class need not be registered if the state that is loaded has an object of that class. A registration holds for
-    the whole process, so register the class where it is defined.
+    A class need not be registered if the state that is passed to `load` has an object of that class. A registration
+    holds for the whole process, so register the class where it is defined.
 
     raises  ProviderError  for any other class without the two functions; for a name that another class has
     """

@@ -104,8 +104,8 @@ if TYPE_CHECKING:  # also the protocol, as creating so large a class would delay
             """The number of devices whose generators are stored, and cannot be restored here."""
 
         def untie(self, state: Mapping[str, object], loading: Any, aliases: Sequence[Alias], /) -> Sequence[int]:
-            """Request separate memory for those of these tied tensors that can be replaced in the state. Returns their
-            positions in the sink (the list of collected tensors, `sink.py`).
+            """Request separate memory for each tied tensor in `aliases` that can be replaced in the state. Returns the
+            positions of these tensors in the sink (the list of collected tensors, `sink.py`).
             """
 
 _FRAMEWORKS = ("torch",)

@@ -23,7 +23,7 @@ class FrozenParameters:
     """Records which parameters without an optimizer have stayed unchanged between saves.
 
     A parameter that has changed or moved between any two saves never counts as frozen: an average that stays equal in
-    one interval changes in the next.
+    one interval may change in the next.
     """
 
     def __init__(self, sample: Sample) -> None:

@@ -1,4 +1,4 @@
-"""Finds classes in imported modules, and in the state that is loaded. A checkpoint has only the names of classes.
+"""Finds classes in imported modules, and in the state that is passed to `load`. A checkpoint has only their names.
 
 As long as a module is not imported, no value can be an instance of its classes.
 """
@@ -11,7 +11,7 @@ from contextvars import ContextVar
 from typing import Any
 
 LIVE_VALUES: ContextVar[list[object] | None] = ContextVar("live_values", default=None)
-"""Values of the loaded state, whose classes a load may create by name (`classes.py`)."""
+"""Values of the state that is passed to `load`. The load may create objects of their classes (`classes.py`)."""
 
 
 def class_if_imported(module: str, name: str) -> Any:

@@ -26,8 +26,8 @@ Placement = Callable[[TensorSpec], object]
 
 
 class NewValues:
-    """Makes new values from the stored form of one object, with new memory for its tensors. Names that occur
-    repeatedly, or are tied, get one tensor.
+    """Makes new values from the stored form of one object, with new memory for its tensors. A name that occurs
+    repeatedly gets one tensor. Tied tensors (names of the same memory) get one tensor together.
 
     Call `request` with every stored value before any byte is read. Once all bytes are read, call `build`.
     """

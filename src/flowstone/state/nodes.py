@@ -20,7 +20,9 @@ def refers_to_tensors(node: object) -> bool:
 
 
 def holds_provided(node: object) -> bool:
-    """Whether a stored object contains a provider's objects, or an object inside another object's state."""
+    """Whether a stored object contains an object that a provider has described, or one that was inside of another
+    object's state.
+    """
     if isinstance(node, dict):
         return any(map(holds_provided, node.values()))
     return isinstance(node, ProviderRecord) or (isinstance(node, (list, tuple)) and any(map(holds_provided, node)))

@@ -52,8 +52,8 @@ class DescribePass:
 
     @contextmanager
     def inner_objects_as(self, inner: Inner) -> Iterator[None]:
-        """In the `with` block, values are described that a load will create. `inner` says how objects among them are
-        treated.
+        """Use the `with` block to describe values that a load will create. `inner` says how to treat the objects among
+        them.
         """
         outer, self.inner = self.inner, inner
         try:

@@ -1,8 +1,9 @@
 """State dicts in a state. Users of torch.save often pass the result of `state_dict()` instead of the object itself.
 
-They are saved, and loaded back into such dicts. But nothing in them is captured lazily, and an optimizer's state is
-named by the numbers of parameters, which depend on the order of the parameters. A stored state dict can be loaded into
-the optimizer itself by that order, as `Optimizer.load_state_dict` does, after shapes and counts were compared.
+They are saved, and loaded back into such dicts. But all of their content is captured before `save` returns, and an
+optimizer's state is named by the numbers of parameters, which depend on the order of the parameters. A stored state
+dict can be loaded into the optimizer itself by that order, as `Optimizer.load_state_dict` does, after shapes and counts
+were compared.
 """
 
 from __future__ import annotations

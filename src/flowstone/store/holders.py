@@ -49,7 +49,8 @@ def _stat(pid: int) -> list[str]:
 
 
 def process_state(machine: str, process: str) -> ProcessState:
-    """The state of a process, identified as by `machine_and_process`. "unknown" on any other machine.
+    """The state of the process for which `machine_and_process` returns these identities. "unknown" if it is on another
+    machine.
 
     alive  it runs, or is stopped, and was not killed
     dying  it was killed, or is exiting: it keeps its locks until its memory is freed
@@ -69,7 +70,7 @@ def process_state(machine: str, process: str) -> ProcessState:
 
 
 def has_ended(machine: str, process: str) -> bool:
-    """Whether a process, identified as by `machine_and_process`, has certainly ended."""
+    """Whether a process has certainly ended. Arguments as in `process_state`."""
     return process_state(machine, process) == "dead"
 
 

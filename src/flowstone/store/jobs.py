@@ -86,7 +86,9 @@ class WriteWaits:
 
 
 class ReservingWriteHandle(WriteWaits):
-    """A WriteHandle of one job whose files may get their space later, from the first thread that calls `reserve`."""
+    """A WriteHandle of one job whose files may get their space later: the first thread that calls `reserve` allocates
+    it.
+    """
 
     _root: Path
 
@@ -134,7 +136,8 @@ class ReservingWriteHandle(WriteWaits):
         return self._job.file_ends or [file.bytes for file in self._plans]
 
     def _early_end(self) -> FlowstoneError | None:
-        """Why the job has ended early; None if it has not. A fault in one file was handled by the caller before."""
+        """Why the job has ended early; None if it has not. The caller handles a fault in one file before this call.
+        """
         if self._job.fault is None and self._refusal is not None:
             if not isinstance(self._refusal, FlowstoneError):
                 raise self._refusal

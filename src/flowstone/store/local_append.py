@@ -1,4 +1,4 @@
-"""A local file that grows while it is read: the frames of a journal."""
+"""A local file that grows while it is read: the file of a journal, a log of training steps."""
 
 from __future__ import annotations
 

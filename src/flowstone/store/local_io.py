@@ -266,7 +266,9 @@ class _Sums:
         self._spans: list[_native.SpanColumns] = []
 
     def discount(self, job: _native.ReadJob) -> None:
-        """Note which memory a job has changed, and its times. Its bytes do not count, if its ranges are read again."""
+        """Note which memory a job has changed, and the job's times. Called without `add` for a job whose ranges are
+        read again, so that its bytes do not count.
+        """
         self._touched = job.touched if self._touched is None else self._touched | job.touched
         self._spans.append(job.spans)
 

@@ -67,7 +67,7 @@ class OpenFiles:
         self._files[number] = OpenFile(file.path, file.fd, 1)
 
     def close(self, leave: int = 0) -> None:
-        """Close all files but the first `leave`."""
+        """Close the files, except the first ones: `leave` of them stay open."""
         del self._files[leave:]
         self.descriptors.close(leave)
 

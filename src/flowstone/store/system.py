@@ -19,8 +19,8 @@ class System:
     `path` is always an entry's full path. If the descriptor `dir_fd` of its directory is given, the entry is opened
     relative to that directory. A symbolic link at the end of the path is not followed.
 
-    Reads are not included. Nor are writes of segments: the native engine makes these to descriptors from `create`,
-    between `reserve` and `sync`.
+    Reads are not included, and neither are writes of segments: the native engine writes to the descriptors that
+    `create` has returned, between the calls of `reserve` and `sync`.
     """
 
     def make_directory(self, path: Path, dir_fd: int | None = None) -> None:

@@ -37,7 +37,7 @@ class ObjectUrl(str):
 
     @property
     def shown(self) -> str:
-        """The URL for messages, in which a password is replaced."""
+        """The URL for messages, with any password replaced."""
         return without_secrets(self)
 
 
@@ -148,7 +148,8 @@ def check_parts(shown: str, parts: Sequence[str]) -> None:
         control = next((char for char in part if ord(char) < 32 or 127 <= ord(char) < 160), None)
         if control is not None:
             raise _refused(
-                shown, f"it contains the control character {control!r}", "does a variable end with a line break?"
+                shown, f"it contains the control character {control!r}",
+                "remove it; does a variable end with a line break?",
             )
         if part in (".", ".."):
             raise _refused(shown, f"its part {part!r} is not a name", "write the path without it")

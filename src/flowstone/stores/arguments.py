@@ -29,7 +29,7 @@ _SCHEMES = frozenset({
     "abfs", "abfss", "adl", "az", "azure", "file", "ftp", "gcs", "gs", "hdfs", "hf", "http", "https", "memory", "oci",
     "oss", "r2", "s3", "s3a", "sftp", "ssh", "webdav", "wasb", "wasbs",
 })
-"""Schemes of URLs whose two slashes `pathlib.Path` has merged into one. With two slashes, any scheme is a URL's."""
+"""`pathlib.Path` merges the two slashes of a URL. A text with one slash is a URL only if its scheme is one of these."""
 
 
 def check_open(location: str, *, closed: bool, pid: int) -> None:
@@ -376,7 +376,7 @@ def to_options(given: Mapping[str, object]) -> tuple[Keep | KeepRule | None, int
     budget_bytes, max_unsaved_steps, deadline_s = given["budget_bytes"], given["max_unsaved_steps"], given["deadline_s"]
     if on_error not in ("raise", "continue"):
         raise ArgumentError(
-            f"on_error {shown(on_error)} is neither 'raise' nor 'continue'", next="leave it out to raise"
+            f"on_error {shown(on_error)} is neither 'raise' nor 'continue'", next="leave it out to raise errors"
         )
     if not isinstance(engine, EngineOptions | None):
         raise ArgumentError(
@@ -388,7 +388,7 @@ def to_options(given: Mapping[str, object]) -> tuple[Keep | KeepRule | None, int
         )
     if not isinstance(alone, bool):
         raise ArgumentError(
-            f"alone {shown(alone)} is neither True nor False", next="leave it out to save with all ranks"
+            f"alone={shown(alone)} is neither True nor False", next="leave it out to save with all ranks"
         )
     if not isinstance(given["every_step"], bool) and not _is_replica(given["every_step"]):
         raise ArgumentError(
@@ -445,7 +445,7 @@ def to_keep(keep: object) -> Keep | KeepRule | None:
         return Keep(last=_count("keep", keep, least=1))
     except ArgumentError:
         raise ArgumentError(
-            f"keep {shown(keep)} is neither a Keep nor a number of checkpoints",
+            f"keep={shown(keep)} is neither a Keep nor a number of checkpoints",
             next="write keep=fs.Keep(last=3, every=1000); or keep=3 for the newest three; or a function from committed "
             "steps to the steps to keep; or leave it out to keep all",
         ) from None

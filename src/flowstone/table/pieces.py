@@ -85,7 +85,7 @@ class Block(msgspec.Struct, frozen=True):
     """The part of a replica (a piece that several ranks have) that one rank writes: a range along one dimension.
 
     position       position of the piece among the pieces that the rank writes
-    dim            that dimension: the first of more than one element, so that a block of a dense piece is dense
+    dim            that dimension: the first with more than one element, so that a block of a dense piece is dense
     start, length  the range in that dimension, relative to the piece
     skipped_bytes  length of the rows before the block, if the piece is dense
     """
@@ -142,8 +142,8 @@ class Alias(msgspec.Struct, frozen=True):
 
 # This class and Pieces have a `__dict__`, because arrays that are computed from others are cached properties.
 class TensorColumns(msgspec.Struct, frozen=True, dict=True):
-    """Tensors: sequences of equal length, with one entry for each. Ranks that hold parts of the same tensors share one
-    object.
+    """Tensors: sequences of equal length, with one entry for each tensor. Ranks that hold parts of the same tensors
+    share one object.
 
     shapes   shapes of the global tensors
     buffers  positions of module buffers: if several ranks hold one, the lowest rank's is saved

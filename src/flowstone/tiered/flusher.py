@@ -79,7 +79,7 @@ class Flusher:
     """Flushes checkpoints to one farther tier. `act` and `join` run on the tier's thread, other methods on any thread.
 
     identity   the identity of the run's stores; "" before the first save
-    is_joined  whether this job holds the tier's lock, and the tier has the notes of all rewinds
+    is_joined  whether this job holds the tier's lock, and the tier has the notes of all rewinds (tiered/lineage.py)
     newest     the tier's newest step, once joined; None: it has no step
     """
 
@@ -407,11 +407,10 @@ class Flusher:
 
 
 def apply_rewinds(store: Store, others: Sequence[lineage.TierContents]) -> lineage.TierContents:
-    """Set aside the steps from before rewinds during which this tier was down, then write the notes of these rewinds.
+    """Repeat the rewinds that this tier missed while it was down: set aside its steps from before them, then write
+    their notes.
 
-    The caller holds the store's lock.
-
-    Returns the tier's contents afterwards.
+    The caller holds the store's lock. Returns the tier's contents afterwards.
     """
     contents = lineage.read_contents(store)
     for step in reversed(lineage.superseded(contents, others)):

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class Tier:
     """One store of several, and the checkpoints that it gets. The first tier gets every save, so of the options below
-    it can have only `keep`.
+    it can have only `keep` and `prefetch`.
 
     store        a directory, or an open Store, which the Checkpointer closes
     every        number of steps: a checkpoint is flushed to this tier if its step is at least this much above the last
@@ -36,8 +36,9 @@ class Tier:
     keep         the retention in this tier, as for a Checkpointer; None: keep all
     bytes_per_s  limit on the rate of writes; None: no limit
     lag          how many checkpoints may wait for a flush, at least 1. If one more is saved, the oldest is dropped,
-                 with the event FlushDropped. Nearer tiers keep waiting checkpoints, whatever their `keep`. But node
-                 memory and peers' memory keep only the newest `generations` checkpoints: others are dropped, too
+                 with the event FlushDropped. Nearer tiers do not remove a waiting checkpoint, whatever their `keep`.
+                 But NodeMemory and PeerMemory keep only the newest checkpoints (their option `generations` says how
+                 many): others are dropped, too
     lag_bytes    how many bytes of segments may wait for a flush; the newest checkpoint may always wait. None: no limit
     drain_s      how long `close` waits, in seconds, until all waiting checkpoints are flushed
     prefetch     whether a checkpoint that was loaded from a farther tier is copied to this one in the background. The
@@ -140,7 +141,8 @@ def to_tiers(given: object, keep: Keep | KeepRule | None, engine: EngineOptions)
         raise ArgumentError(
             f"none of the {len(placed)} tiers is durable" if len(placed) > 1 else "the only tier is not durable",
             found=", ".join(entry.store.location for entry in placed),
-            next="add a directory or an object store; give a single store in memory without a list",
+            next="add a directory or an object store; or, if memory suffices, give a single store in memory without "
+            "a list",
         )
     if placed[0].tier.keep is None and keep is not None:
         placed[0] = PlacedTier(replace(placed[0].tier, keep=keep), placed[0].store)

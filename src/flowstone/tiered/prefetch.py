@@ -61,7 +61,8 @@ class TierPrefetcher:
             log.warning("step %d is not prefetched: %s", step, error)
 
     def cancel(self) -> None:
-        """Cancel the copy, remove its draft, and wait for its end. A thread that hangs in a store is abandoned.
+        """Cancel the copy, and wait until its thread has removed the unfinished checkpoint and has ended. A thread that
+        hangs in a store is abandoned.
         """
         self._is_called_off = True
         if (unfinished := self.wait(_END_S)) is not None:

@@ -59,7 +59,7 @@ class TiersBehind:
 
 @dataclass(frozen=True, slots=True)
 class TierPassedOver:
-    """A load read this step from another tier, although this tier has it."""
+    """A load could not read this step from this tier, which has it, and tried the next tier or an older step."""
 
     step: int
     tier: str
@@ -68,7 +68,7 @@ class TierPassedOver:
 
 @dataclass(frozen=True, slots=True)
 class Prefetched:
-    """A checkpoint that a load read from a farther tier, `source`, was copied to a nearer tier (Tier.prefetch).
+    """The copy of a loaded checkpoint from a farther tier, `source`, to a nearer tier has ended (Tier.prefetch).
 
     bytes   bytes copied; 0 if the tier already had the checkpoint
     reason  why the checkpoint was not copied; "" if it was copied

@@ -120,7 +120,7 @@ class Flat:
         names = [name for name, _ in self.members if name is not None]
         if len(set(names)) != len(names) or any(n < 0 for _, shape in self.members for n in shape):
             raise UnsupportedStateError(
-                "the members of a flat tensor must have different names",
+                "the members of a flat tensor must have different names, and shapes without negative numbers",
                 found=", ".join(f"{name} {shape}" for name, shape in self.members)[:200],
                 next="give each member its own name and its full shape",
             )

@@ -153,8 +153,8 @@ def _only_shows(value: object, inner: object) -> bool:
 
 
 def _is_thin(value: object) -> bool:
-    """Whether the step of a wrapper need not be made to wait separately, judged by its type: Accelerate's wrapper, and
-    generated subclasses.
+    """Whether a wrapper's own step need not wait for captures, because the optimizer inside waits. Judged by the type:
+    Accelerate's wrapper, and generated subclasses.
     """
     inner, contains = _inside(value)
     if len(inner) != 1 or contains or not isinstance(value, torch.optim.Optimizer):

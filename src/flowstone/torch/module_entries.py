@@ -40,8 +40,9 @@ def describe(module: torch.nn.Module, place: Place, saving: DescribePass) -> Mer
     stored object for this module lists by name.
 
     The stored object lists values that are not tensors, tensors that are not the memory of a parameter or buffer (made
-    by a hook of state_dict(), or extra state), and tensors that a provider describes. A load finds the module's other
-    tensors by their names, so they are not listed. In a section with one value per rank, all entries are listed.
+    by a hook of state_dict(), or extra state), and tensors that a provider (fs.Provider) describes. A load finds the
+    module's other tensors by their names, so they are not listed. In a section with one value per rank, all entries are
+    listed.
     """
     fsdp, module = saving.scan.part(StateModels).wrapped(module, place), with_shards(module)
     restless = frozenset[int]().union(*map(find_self_changing, module.modules()))

@@ -2,8 +2,8 @@
 names.
 
 A slot is a value for one parameter. A subclass, or a class of another name, fits if it has the same slots. Newer
-versions of a class may add or remove settings. So only numeric settings are compared, since every release adds flags.
-Settings are a mismatch if each optimizer has a numeric setting that the other lacks.
+versions of a class may add or remove settings, and every release adds flags. So only numeric settings are compared, and
+they are a mismatch only if each of the two optimizers has one that the other lacks.
 """
 
 from __future__ import annotations

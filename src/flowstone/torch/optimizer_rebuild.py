@@ -74,8 +74,8 @@ class Rebuild:
         return None
 
     def match_groups(self, stored: list[StoredGroup]) -> None:
-        """Find for each stored group the optimizer's group with the same members, in any order. Groups of which only
-        some members are on this rank come last.
+        """Find for each stored group the optimizer's group with the same members (parameters), in any order. Groups of
+        which only some members are on this rank come last.
         """
         rename = self.loading.stored.rename
         if [list(map(rename, group.params)) for group in stored] == list(map(list, self.view.paths)):

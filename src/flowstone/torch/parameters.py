@@ -43,8 +43,8 @@ class ParameterIndex:
         self._flats[id(parameter)] = FlatParameter(local, spans)
 
     def add_wrapped(self, base: str, fsdp: FsdpModule) -> None:
-        """Add the parameters of the module at path `base` that FSDP1 has flattened, as the tensors that the optimizer
-        has.
+        """Add the parameters that FSDP1 has flattened in the module at path `base`, by the tensors that the optimizer
+        has for them.
         """
         for unit in fsdp.units:
             spans = spans_below(base, unit.spans)
@@ -77,7 +77,7 @@ class ParameterIndex:
         return self._flats.get(id(parameter))
 
     def first(self, path: str) -> str:
-        """The first of all paths of the parameter at `path`, which is its name; `path` itself if there is none there.
+        """The first of all paths of the parameter at `path`, which is its name; `path` itself if no parameter is there.
         """
         path = self._ties.get(path, path)
         parameter = self._by_path.get(path)

@@ -1,9 +1,9 @@
 """Quantised parameters of packages that do not describe their components themselves: bitsandbytes, TransformerEngine.
 
-Each of these types has a `Provider` that need not be registered. The packed data and their scales are parts, each read
-into the memory of the existing parameter; the state's and the stored quantisation must agree. Types with
-`__tensor_flatten__`, such as torchao's, do not need this module (see `tensor_subclasses.py`). Only
-`tensor_subclasses.py` and `module_entries.py` import it.
+Each of these types has a `Provider` (it saves and restores values of a type), which need not be registered. The packed
+data and their scales are parts, each read into the memory of the existing parameter; the state's and the stored
+quantisation must agree. Types with `__tensor_flatten__`, such as torchao's, do not need this module (see
+`tensor_subclasses.py`). Only `tensor_subclasses.py` and `module_entries.py` import it.
 """
 
 from __future__ import annotations

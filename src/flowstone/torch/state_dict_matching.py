@@ -30,7 +30,8 @@ def translate(loading: RestorePass, node: object, view: OptimizerView, place: Pl
         if flat or list(map(len, numbers)) != list(map(len, mine)):
             counts = [", ".join(str(len(group)) for group in side) for side in (mine, numbers)]
             loading.add_difference(
-                "kind", place.name, f"an optimizer of groups of {counts[0]} parameters", f"of {counts[1]}"
+                "kind", place.name, f"an optimizer of groups of {counts[0]} parameters",
+                f"groups of {counts[1]} parameters",
             )
             return None
         pairs = [pair for of, group in zip(numbers, mine, strict=True) for pair in zip(of, group, strict=True)]

@@ -1,8 +1,8 @@
 """A stream of tensors: an iterator of names and tensors in the order on disk, for inference engines that load weights.
 
-Tensors are read in groups of limited size, called windows. Each window is read while the consumer works on the one
-before, so the disk never waits. The memory of a window is reused once the consumer has dropped its tensors, so a few
-windows of memory suffice. Tensors that the consumer keeps stay valid; later windows then get new memory.
+Tensors are read in groups of limited size, called windows. Each window is read while the consumer works on the
+previous one, so the disk never waits. The memory of a window is reused once the consumer has dropped its tensors, so a
+few windows of memory suffice. Tensors that the consumer keeps stay valid; later windows then get new memory.
 """
 
 from __future__ import annotations

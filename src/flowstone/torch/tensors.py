@@ -128,9 +128,10 @@ def columns(tensors: Sequence[torch.Tensor], names: Sequence[str], *, hold: bool
             `tensor.data = other`
     raises  UnsupportedStateError, by name, for a tensor that `check_tensor` refuses
 
-    `check_tensor` is not called for most tensors, which saves time. A sparse, opaque or nested tensor has no address or
-    no shape, and raises; only complex tensors can be conjugate. Tensors without memory (meta and zero tensors, freed
-    storages) have the address 0, or their offset in the storage, so tensors at low addresses are checked one by one.
+    `check_tensor` is called only for tensors that it may refuse, which saves time. A sparse, opaque or nested tensor
+    raises by itself, because it has no address or no shape. Tensors without memory (meta tensors, torch's ZeroTensor,
+    freed storages) have the address 0, or their offset in the storage, so each tensor at a low address is checked. The
+    conjugate bit, which only complex tensors can have, is looked up only if some tensor is complex.
     """
     dtypes: list[DType] = []
     shapes: list[tuple[int, ...]] = []

@@ -29,7 +29,8 @@ def local_optimizer(optimizer: object, place: Place) -> torch.optim.Optimizer | 
     local = getattr(optimizer, "optim", None)
     if not isinstance(local, torch.optim.Optimizer) or len(local.param_groups) != len(optimizer.param_groups):
         raise UnsupportedStateError(
-            f"'{place.name}' has an unknown structure", expected="a local optimizer 'optim' with as many groups",
+            f"'{place.name}' has an unknown structure",
+            expected="a local optimizer 'optim' with as many groups as the outer optimizer",
             found=f"the ZeroRedundancyOptimizer of torch {torch.__version__}",
             next="use torch 2.13",
         )

@@ -5,9 +5,10 @@ Left: Flowstone's names; right: DCP's.
     optimizer.state.model.0.weight.exp_avg      optimizer.state.0.weight.exp_avg
     {"params": [...], "options": {"lr": ...}}   optimizer.param_groups.0.lr; and optimizer.param_groups.0.weight.lr
 
-The names on the right are those of get_model_state_dict and get_optimizer_state_dict; the latter's in both forms,
-nested and flattened. In the names of an optimizer's values, DCP has the parameter's name in the model, without the keys
-of the state that lead to the model.
+The names on the right are those of get_model_state_dict and get_optimizer_state_dict. A setting of an optimizer has two
+names: those of the nested and of the flattened form of get_optimizer_state_dict. In the name of an optimizer's value,
+DCP writes the parameter's name in the model (`0.weight`), without the keys of the state that lead to the model
+(`model`).
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ class FlowstoneReader(StorageReader):
     """Reads any Flowstone checkpoint for `dcp.load`, whether this adapter saved it or not.
 
     path             a checkpoint, or a store (its newest checkpoint)
-    accept_pickled   whether the load planner gets the bytes that a custom save planner made of objects. It unpickles
-                     them, so allow this only for checkpoints that you trust
+    accept_pickled   whether the load planner gets the bytes that a custom save planner made of objects. The planner
+                     unpickles them, so allow this only for checkpoints that you trust
     engine           options of the I/O engine
 
     Each chunk is verified when it is read. A reader can be pickled.

@@ -79,7 +79,7 @@ def _wanted(stored: NamedCheckpoint, item: ReadItem, planner: LoadPlanner) -> _T
 
 
 def _differing_ties(stored: NamedCheckpoint, reads: Sequence[_TensorRead]) -> list[int]:
-    """The positions of the items that fill the same memory as an earlier item, but with different stored values."""
+    """The positions of the items that would fill the same memory as an earlier item, but with other stored values."""
     first: dict[object, int] = {}
     unlike: list[int] = []
     for position, read in enumerate(reads):
@@ -92,7 +92,8 @@ def _differing_ties(stored: NamedCheckpoint, reads: Sequence[_TensorRead]) -> li
 
 
 def _untie(planner: DefaultLoadPlanner, reads: Sequence[_TensorRead], unlike: Sequence[int]) -> list[_TensorRead]:
-    """Read the items at the positions `unlike` into new memory, if the planner's state can hold a new tensor for them.
+    """Change the reads of the items at the positions `unlike` (see `_differing_ties`): each goes into a new tensor, if
+    the planner's state can hold one. Returns all reads. `_fill` refuses those that still conflict.
     """
     entries, result = ReplaceableEntries(planner.original_state_dict), list(reads)
     names = [read.item.dest_index.fqn for read in reads]

@@ -82,7 +82,7 @@ class StagedCopies:
         for name in names:
             part = getattr(tensor, name)
             if not isinstance(part, torch.Tensor):
-                # the copy shares it with the original, such as a device mesh, which must not be copied
+                # not a tensor but, for example, a device mesh, which must not be copied: the copy shares it
                 others[name] = part
             elif _refusal(part, path) is None and not _is_opaque(part):
                 numbers[name] = self._add(part, f"{path}.{name}")

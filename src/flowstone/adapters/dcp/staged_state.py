@@ -11,8 +11,8 @@ from typing import Any
 class StagedState(dict[str, Any]):
     """The staged state, a dict. The first access to it, by DCP on the saving thread, waits until everything is copied.
 
-    If it is pickled, as for a process executor, it becomes a plain dict. If a copy has failed, an access raises that
-    error.
+    If it is pickled, for example for a process executor, it becomes a plain dict. If a copy has failed, an
+    access raises the error of that copy.
     """
 
     def __init__(self, state: dict[str, Any], wait: Callable[[], None]) -> None:

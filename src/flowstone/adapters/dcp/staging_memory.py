@@ -47,9 +47,9 @@ class StagingMemory:
 
     def parts(self, offsets: Sequence[int], sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Tensors like `sources`, at these offsets (in bytes) of one storage."""
-        # When a state is sent to another process, torch moves its storages into shared memory. A storage that is shared
-        # already stays where it is. A pinned one must not be moved, either, so staged tensors use another storage for
-        # the same memory.
+        # When a state is sent to another process, torch moves its storages into shared memory, except those
+        # that are there already. A pinned storage must not be moved, so staged tensors use another storage for the same
+        # memory.
         whole = torch.from_numpy(self._memory.numpy()) if self.is_pinned else self._memory
         sizes = [source.numel() * source.element_size() for source in sources]
         return [
@@ -62,8 +62,8 @@ class StagingMemory:
         self._users = list(map(weakref.ref, tensors))
 
     def fill(self, copy: GuardedCopy, sources: Sequence[tuple[torch.Tensor, str]]) -> None:
-        """Note that `copy` is filling the memory from `sources` (each with its path). They are kept alive until it has
-        ended.
+        """Record that `copy` is filling the memory from `sources` (each with its path). The sources are kept alive
+        until the copy has ended.
         """
         self._copy, self._sources = copy, sources
 

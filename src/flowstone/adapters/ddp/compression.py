@@ -105,8 +105,8 @@ class Compression(ABC):
 
     @abstractmethod
     def _compress(self, flat: torch.Tensor, begins: Sequence[int]) -> tuple[torch.Tensor, bool]:
-        """Compress a bucket into a payload of bytes, which has the same length on all ranks. Subtract what the payload
-        represents from `flat`.
+        """Compress a bucket into a payload of bytes, which has the same length on all ranks. Subtract from `flat`
+        what the payload represents.
 
         begins   offsets of the parameters' gradients in `flat`, ascending. Each gradient must be compressed
                  independently of the others, since the first step of a process has other buckets than later steps

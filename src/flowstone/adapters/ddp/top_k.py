@@ -15,11 +15,11 @@ _INDEX_BYTES = 4
 
 
 class TopKGradients(Compression):
-    """Each rank sends the fraction `ratio` of each parameter's gradient with the largest magnitudes.
+    """Each rank sends the fraction `ratio` of each parameter's gradient: the elements with the largest magnitudes.
 
     model           the model, with or without DistributedDataParallel around it; all parameters have one dtype
     ratio           above 0, up to 1; at least one element of each gradient is sent
-    error_feedback  whether to add the elements that were not sent to the next gradient. Without it, a replay is exact,
+    error_feedback  whether the next gradient includes the elements that were not sent. Without it, a replay is exact,
                     but training may need a larger ratio
 
     raises  ArgumentError

@@ -27,8 +27,8 @@ def file_of_rank(place: Path, rank: int) -> Path:
 def file_for_this_rank(engine: Any, checkpoint: Checkpoint, name: str) -> Any:
     """A file's content, as if the current number of ranks had saved it.
 
-    Some values (buffers of stage 3) were saved by each rank. Of these, rank r gets the ones of rank r modulo the number
-    of ranks that saved.
+    Some values (buffers of stage 3) were saved by each rank. If n ranks saved, rank r gets those of
+    rank r % n.
 
     raises  NoTensorError  no rank saved such a file
             StateError     the engine has another optimizer

@@ -78,7 +78,7 @@ class FlowstoneCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
     @property
     def engine(self) -> Any:
-        """The DeepSpeed engine, to which this object has only a weak reference, as the engine refers to this object."""
+        """The DeepSpeed engine, to which this object has only a weak reference, since the engine refers to it."""
         engine = self._engine()
         assert engine is not None, "an engine is there while it calls its plug-in"
         return engine
@@ -260,7 +260,8 @@ class FlowstoneCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
 
 def _steps_by_itself(engine: Any) -> bool:
-    """Whether `engine.step()` calls `get_commit_info` before it updates the state. The schedule of a pipeline does not.
+    """Whether `engine.step()` calls `get_commit_info` before it updates the state. A pipeline engine's schedule does
+    not call it.
     """
     from deepspeed.runtime.pipe.engine import PipelineEngine
 

@@ -103,8 +103,8 @@ class AcceleratorStore:
         self._rewind_above: int | None = None
 
     def save(self, place: StoreStep, sections: Mapping[str, object], limit: int | None) -> Path:
-        """Save into the store of `place`. If `place` has no step, the step after the newest one is saved, and only that
-        one is kept.
+        """Save into the store of `place`. If `place` has no step, the state becomes the step after the newest one, and
+        only this new step is kept.
         """
         if place.step is None:
             limit = 1

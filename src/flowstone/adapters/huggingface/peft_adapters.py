@@ -104,8 +104,8 @@ def _split_adapters(model: Any) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     """Split a model into its adapters and its base. Returns the adapters as a module that has the model's own tensors,
     and all other tensors by name.
 
-    Adapters are the tensors that PEFT saves as such, whether they are trained or not, and all others that training
-    changes: trained parameters, and buffers such as BatchNorm statistics.
+    Adapters are the tensors that PEFT itself would save, trained or not, and all others that training changes:
+    trained parameters, and buffers such as BatchNorm statistics.
     """
     from peft import get_peft_model_state_dict
 

@@ -75,7 +75,7 @@ class BackgroundThread:
             raise SaveFailedError(
                 f"saving {self._failed_at} failed in the background; the checkpoint was not created"
                 if self._failed_at is not None else "a checkpoint could not be removed",
-                cause=self._cause(failure), next="correct the cause, and resume from the previous checkpoint",
+                cause=self._cause(failure), next="correct the cause, and resume from the newest checkpoint",
             ) from failure
 
     def close(self) -> None:

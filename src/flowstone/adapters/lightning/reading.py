@@ -75,10 +75,10 @@ def _committed(folder: Path) -> list[Path]:
 
 
 def await_writer(path: str | os.PathLike[str], deadline_s: float) -> None:
-    """Wait until no process saves to `path`, as rank 0 of the job may still be doing.
+    """Wait until no process saves to `path`; rank 0 of the job may still be saving to it.
 
     raises  LockedError  a process still saves to `path` after `deadline_s`. The checkpoint that is there now is not
-                         loaded, as other ranks may load the next one
+                         loaded, because other ranks may load the one that is being saved
     """
     place = Path(os.path.realpath(path))
     end = time.monotonic() + deadline_s

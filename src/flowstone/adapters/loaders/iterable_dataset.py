@@ -88,7 +88,7 @@ class IterableDatasetState:
             raise _indivisible(
                 f"its {was['num_shards']} shards can be divided evenly only among "
                 f"{'the ranks that saved' if was['by_shards'] else 'the ranks of this job'}",
-                "write the dataset into a number of shards that is a multiple of both numbers of ranks",
+                "write the dataset into shards whose number is a multiple of both the old and the new number of ranks",
             )
         return {**saved[0], "made_of": now, "dataset": place_found}
 
@@ -157,7 +157,7 @@ def _position_in_stream(places: list[Any], fresh: Any) -> Any:
     if any(len([*_positions(place)]) > 1 for place in [*places, fresh]) or any(map(_is_stepped, places)):
         raise _indivisible(
             "the dataset reads tables ahead, and each rank takes its examples from all of them",
-            "write the dataset into a number of shards that is a multiple of both numbers of ranks",
+            "write the dataset into shards whose number is a multiple of both the old and the new number of ranks",
         )
     return _with_position(fresh, leaf)
 

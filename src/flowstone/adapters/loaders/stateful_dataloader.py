@@ -101,7 +101,7 @@ class StatefulDataLoaderState:
                 generator.set_state(saved["generators"][name])
 
     def redistribute(self, states: list[object], rank: int, ranks: int) -> dict[str, Any]:
-        """The state with which this loader continues after all samples that the ranks that saved have yielded.
+        """The state with which this loader continues after all samples that were yielded by the ranks that saved.
 
         raises  StateError  the remaining samples cannot be divided among these ranks
         """

@@ -13,7 +13,7 @@ import torch
 
 
 def corrected_state(state: dict[str, Any]) -> dict[str, Any]:
-    """A copy of torchdata's state, in which a wrong number is corrected that would skip the rest of an epoch.
+    """A copy of torchdata's state with one number corrected; otherwise the rest of an epoch would be skipped.
 
     Until the first sample of an epoch is drawn, a StatefulDistributedSampler still has the number of samples of the
     previous epoch. The number in its BatchSampler is correct.

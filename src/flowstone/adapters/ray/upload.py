@@ -82,7 +82,8 @@ def _is_there(checkpoint: Checkpoint, target: Path) -> bool:
 
 
 def _link(source: Path, target: Path, system: System) -> bool:
-    """Hard-link a file, as it never changes. If that is not possible, copy it durably. Returns whether it was linked.
+    """Hard-link a file, since it never changes. If that is not possible, copy it durably. Returns whether it was
+    linked.
     """
     try:
         os.link(source, target)

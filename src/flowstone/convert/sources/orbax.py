@@ -46,7 +46,7 @@ _UNFINISHED = ".orbax-checkpoint-tmp"
 _STEP = re.compile(r"(?:.*_)?(\d+)")
 _ARRAYS = frozenset({"jax.Array", "np.ndarray"})
 _EMPTY: Mapping[str, object] = {"None": None, "Dict": {}, "List": [], "Tuple": ()}
-_CACHE_BYTES = 64 * MIB  # the cache has one row of chunks, and this: for the chunks that two threads read at once
+_CACHE_BYTES = 64 * MIB  # size of the cache beyond one row of chunks: for the chunks that two threads read at once
 _READ_WHOLE = frozenset({_DATABASE, ".zarray", ".zattrs", ".zgroup", "zarr.json"})
 _READ_WHOLE_BYTES_MAX = 64 * MIB
 # limit of an encoded chunk, as a multiple of its decoded size: if it cannot be compressed, it becomes slightly longer

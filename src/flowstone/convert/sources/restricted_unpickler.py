@@ -337,7 +337,7 @@ class _Machine:
     def _build(self) -> None:
         state, value = self.pop(), self._stack[-1]
         if isinstance(value, PickledInstance):
-            value.fill(state)  # of other values it is ignored: attributes of containers, such as `_metadata`
+            value.fill(state)  # ignored for other values: attributes of containers, such as `_metadata`
 
     def _resolve(self, identity: object) -> object:
         if self._persistent is None:

@@ -26,8 +26,8 @@ class PickledCall(msgspec.Struct, frozen=True):
 
 
 class Instance(msgspec.Struct, frozen=True, eq=False):
-    """A new object of the class `kind` with this state. Each Instance describes another object, even if two Instances
-    have equal fields.
+    """A new object of the class `kind` with this state. Each Instance describes an object of its own, even if two
+    Instances have equal fields.
     """
 
     kind: Name

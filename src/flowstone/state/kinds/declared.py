@@ -1,5 +1,5 @@
-"""Wrappers that users put around values in a state: `fs.PerRank`, around a section that has another value on each
-rank, and `fs.Shard`, around a tensor that is only a box (region) of a larger tensor.
+"""Wrappers that users put around values in a state: `fs.PerRank`, around a section (a value at the top of the state)
+that differs between ranks, and `fs.Shard`, around a tensor that is only a box (region) of a larger tensor.
 
 `describe` and `prepare` unwrap a PerRank that is a section. At any other place of a state, a PerRank is refused.
 """

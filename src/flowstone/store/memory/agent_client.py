@@ -102,7 +102,7 @@ class AgentClient:
             raise FullError(
                 f"not enough memory for memory://{self.run}: {answer.error}", errno=errno.ENOSPC,
                 needed=f"{answer.needed_bytes} bytes", available=f"{answer.size_bytes} bytes",
-                next="save less, free memory on this node, or give NodeMemory fewer generations (2 at least)",
+                next="save less, free memory on this node, or keep fewer checkpoints in it (`generations`, at least 2)",
             )
         if answer.errno:
             _close(received)

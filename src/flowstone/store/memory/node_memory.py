@@ -89,8 +89,9 @@ class NodeMemory(StoreInMemory):
         super().make_directory(path)
 
     def lock(self, holder: str) -> None:
-        """See `Lock`. With `flush_to`, a run without an identity also gets the identity and the rewind notes of the
-        store there, so that both stores belong to the same run.
+        """See `Lock`. With `flush_to`, a run that has no identity yet (no marker file) also gets the identity of the
+        store there, and its rewind notes (files that say that newer steps were set aside), so that both stores belong
+        to the same run.
         """
         self._agent.keep(self._keep)
         super().lock(holder)
@@ -149,7 +150,7 @@ class NodeMemory(StoreInMemory):
         available = available_bytes() + (0 if status is None else status.held_bytes)
         if needed > available:
             raise BudgetError(
-                f"{self.location} cannot hold {self.generations} generations in the memory of this node",
+                f"{self.location} cannot hold {self.generations} generations (checkpoints) in this node's memory",
                 needed=f"{self.generations} x {state_bytes} bytes", available=f"{available} bytes",
                 next="save to a directory, or put less of the state on each node",
             )

@@ -2,8 +2,8 @@
 
 A bucket does not report that a process has died, and clocks of machines differ. So a lease has expired if the object
 has not changed for as many seconds as it states, by the clock of the waiting process. On the holder's machine, the
-lease has also expired if the holder's process has ended. A writer that hangs for longer may lose the lease; `check`
-detects that (docs/ORDERING.md).
+lease has also expired if the holder's process has ended. A writer that hangs for longer than the stated seconds
+may lose the lease; `check` detects that (docs/ORDERING.md).
 """
 
 from __future__ import annotations

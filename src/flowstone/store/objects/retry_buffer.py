@@ -1,5 +1,5 @@
-"""Buffers of uploads: for bytes that are captured in another order than they are sent, and for bytes that may have to
-be written to another path.
+"""Buffers of uploads: for bytes that are not captured in the order in which they are sent, and for bytes that may have
+to be written to another path.
 """
 
 from __future__ import annotations

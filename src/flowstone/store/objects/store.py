@@ -151,8 +151,8 @@ class ObjectStore:
             raise
 
     def make_directory(self, path: str = "") -> None:
-        """Put the store's marker, and check at the same time that the prefix has no other objects. If it has any,
-        remove the marker.
+        """Put the store's marker (the file that identifies the store), and check at the same time that the prefix has
+        no other objects. If there are any, remove the marker.
         """
         token, marker = secrets.token_hex(8), f"{path}/{DIRECTORY_NAME}" if path else DIRECTORY_NAME
         calls: list[Callable[[], object]] = [lambda: self.client.put_new(marker, token.encode(), token)]
@@ -389,7 +389,7 @@ class ObjectStore:
         return False
 
     def _numbers(self, files: int) -> range:
-        """Numbers for the files of a job. They are unique among all jobs of an engine."""
+        """Numbers for the files of one write or read. No other write or read of the same engine gets these numbers."""
         with self._guard:
             first, self._next_file = self._next_file, self._next_file + files
         return range(first, first + files)

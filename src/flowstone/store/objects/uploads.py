@@ -56,8 +56,8 @@ def in_order(windows: Sequence[tuple[int, int, int]], file: int) -> tuple[list[t
 
     windows  the ranges of all files, as (file, begin, end), in the order of capture
 
-    Blocks of the arena are assigned in the order of capture. A range that is captured too early would keep its block
-    until all preceding ranges of the file have got a block and were sent.
+    Blocks of the arena are assigned in the order of capture. Such an early range waits in the temporary file, because
+    in memory it would keep its block until all preceding ranges of the file have got a block and were sent.
     """
     placed = sorted((begin, end, turn) for turn, (number, begin, end) in enumerate(windows) if number == file)
     early, last = set(), -1
@@ -139,8 +139,8 @@ class Upload:
             self._release()
 
     def _release(self) -> None:
-        """Answer the engine's remaining requests until the job ends, so that it gets its blocks back. After an error,
-        first cancel the job, unless the segment may move to another path.
+        """Answer the engine's remaining requests until the job ends, so that the engine gets its blocks back. After an
+        error, first cancel the job, unless the segment may move to another path.
         """
         if self.error is not None and not self.may_move:
             self._job.cancel()
@@ -398,8 +398,8 @@ class ObjectOpenSegments:
         return self.error()
 
     def error(self) -> FlowstoneError | None:
-        """The error that makes the job fail: of an upload whose segment must not move to another path. None if there
-        is none.
+        """The error of a failed upload whose segment must not move to another path. Such an error makes the job fail.
+        None if there is none.
         """
         staying = (upload for upload in self._uploads if not upload.may_move)
         return next((upload.error for upload in staying if upload.error is not None), None)

@@ -1,5 +1,5 @@
-"""Send this node's segments to the memory of other nodes, as copies or for parity, in parts whose digests the receivers
-check.
+"""Send this node's segments (data files) to the memory of other nodes, as copies or for parity. They are sent in parts,
+and the receiver checks the digest of each part.
 """
 
 from __future__ import annotations

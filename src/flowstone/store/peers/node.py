@@ -157,7 +157,7 @@ def check_answer(answer: PeerResponse, address: NodeAddress) -> PeerResponse:
         raise FullError(
             f"the node at {address.shown}: {answer.error}", errno=errno.ENOSPC, needed=answer.text,
             available=answer.names[0] if answer.names else "unknown",
-            next="save less, free memory on that node, or keep fewer replicas or generations",
+            next="save less, free memory on that node, or give PeerMemory fewer replicas or generations (2 at least)",
         )
     if answer.errno:
         raise OSError(answer.errno, answer.error)

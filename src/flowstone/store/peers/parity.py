@@ -1,4 +1,4 @@
-"""Place the parity of nodes' segments, and rebuild lost segments from it (docs/PEERS.md).
+"""Place the parity of nodes' segments (data files), and rebuild lost segments from it (docs/PEERS.md).
 
 The nodes of a group form a ring, with as many stripes as nodes. In stripe s, the nodes s, s + 1, ... keep parity, one
 row (a parity shard) each. Each other node is a column, and contributes a data shard: a share of its segments. So a
@@ -72,8 +72,8 @@ class RebuildSpan(msgspec.Struct, frozen=True):
 
 
 class RebuildPlan(msgspec.Struct, frozen=True):
-    """How to compute a file that no node has. The spans cover all its bytes, in order. `number`: the number that the
-    file gets.
+    """How to compute a file that no node has. The spans cover all its bytes, in order. `number`: the number by
+    which the file is identified; see plan_rebuilds.
     """
 
     number: int

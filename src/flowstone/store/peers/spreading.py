@@ -34,7 +34,7 @@ class CopySchedule:
     """Decides by when the copies of each save of one store should be sent. One thread at a time calls `note_save`; the
     other methods can be called on any thread.
 
-    share  the part (0 to 1) of the time between the starts of two saves in which copies are sent; 0: at full rate
+    share  copies are spread over this part (0 to 1) of the time between the starts of two saves; 0: sent at full rate
     max_s  the longest time, in seconds, over which copies are spread
     """
 

@@ -70,22 +70,24 @@ class PeerMemory(NodeMemory):
                  FLOWSTONE_PEERS_SECRET
     replicas     how many nodes keep a node's segments, including the node itself. Nodes form groups of this size, and
                  keep the segments of their group (Gemini, SOSP 2023). Any replicas - 1 nodes may be lost at once, and
-                 more if these are in different groups
+                 more nodes if they are in different groups
     parity       (k, m), instead of `replicas`: in groups of at least k + m nodes, any m nodes may be lost at once. This
-                 needs m / k more memory than without copies; see docs/PEERS.md. Needs `flowstone[parity]`
+                 needs 1 + m / k times the memory needed without copies; see docs/PEERS.md. Needs `flowstone[parity]`
     interface    the network interface to the other nodes, by its name or by this node's address; None: the one with the
                  route to MASTER_ADDR. The node listens at no other address
     port         the port at which this node listens; 0: any free port
     addresses    for a process outside of the job, which exchanges no addresses: the addresses of all nodes, as
                  "host:port"
-    state_bytes  how many bytes the ranks of this node save in each checkpoint, if that is known. If these, and copies
-                 of other nodes, do not fit in memory, BudgetError is raised here, instead of at the first save
+    state_bytes  how many bytes the ranks of this node save in each checkpoint, if that is known. If these
+                 bytes, and what this node keeps for other nodes, do not fit in memory, BudgetError is raised here,
+                 instead of at the first save
     bytes_per_s  how many bytes of copies a rank may send per second; None: no limit
-    spread       the part (0 to 1) of the time between two saves over which copies are sent, once that time is known. If
-                 a thread waits for copies, they are sent at full rate. 0: always at full rate
+    spread       copies are spread over this part (0 to 1) of the time between two saves, once that time is known. If a
+                 thread waits for copies, they are sent at full rate. 0: always at full rate
 
-    Other options are the same as for NodeMemory. Needs memory for `replicas` x `generations` checkpoints of a node's
-    ranks, or, with parity, for (1 + m / k) x `generations`; more if parity is spread over fewer than k + m nodes.
+    Other options are the same as for NodeMemory; `generations` is how many checkpoints are kept. A node needs memory
+    for `replicas` x `generations` checkpoints of its ranks, or, with parity, for (1 + m / k) x `generations`; more if
+    parity is spread over fewer than k + m nodes.
 
     raises  ArgumentError; BudgetError if this node has less memory than needed; FrameworkError if parity needs a
             package that is not installed
@@ -116,8 +118,8 @@ class PeerMemory(NodeMemory):
         if not 0 <= spread <= PEER_SPREAD_MAX:
             raise ArgumentError(
                 f"spread must be from 0 to {PEER_SPREAD_MAX}, got {spread!r:.60}",
-                next="leave it out, or give the fraction of the time between two saves over which the copies are "
-                "spread",
+                next="leave it out, or give a fraction: copies are then spread over this fraction of the time between "
+                "two saves",
             )
         self._spreading = CopySchedule(spread)
         self._bytes_per_s, self._addresses = bytes_per_s, [_place(address) for address in addresses]

@@ -91,7 +91,7 @@ def merge_inventories(
     for name in sorted(manifests):
         for manifest in sorted(manifests[name]):
             if (name, manifest) not in current:
-                lacks.setdefault(name, "it was saved by a job before the last one")
+                lacks.setdefault(name, "only nodes that were down when a later job began have it")
                 continue
             files, parity = _files(inventories, name, manifest, own)
             missing = _missing(files, needed := segments(name, manifest, files[MANIFEST_NAME]))

@@ -218,7 +218,7 @@ class Channel:
 def set_timeouts(connection: socket.socket, timeout_s: float, *, idle: bool = False) -> None:
     """Limit each wait of a connection, and enable keepalive, which detects that the other machine is gone.
 
-    idle  whether the other side may send nothing for any time
+    idle  whether the other side may be silent for any length of time
     """
     connection.settimeout(None)  # one call then moves many bytes; the system's own timeouts limit its waits
     for timeout_option, seconds in ((socket.SO_RCVTIMEO, 0 if idle else timeout_s), (socket.SO_SNDTIMEO, timeout_s)):

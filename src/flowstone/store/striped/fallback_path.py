@@ -19,8 +19,8 @@ _HELD_ONE_IN = 2  # one half of the arena may be kept until objects are complete
 
 
 def held_for_objects(store: PathProvider, files: Sequence[FilePlan], arena: Arena) -> tuple[int, int]:
-    """How much arena memory each path may keep for incomplete objects: a divisor of the arena's bytes in use, and a
-    maximum in bytes.
+    """How much of the arena (staging memory) each path may keep for incomplete objects, as (n, maximum): at most 1/n of
+    the arena's bytes in use, and at most the maximum, in bytes.
     """
     paths = store.paths()
     buckets = {number for number in (path_of(file.path.rpartition("/")[2]) for file in files)

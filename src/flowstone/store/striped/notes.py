@@ -94,7 +94,8 @@ def read_own_note(first: Store, store: Store, identity: str | None) -> records.P
         raise ArgumentError(
             f"{store.location} already belongs to another striped store",
             found=f"path {note.path} of {note.location}",
-            next="give another directory instead of this path, or give the first path of that store",
+            next="give another directory instead of this path; or, to use that store, put its first path first in "
+            "the list",
         )
     return note
 
@@ -124,8 +125,8 @@ def write_notes(first: Store, path: StripedPath, identity: str) -> None:
 
 
 def check_mounted(first: Store, number: int, store: Store, missing: str) -> None:
-    """Raise StorageError, which names the path, if path number `number` is not mounted. If it is mounted,
-    return: then the file `missing` was lost.
+    """Raise StorageError, which names the path, if path number `number` is not mounted. If it is mounted, the file
+    `missing` was lost, and this function only returns.
     """
     state, identity = "nothing", identity_of(first)
     if store.exists(records.PART_NAME):

@@ -1,4 +1,4 @@
-"""Read ranges of files from several paths, each through its own queue of requests."""
+"""Read ranges of files from several paths, each path through its own queue of requests."""
 
 from __future__ import annotations
 

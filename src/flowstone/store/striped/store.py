@@ -1,7 +1,8 @@
-"""A store whose segments are distributed over several paths, which are written and read concurrently.
+"""A store whose segments (data files) are distributed over several paths, which are written and read concurrently.
 
-The first path has the marker, the lock and the manifests, and commits the checkpoints, so it is a store like any other.
-The other paths have only segments, under names that never change (docs/FORMAT.md, Paths).
+The first path has the marker (the file that identifies the store), the lock and the manifests, and commits the
+checkpoints, so it is a store like any other. The other paths have only segments, under names that never change
+(docs/FORMAT.md, Paths).
 """
 
 from __future__ import annotations

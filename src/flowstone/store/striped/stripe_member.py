@@ -1,4 +1,7 @@
-"""The interface of a store that can be one path of a striped store."""
+"""The interface of a store that can be one path of a striped store.
+
+A *segment* is a data file of a checkpoint. A *job* is one write or read that the native engine carries out.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ class FailoverLimits(msgspec.Struct, frozen=True):
 
     Until a segment is complete, its bytes must be readable again: from its file, or from memory.
 
-    one_in      1/one_in of the arena may be used to keep such bytes in memory
+    one_in      1/one_in of the arena (staging memory) may be used to keep such bytes in memory
     held_bytes  the maximum number of bytes to keep in memory
     directory   directory of a temporary file for further bytes
     """

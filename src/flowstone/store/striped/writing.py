@@ -1,4 +1,4 @@
-"""Write the segments of one save to several paths, each through its own queue of requests."""
+"""Write the segments (data files) of one save to several paths, each path through its own queue of requests."""
 
 from __future__ import annotations
 

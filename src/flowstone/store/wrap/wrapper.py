@@ -42,7 +42,7 @@ class Wrapper:
         self.inner = inner
 
     def _call(self, verb: str, path: str, act: Callable[[], T]) -> T:
-        """Make a call of `verb` on `path` by `act`, and return its result."""
+        """Call `act`, which does `verb` on `path`, and return its result."""
         return act()
 
     @property

@@ -43,7 +43,7 @@ QUESTIONS = (
     ("Training time with a save every 5 steps, relative to no saves", "training", "training time, a save every 5"),
     ("Milliseconds for which a save every 5 steps blocks training", "training", "blocked in total"),
     ("Milliseconds inside `save` of 5 GB in 1,800 tensors", "training",
-     "`save` of 1,800 tensors of 5 GB blocks, later"),
+     "time for which `save` blocks training, 1,800 tensors of 5 GB in all, later"),
     ("Processor seconds to plan the first save of Llama-3 405B on 8,192 ranks", "scale",
      "Llama-3 405B, FSDP over all, 8,192 ranks"),
 )
@@ -160,6 +160,8 @@ costs or gains: it compares this source tree with another commit ([TESTING](TEST
 {pages}
 
 ## Goals that were missed
+
+If a line names the least possible value, and this value is above the goal, no plan can reach the goal.
 
 {missed}
 

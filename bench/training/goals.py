@@ -37,7 +37,10 @@ def _blocked(run: Run) -> Iterator[Goal]:
     samples = [sample for outcome in drills(run, MANY) for sample in outcome.samples]
     for first, expected, when in ((False, BLOCKED_MS, "later saves"), (True, FIRST_BLOCKED_MS, "first save")):
         reached = spread(sample.save_s * 1e3 for sample in samples if (sample.number == 1) == first)
-        yield Goal(f"`save` of {title} blocks, {when}, ms", reached, expected, at_most=True, digits=1)
+        yield Goal(
+            f"time for which `save` blocks training, {title} in all, {when}, ms", reached, expected, at_most=True,
+            digits=1,
+        )
 
 
 def _training(run: Run) -> Iterator[Goal]:

@@ -29,10 +29,11 @@ class StoreWriter:
         before_journals_removed: Callable[[], None] | None = None,
     ) -> None:
         """`on_empty` is called with functions that remove the files of expired steps, and the leftovers of dead
-        writers. It must call these functions in this order. None: they are called immediately.
+        writers. It must call these functions in this order, now or later. None: they are called immediately.
 
-        `on_empty` is not used in a store without renames, where the next save may write the same names, nor in memory,
-        which the next save reuses.
+        In two kinds of stores, `on_empty` is not used, and the files are always removed immediately: in a store without
+        renames, since the next save may create files with the same names, and in a store in memory, since the next save
+        needs the memory of these files.
         """
         self._store, self._keep, self._on_removed, self._on_left = store, keep, on_removed, on_left
         self._retention: Retention | None = None
@@ -75,7 +76,7 @@ class StoreWriter:
         return ()
 
     def sweep(self) -> None:
-        """Remove the leftovers of dead writers that existed at `begin`, with `on_empty`."""
+        """Remove the leftovers of dead writers that existed at `begin`, by `on_empty`."""
         swept, self._swept = self._swept, []
         if swept:
             self._on_empty(swept)

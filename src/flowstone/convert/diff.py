@@ -129,7 +129,11 @@ class _Pair(msgspec.Struct, frozen=True, eq=False):
 
 
 class _PairRange(msgspec.Struct, frozen=True, eq=False):
-    """The elements `begin` to `end` - 1 of a pair of tensors, which are compared in the same window."""
+    """The elements `begin` to `end` - 1 of both tensors of a pair. They are read and compared as a part of one window
+    (see _Comparison).
+
+    pair  number of the pair
+    """
 
     pair: int
     begin: int
@@ -347,8 +351,8 @@ def _pairs(a: Mapping[str, SourceTensor], b: Mapping[str, SourceTensor]) -> list
 
 
 class _Comparison:
-    """Compares pairs of tensors, one window (some elements of each pair) after the other. The next window is read while
-    this one is compared.
+    """Compares pairs of tensors, one window after the other. A window is a list of ranges of elements, of one or more
+    pairs, that fit into the memory together. The next window is read while this one is compared.
     """
 
     def __init__(
@@ -408,7 +412,7 @@ class _Comparison:
         return results
 
     def _windows(self) -> Iterator[list[_PairRange]]:
-        """The windows: groups of element ranges that fit into the memory for both sides."""
+        """The windows. In each checkpoint, the elements of one window take at most `_window_bytes`."""
         window: list[_PairRange] = []
         left = self._window_bytes
         for index, begin, count in ((index, begin, end) for index, runs in self._read.items() for begin, end in runs):

@@ -47,7 +47,7 @@ def check_casts(chunks: Chunks, pieces: Pieces) -> None:
     data_bytes = chunks.logical_bytes(cast_piece, cast_within, cast_within + 1)
     halves = source_chunk_counts(data_bytes)
     if (chunks.logical_bytes(source_piece, source_within, source_within + halves) != 2 * data_bytes).any():
-        raise ValueError("a chunk is marked as rounded from other chunks, but is not half as long as these")
+        raise ValueError("a chunk is marked as rounded from other chunks, but is not half as long as all of these")
     if not (is_element[pieces.tensor[cast_piece]].all() and is_single[pieces.tensor[source_piece]].all()):
         raise ValueError(
             "a chunk is marked as rounded from other chunks, but these are not float32, or values are never rounded "

@@ -232,9 +232,7 @@ class EveryStep:
         return self._newest_full is None or self._newest_full.committed.done()
 
     def _save_full(self, attempt: StepAttempt, content: StepContent | str) -> Save:
-        """Save in full, since the step cannot be journaled. `content`: the reason, if it is a str; "" if it was
-        reported.
-        """
+        """Save in full, as the step cannot be journaled. `content`: the reason, if it is a str; "" if there is none."""
         attempt.leave_errors_to_saves()
         reason = content if isinstance(content, str) else ""
         if isinstance(self._state, Broken):
@@ -309,7 +307,7 @@ class EveryStep:
 
     def _content(self, attempt: StepAttempt) -> StepContent | str:
         """Returns the changes since the last step, for the journal. If they cannot be journaled, returns the reason
-        instead, or "" if there is no last step.
+        instead; or "" if there is no last step, or all ranks have decided before to save this step only in full.
         """
         attempt.mark_taken()
         records, reason = self._recorder.take_steps()
@@ -339,7 +337,9 @@ class EveryStep:
         )
 
     def _obstacle(self, reason: str, described: StateDescription, state: Open) -> str:
-        """Why the step cannot be journaled: `reason`, or another change; "" if it can."""
+        """Why the step cannot be journaled; "" if it can. If the caller has found a `reason` already, it is the result;
+        if not (""), the result is the first reason that is found here, such as changed tensors or optimizers.
+        """
         baseline = state.baseline
         optimizers, cannot = find_replayable_optimizers(described.optimizers, described.unguarded)
         reason = reason or cannot or (self._journaling.broken if self._ranks is None else "")
@@ -355,7 +355,7 @@ class EveryStep:
         return reason
 
     def _open(self, state: Mapping[str, object], lineage: Lineage, *, replay_s: float = 0.0) -> None:
-        """Let the next journal build on the current state, which a load or a replay has just restored."""
+        """Let the next journal build on `state`, which was just saved in full, or loaded."""
         described = self._describe(state)
         optimizers, reason = find_replayable_optimizers(described.optimizers, described.unguarded)
         if reason:

@@ -131,7 +131,8 @@ def _in_words(ranks: Sequence[int]) -> str:
 
 
 class _WriterChoice:
-    """Chooses the writers of all pieces, and tells whether splitting replicas into blocks would make loads more even.
+    """Chooses the writers of all pieces, and reports whether, if replicas were split into blocks, the ranks would write
+    more equal numbers of bytes.
     """
 
     def __init__(
@@ -186,11 +187,11 @@ class _WriterChoice:
 
 
 class _ReplicaBatch(msgspec.Struct, frozen=True, eq=False):
-    """Replicas that the same ranks hold: one box, in each tensor of a class.
+    """The same box in each tensor of one class. The same ranks hold a replica of it. (See ClassTable for classes.)
 
     length  length of the box, in bytes
     size    number of tensors in the class
-    row     for each of these ranks, the row of the class table that says which of the tensors it writes
+    row     for each of these ranks, the number of the row in the ClassTable that says which of the tensors it writes
     number  number of the class
     """
 

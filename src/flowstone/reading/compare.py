@@ -112,7 +112,7 @@ def request_load(
 
 
 def _stored_as(arrangement: Arrangement, stored: StoredState) -> StoredState:
-    """`stored`, with the names and shapes that result from the rules."""
+    """`stored`, with the names and shapes that its tensors have after all rules, including layout rules."""
     first = dict[int, str]()
     tied = {name: first.setdefault(row, name) for name, row in arrangement.names.items()}
 
@@ -235,7 +235,9 @@ class _Tensors(Mapping[str, TensorSpec]):
 
 
 def describe_stored(checkpoint: Checkpoint, rank: int) -> StoredState:
-    """A checkpoint's tensors and values for rank `rank`, without any rules."""
+    """A checkpoint's tensors and values for rank `rank`, as they are stored: no rule of a load (Rename, Skip, Init,
+    or a layout rule) is applied.
+    """
     return _stored(checkpoint, checkpoint.index.rows(), (), rank)
 
 

@@ -30,7 +30,7 @@ _CARRIERS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 def find_sharing_groups(targets: LoadTargets, groups: Sequence[Sequence[int]]) -> list[list[int]]:
-    """The `groups` in which some pieces share bytes, each in ascending order.
+    """The `groups` in which pieces, or elements of one piece, share bytes, each in ascending order.
 
     Pieces that are the same bytes both in memory and in the checkpoint do not count as sharing. Neither do views that
     interleave without sharing a byte.
@@ -39,7 +39,7 @@ def find_sharing_groups(targets: LoadTargets, groups: Sequence[Sequence[int]]) -
 
 
 def _overlaps(members: Sequence[int], targets: LoadTargets) -> bool:
-    """Whether a piece of a group, which is ordered by address, shares bytes with another one, or overlaps itself."""
+    """Whether a group belongs to the result of `find_sharing_groups`. The group is ordered by address."""
     memory = {position: targets.memory(position) for position in members}
     bounds = np.array([address_range(memory[position]) for position in members], np.uint64)
     last = np.searchsorted(bounds[:, 0], bounds[:, 1])  # pieces before `last` begin before this one ends
@@ -106,8 +106,9 @@ def _marked(members: Sequence[int], memory: Mapping[int, Memory]) -> Iterator[tu
 
 
 def _spacing(memory: Memory, begin: int) -> list[int]:
-    """The distances, in bytes, of which the position of each element of `memory` is composed: from `begin` to the
-    memory, the length of an element, and the strides.
+    """The numbers of bytes that determine where each element of `memory` begins and ends, counted from the address
+    `begin`: the distance from `begin` to the first element, the length of an element, and the strides. A divisor of all
+    these numbers divides the distance from `begin` to the beginning, and to the end, of every element.
     """
     return [memory.address - begin, memory.item_bytes, *(abs(s) for s in memory.strides_bytes)]
 
@@ -133,7 +134,9 @@ def find_conflicts(targets: LoadTargets, groups: Sequence[Sequence[int]], read: 
 
 
 class _Shadow:
-    """A copy of the memory that some pieces share, with a mark for each byte that was entered."""
+    """A copy of the memory that some pieces share, with a mark for each unit that was entered. A unit is 1, 2, 4 or 8
+    bytes: the largest of these lengths at whose multiples, from the start of the copy, all elements begin and end.
+    """
 
     def __init__(self, memory: Mapping[int, Memory]) -> None:
         self._memory, self._entered = memory, list[int]()
@@ -181,7 +184,7 @@ class _Shadow:
 
 
 def _batches(members: Sequence[int], pieces: Pieces) -> Iterator[list[int]]:
-    """Batches of pieces that are read at once: several short ones, or a long one."""
+    """Batches of pieces that are read together: several short ones, or a long one."""
     batch: list[int] = []
     left_bytes = BOUNCE_BYTES
     for position in members:

@@ -38,8 +38,8 @@ _NAMES = {own: kind for kind, own in _KINDS.items()}
 
 
 def value_name(value: object, place: Place | None = None) -> NamedConstant | None:
-    """The text by which a value is stored; None if this module cannot store it as text. `place`: where it is in the
-    state, for a warning.
+    """The kind and the text that are stored for a value; None if this module cannot store it as text. `place`: where it
+    is in the state, for a warning.
     """
     own = type(value)
     if isinstance(value, enum.Enum):
@@ -57,14 +57,15 @@ def value_name(value: object, place: Place | None = None) -> NamedConstant | Non
 
 
 def is_known(kind: str) -> bool:
-    """Whether this module can make values of that kind from their stored text."""
+    """Whether this module can make values of kind `kind` from their stored text."""
     return kind == ENUM or kind in _KINDS
 
 
 def named_value(constant: NamedConstant, path: str) -> object:
-    """The value that is stored as this kind and text.
+    """The value for which the kind and the text of `constant` are stored. `path`: the value's path, for errors.
 
-    raises  UnsupportedFormatError if its class is unknown in this process, DamagedError for an invalid text
+    raises  UnsupportedFormatError if its class or time zone is unknown in this process, DamagedError for an invalid
+            text
     """
     try:
         return _value_of(constant.kind, constant.text)
@@ -82,7 +83,9 @@ def named_value(constant: NamedConstant, path: str) -> object:
 
 
 def _value_of(kind: str, text: str) -> object:
-    """The value of that name. Raises Python's own errors for an invalid text, LookupError for an unknown class."""
+    """The value of kind `kind` that is stored as `text`. Raises LookupError for an unknown class or time zone, and
+    Python's own errors for an invalid text.
+    """
     if kind == ENUM:
         return _member(text)
     own = _KINDS[kind]

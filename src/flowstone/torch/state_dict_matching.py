@@ -17,8 +17,10 @@ def translate(loading: RestorePass, node: object, view: OptimizerView, place: Pl
     """The entries of a stored state_dict(), in the form in which an optimizer itself is stored, for a load into the
     optimizer of `view`.
 
-    Parameters are matched by names, if both sides have names; otherwise by order, if all counts and shapes agree. If
-    counts or shapes differ, differences are added, and the result is None.
+    Parameters are matched by name, if every stored parameter has a name, and no name fits several parameters of the
+    optimizer; otherwise by order. Returns None if they cannot be matched: the counts differ, a parameter number occurs
+    twice, or the optimizer has flat parameters, which are matched only by name. Then, and also if only shapes differ,
+    the differences are added to those that `loading` reports.
     """
     stored = cast("dict[str, list[dict[object, object]]]", node)
     groups, slots = stored["param_groups"], cast("dict[object, dict[object, object]]", stored["state"])
@@ -66,8 +68,8 @@ def _options(group: Mapping[object, object]) -> dict[object, object]:
 def _by_name(
     loading: RestorePass, groups: list[dict[object, object]], view: OptimizerView, place: Place
 ) -> list[tuple[object, ParameterMember]] | None:
-    """For each stored parameter, its number, and the member of the optimizer with the same name. None if some parameter
-    has no usable name.
+    """For each stored parameter, its number, and the member of the optimizer with the same name. None if a stored
+    parameter has no name, or a name that fits several members.
     """
     pairs: list[tuple[object, ParameterMember]] = []
     by_path = {member.home.path: member for member in view.members()}
@@ -90,8 +92,8 @@ def _by_name(
 
 
 def _check_shapes(loading: RestorePass, slots: Mapping[object, object], member: ParameterMember, place: Place) -> None:
-    """Check that each slot has its parameter's shape, or is a single number; otherwise a wrong match would go
-    undetected.
+    """Add a difference for each slot that neither has its parameter's shape nor is a single number. Without this check,
+    a wrong match would go undetected.
 
     Slots may also be factors of that shape: Adafactor has a slot for rows and a slot for columns.
     """

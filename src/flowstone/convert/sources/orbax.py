@@ -278,7 +278,9 @@ class _OrbaxItem:
         return tensors, _tree(leaves, str(self._directory))
 
     def _open_array(self, name: str, context: Any) -> _OrbaxArray:
-        """Open an array without reading its elements. If all chunks must be stored, a missing one is an error."""
+        """Open an array without reading its elements. If the metadata says that all chunks are stored, a later read of
+        a missing chunk raises DamagedError; otherwise it returns zeros.
+        """
         base = {"driver": "file", "path": f"{self._directory.absolute()}/"}
         place = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
         if not self._metadata.use_ocdbt:

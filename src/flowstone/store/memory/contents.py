@@ -23,7 +23,7 @@ class MemoryFile:
     number         unique among the files of one process, or of one agent
     size_bytes     length in bytes, as recorded with the file's name
     touched_bytes  how many bytes from the beginning have memory allocated
-    links          number of names, in the process that has the directory
+    links          how many names the file has. Counted only in the process that has the directory; 0 in others
     path           the file's path, for messages
     writer         the writer that may still write into it, even if its name is removed
     """

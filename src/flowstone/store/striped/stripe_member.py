@@ -34,8 +34,7 @@ class FailoverLimits(msgspec.Struct, frozen=True):
 
 
 class OpenSegments(Protocol):
-    """Segments that this store has created, and that a job of another store writes (see StripeMember). Owns their
-    descriptors.
+    """Segments that this store has created, and that a job of the striped store writes. Owns their descriptors.
 
     engine   the engine whose queue moves their bytes
     natives  the files as objects of the engine, in the requested order, with `of_path` and `may_move` as requested
@@ -75,7 +74,7 @@ class OpenSegments(Protocol):
 
 
 class OpenExtents(Protocol):
-    """Files that this store has opened, and that a job of another store reads (see StripeMember).
+    """Files that this store has opened, and that a job of the striped store reads.
 
     engine   the engine whose queue moves their bytes
     natives  the files as objects of the engine, in the order of the requested paths
@@ -109,4 +108,4 @@ class StripeMember(Protocol):
     def open_extents(
         self, paths: Sequence[str], arena: Arena, *, of_path: int, wanted_bytes: int, past_cache: bool
     ) -> OpenExtents:
-        """Open files, so that another store's job can read ranges of them. Raises StorageError."""
+        """Open files, so that a job of the striped store can read ranges of them. Raises StorageError."""

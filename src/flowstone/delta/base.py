@@ -1,7 +1,7 @@
 """The base of the next save: the newest committed save, as this rank has written it. The next save may refer to chunks
 of its base. The base of a first save comes from adopted_base.py.
 
-A piece is *unchanged* if it is expected to equal the same piece of the base: a frozen parameter, or a piece that was
+A piece is *unchanged* if it is expected to have the same data as in the base: a frozen parameter, or a piece that was
 mostly equal in two successive saves. Unchanged pieces are captured and digested like all others, but only chunks that
 differ from the base are written (docs/decisions/015).
 """
@@ -49,7 +49,7 @@ class Base(msgspec.Struct, frozen=True, eq=False):
     places     where the chunks are stored; `segment` is the number of a file in `segments`
     unchanged  for each piece, whether it was mostly equal to the base of this step; None: it was not compared
     loads      number of loads before this step was saved
-    known      for each chunk, whether a save may refer to it; None: to all
+    known      for each chunk, whether a save may refer to it; None: it may refer to all chunks
     roots      for each chunk the digest of its root's data. The root is the chunk itself; or, if the chunk is stored as
                a difference (codec xor), the chunk from which it differs. None: each chunk is its own root
     codec      the codec to which each `digest` belongs, if the base was read from a checkpoint's index; None: all raw
@@ -90,7 +90,7 @@ class Base(msgspec.Struct, frozen=True, eq=False):
         refer.
 
         length  length of each piece, in bytes
-        same    for each chunk, whether it equals the same chunk of `before`; None: determine that from the digests
+        same    for each chunk, whether its data was the same in `before`; None: determine that from the digests
         """
         if before is None or not before.has(self.pieces):
             return self
@@ -136,9 +136,11 @@ class BaseReferences(msgspec.Struct, frozen=True, eq=False):
 def refer(
     store: Store, draft: publish.Draft, base: Base | None, plan: WritePlan, kept: BaseCache | None = None
 ) -> BaseReferences:
-    """Link the files of the base that contain unchanged pieces of the plan, or chunks from which differences are
-    encoded (`kept`: those in memory). If the store refuses links, the save refers to no chunk.
+    """Link the files of the base that contain unchanged pieces of the plan, or chunks to which differences may be
+    stored. If the store refuses links, the save refers to no chunk.
 
+    kept    the chunks whose data is in memory, so that differences to them can be encoded; None: this save encodes no
+            differences
     raises  StorageError: the device fails, or is full; no link is left
     """
     if base is None or not base.has(plan.pieces):
@@ -360,8 +362,9 @@ def _forms(
 def _with_derived(
     plan: WritePlan, encoded: EncodedChunks, places: ChunkPlaces, digests: NDArray[np.uint64]
 ) -> ChunkPlaces:
-    """The same places, with those of derived chunks filled in. A copy gets the place of its source. A cast, which is
-    computed from its source, gets the number of its source.
+    """The same places, with those of derived chunks (which are not stored) filled in. A copy, which equals its source,
+    gets the place of its source. A cast, which is rounded from its source, has no place in a file: its `segment` is 0,
+    and its `offset` is the number of its (first) source chunk.
     """
     source, segment, offset, forms = plan.source_chunks(), places.segment.copy(), places.offset.copy(), places.forms
     copies, casts = (encoded.derived & (encoded.codec == codec) for codec in (CODEC_RAW, CAST.id))

@@ -174,9 +174,10 @@ def _frame_at(store: Names, path: str, offset: int) -> FramePrefix | None:
 
 
 def complete_frames(store: Names, journal: Journal, rank: int) -> list[FramePlace]:
-    """A rank's complete frames, up to the first incomplete one. Reads only the payloads of the last `torn_max` frames.
+    """A rank's complete frames, up to the first incomplete one.
 
-    Frame N is written only once frame N - `torn_max` is durable, so a crash can tear only the last `torn_max` frames.
+    Frame N is written only once frame N - `torn_max` is durable. So a crash can leave only the last `torn_max` frames
+    incomplete, and only the payloads of these frames are read.
     """
     path = path_inside(journal.directory, journal_file(rank))
     if not store.exists(path):
@@ -239,8 +240,8 @@ class JournalComposition(msgspec.Struct, frozen=True):
     """What a journal contains.
 
     ranks        how many ranks write it, each to its own file
-    first, last  the first and last step that the files of all ranks have; None: no step yet
-    frames       number of the steps' frames in the files of all ranks
+    first, last  the first and last step that is in every rank's file; None: there is no such step yet
+    frames       number of complete frames of steps, added up over the files of all ranks
     bytes        length of these frames and of the headers; files may be longer, as space is reserved for later frames
     lag_steps    the option `lag_steps` of the job that wrote the journal
     """
@@ -344,7 +345,7 @@ def _begins_at_checkpoint(store: Names, opening: JournalHeader, committed: Seque
     try:
         return read_manifest(store, step_directory(opening.after)).id == opening.checkpoint
     except NoCheckpointError:
-        return False  # the journal was removed meanwhile, as there is a newer checkpoint
+        return False  # the checkpoint was removed meanwhile, as there is a newer one
     except (FormatError, StorageError) as error:
         if isinstance(error, StorageError) and not is_damage(error):
             raise  # the file exists but cannot be read now: an older step must not be taken for the newest

@@ -126,9 +126,10 @@ class Unpad:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """Tensors whose names differ in a number (of an expert, or a layer) become one tensor with a new dimension `dim`.
+    """Tensors whose names differ only in a number, such as that of an expert or a layer, become one tensor with a new
+    dimension `dim`.
 
-    The number is the placeholder that only `source` has. The numbers must be 0, 1, 2, ...
+    The placeholder that `source` has and `target` lacks stands for this number. The numbers must be 0, 1, 2, ...
     """
 
     source: str
@@ -142,7 +143,7 @@ class Stack:
 
     @property
     def number(self) -> str:
-        """The name of the placeholder for a tensor's number, such as `e` in `experts.{e}.w1`."""
+        """The name of the placeholder for the number in which the names differ, such as `e` in `experts.{e}.w1`."""
         return next(name for name in placeholders(self.source) if name not in placeholders(self.target))
 
     @property
@@ -152,7 +153,7 @@ class Stack:
 
 @dataclass(frozen=True, slots=True)
 class Unstack:
-    """One tensor becomes a tensor for each index of its dimension `dim`; the inverse of Stack."""
+    """One tensor becomes several: one for each index of its dimension `dim`. The inverse of Stack."""
 
     source: str
     target: str
@@ -165,7 +166,7 @@ class Unstack:
 
     @property
     def number(self) -> str:
-        """The name of the placeholder for a tensor's number, such as `e` in `experts.{e}.w1`."""
+        """The name of the placeholder for the index, such as `e` in `experts.{e}.w1`."""
         return next(name for name in placeholders(self.target) if name not in placeholders(self.source))
 
     @property
@@ -308,6 +309,7 @@ def _check_number(rule: Stack | Unstack, many: str, stacked: str) -> None:
         outer
     ) - set(inner):
         raise ArgumentError(
-            f"{type(rule).__name__}: {many!r} needs all placeholders of {stacked!r}, and one more for the number of "
-            "each tensor", next="write 'experts.{e}.w1' and 'experts.w1'",
+            f"{type(rule).__name__}: {many!r} must have each placeholder of {stacked!r} once, and one more, which "
+            "stands for the number in which the names of the separate tensors differ",
+            next="write for example 'experts.{e}.w1' for the separate tensors, and 'experts.w1' for the stacked one",
         )

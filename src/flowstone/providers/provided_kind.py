@@ -30,8 +30,11 @@ from flowstone.state.sink import TensorRole
 
 
 class ProvidedKind(ValueKind):
-    """An object that a provider describes. If the object is a tensor, its parts have its TensorRole (which says when a
-    tensor may change, and whose value is saved), except lazy parts: these are STEPPED (change only in optimizer steps).
+    """An object that a provider describes.
+
+    Each part has a TensorRole, which says when it may change, and whose value is saved. Lazy parts (`Part.lazy`), which
+    the provider declares to change only in optimizer steps or after `fence()`, have the role STEPPED. All
+    other parts have the role of the object, which is OTHER unless the object is a tensor.
     """
 
     one_value = True
@@ -50,8 +53,8 @@ class ProvidedKind(ValueKind):
         return True
 
     def describe(self, value: object, place: Place, saving: DescribePass, role: TensorRole) -> objects.ProviderRecord:
-        """Add an object's parts to the tensors of the save. A function, which is added to `saving.late`, fills in its
-        small objects later.
+        """Add an object's parts to the tensors of the save. Its small objects are described later, by a function that
+        is added to `saving.late`.
         """
         entry = self.find_provider(value)
         assert entry is not None, "the kind recognises only values with a provider"
@@ -188,7 +191,7 @@ def _hand_over(
     values = {name: new_values.build(ref, f"{place.name}.{name}") for name, ref in anew.items()}
     for part in session.objects:
         if part.constant:
-            continue  # a constant part, of which the object has the same value
+            continue  # the object already has this value, as the load has checked
         values[part.name] = new_values.build(node.objects[part.name], f"{place.name}.{part.name}")
     try:
         session.entry.provider.restore(session.value, values)

@@ -1,4 +1,6 @@
-"""The protocol `Framework` if no framework is installed: tensors of checkpoints are loaded as numpy arrays."""
+"""The functions of the protocol `Framework` (`framework.py`) that are used if no framework is installed, or if this
+package lacks the folder for it. Tensors of checkpoints are then loaded as numpy arrays.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,10 @@ def is_tensor(value: object) -> bool:
 
 
 def columns(tensors: Sequence[Any], names: Sequence[str], *, hold: bool) -> Columns:
-    """A table without values: all memory belongs to arrays, and the sink (`sink.py`) fills in their values itself."""
+    """Columns with a placeholder (uint8, no dimensions, address 0) for each tensor. Without a framework, all tensors
+    of a state are numpy arrays. The sink (the list of collected tensors, `sink.py`) already has the dtypes, shapes and
+    addresses of arrays, and puts them in place of the placeholders.
+    """
     count = len(tensors)
     return Columns(
         [DTYPES["uint8"]] * count, [()] * count, np.zeros(count, np.uint64), [None] * count,
@@ -77,7 +82,10 @@ def constant_name(value: object) -> NamedConstant | None:
 
 
 def constant(constant: NamedConstant, path: str) -> object:
-    raise LookupError(constant.kind)  # the caller, `constants.constant_of`, raises an error with name and remedy
+    """Raises LookupError. The user never sees it: the caller, `constants.constant_of`, catches it. If the constant is
+    not one of Python's either, `constant_of` raises an error with the constant's name and the remedy.
+    """
+    raise LookupError(constant.kind)
 
 
 def generator_state(generator: Any) -> Any:

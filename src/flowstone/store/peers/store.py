@@ -82,8 +82,8 @@ class PeerMemory(NodeMemory):
                  bytes, and what this node keeps for other nodes, do not fit in memory, BudgetError is raised here,
                  instead of at the first save
     bytes_per_s  how many bytes of copies a rank may send per second; None: no limit
-    spread       copies are spread over this part (0 to 1) of the time between two saves, once that time is known. If a
-                 thread waits for copies, they are sent at full rate. 0: always at full rate
+    spread       copies are spread over this part (0 to 0.9) of the time between two saves, once that time is known. If
+                 a thread waits for copies, they are sent at full rate. 0: always at full rate
 
     Other options are the same as for NodeMemory; `generations` is how many checkpoints are kept. A node needs memory
     for `replicas` x `generations` checkpoints of its ranks, or, with parity, for (1 + m / k) x `generations`; more if
@@ -158,7 +158,8 @@ class PeerMemory(NodeMemory):
         """Use the nodes in the messages of all ranks (see `introduce`). Raises ArgumentError if the ranks' stores have
         different options.
 
-        deadline_s  how many seconds ranks wait for the slowest rank. Copies are spread over a shorter time
+        deadline_s  how many seconds ranks wait for the slowest rank. The copies of a save are spread over at most a
+                    quarter of this time, because ranks that send copies at full rate wait for ranks that do not
         """
         ranks = [msgspec.msgpack.decode(encoded, type=_Introduction) for encoded in introductions]
         mine = msgspec.msgpack.decode(own, type=_Introduction)
@@ -253,7 +254,8 @@ class PeerMemory(NodeMemory):
         return None
 
     def _writer(self, draft: str) -> str:
-        """Identifies one write of this node among its writes into the directory `draft`: see parity_name."""
+        """A text that identifies one write of this node among its writes into the directory `draft`: see parity_name.
+        """
         with self._guard:
             self._draft, self._writes = draft, self._writes + 1 if draft == self._draft else 0
             return f"{self._number_on_node}-{self._writes}"

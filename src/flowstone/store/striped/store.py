@@ -371,12 +371,12 @@ class StripedStore:
         self.mark_unsynced(target, number)
 
     def mark_unsynced(self, path: str, number: int) -> None:
-        """Note that path `number` has created or removed the name `path`, and that this is not durable yet."""
+        """Note that file `path` was created on, or removed from, path number `number`: its directory needs a sync."""
         if number:
             self._unsynced.setdefault(path.rpartition("/")[0], set()).add(number)
 
     def mark_synced(self, path: str, number: int) -> None:
-        """Note that the name `path` is durable on path `number`, since its file was moved there and synced."""
+        """Note that path number `number` needs no sync: its file `path` was moved to another path, and is durable."""
         self._unsynced.get(path.rpartition("/")[0], set()).discard(number)
 
     def sync_segments(self, directory: str, of: int | None = None) -> None:

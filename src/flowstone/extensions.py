@@ -1,7 +1,7 @@
 """The extension points: every call from the core of the package into its options.
 
-An option is a folder of this package that can be deleted: the core saves, loads and verifies without it
-(docs/ARCHITECTURE.md, Core and options). The core imports options only here.
+An *option* is an optional part of this package: a folder that can be deleted. The core saves, loads and verifies
+without it (docs/ARCHITECTURE.md, Core and options). The core imports options only here.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from flowstone.errors import FrameworkError
 
-OPTIONS: dict[str, tuple[str, ...]] = {  # an option -> others that every part of it needs (tests/test_options.py)
+OPTIONS: dict[str, tuple[str, ...]] = {  # option -> the options that every part of it needs (tests/test_options.py)
     "providers": (), "torch": ("providers",), "delta": (), "codecs": ("delta",), "layouts": (), "node_reads": (),
     "journal": (), "replica": ("journal", "torch", "store.memory"), "inspection": (), "tiered": (), "store.memory": (),
     "store.wrap": (), "store.striped": (), "store.objects": ("store.wrap",), "store.peers": ("store.memory",),
@@ -58,8 +58,8 @@ def extension(point: str) -> Any:
     """The object that implements an extension point, from the table POINTS. It is imported at its first use, as most
     processes need few options.
 
-    raises  FrameworkError  the folder of the option, or of one that it needs, was deleted; or it needs torch, which is
-                            not installed
+    raises  FrameworkError  the folder of the point's option, or of another option that it needs, was deleted; or the
+                            option needs torch, which is not installed
     """
     module, name = POINTS[point]
     option = _option_of_point(point)
@@ -75,8 +75,8 @@ def extension(point: str) -> Any:
 
 
 def find_extension(point: str) -> Any | None:
-    """Like `extension`, but returns None if the folder of the option, or of one that it needs, was deleted. The core
-    then works without the option.
+    """Like `extension`, but returns None if the folder of the point's option (an optional part of the package), or of
+    another option that it needs, was deleted. The core then works without this option.
     """
     return extension(point) if _missing_folder(_option_of_point(point)) is None else None
 
@@ -88,7 +88,7 @@ def _option_of_point(point: str) -> str:
 
 
 def option_of(module: str) -> str | None:
-    """The option that has a module; None: it is in none."""
+    """The option that contains `module`; None if no option contains it."""
     return next((option for option in OPTIONS if f"{module}.".startswith(f"flowstone.{option}.")), None)
 
 
@@ -116,7 +116,9 @@ def missing_module(error: ModuleNotFoundError, feature: str) -> FrameworkError |
 
 
 def _missing_folder(option: str) -> str | None:
-    """An option whose folder was deleted, or has no modules: this one, or one that it needs, directly or indirectly."""
+    """The first option whose folder was deleted, or has no modules, among `option` and those that it needs, directly or
+    indirectly. None if all folders exist.
+    """
     spec = find_spec(f"flowstone.{option}")
     if spec is None or spec.origin is None:  # a folder without modules has a spec, but no origin
         return option

@@ -310,7 +310,7 @@ def test_a_first_path_that_is_not_mounted_is_no_first_start(two: Two) -> None:
             checkpointer.latest, lambda: checkpointer.load(state(0)), lambda: checkpointer.save(2, state(2)),
             checkpointer.latest,
         ):
-            with pytest.raises(StorageError, match=f"{two.first}, the first path, has no store"):
+            with pytest.raises(StorageError, match=f"{two.first}, the first path, contains no store"):
                 ask()
     assert [path.name for path in two.first.iterdir()] == ["flowstone.lock"], "of the save"
     shutil.rmtree(two.first)

@@ -277,7 +277,8 @@ def stored_chunks(
 ) -> tuple[Sequence[SegmentRow], ChunkPlaces | None]:
     """The segment files of a save, and where its chunks are stored; None: all are where the plan has put their pieces.
 
-    segments  the segment files that list tensors
+    segments  the manifest's rows for those of this rank's segment files whose headers list pieces. The result also has
+              the files with the entry `__chunks__` (docs/FORMAT.md, Delta), and files of the base
     offsets   offset of each piece in its segment file, in bytes
     """
     encoded = receipt.encoded

@@ -1,5 +1,5 @@
-"""Which earlier checkpoint the saves of one Checkpointer refer to, and how. The core calls delta saves only through the
-class Baselines.
+"""Which earlier checkpoint (the *base*) the saves of one Checkpointer refer to, and how: a save need not write chunks
+that its base has. The core calls delta saves only through the class Baselines.
 """
 
 from __future__ import annotations
@@ -56,8 +56,9 @@ class Baselines:
         self._links = shared.store.capabilities.links
 
     def current(self) -> Base | None:
-        """The base of the next save, without a search in the store. After a load the last save is no base any more, as
-        the load may have found its bytes damaged; the base is then the loaded checkpoint.
+        """The base of the next save, without a search in the store. None: there is none, or it is not known yet. After
+        a load, the last save is no base any more, because the load may have found its bytes damaged. Then `find` may
+        make the loaded checkpoint the base.
         """
         if self._base is not None and self._base.loads == self._outcome.loads:
             return self._base
@@ -85,8 +86,11 @@ class Baselines:
         self, segments: Sequence[SegmentRow], plan: WritePlan, offsets: NDArray[np.uint64],
         referred: BaseReferences | None, receipt: Receipt,
     ) -> SavedChunks:
-        """Where the chunks of a save are stored. `segments`: the files that list tensors. `offsets`: offset of each
-        piece in its file, in bytes.
+        """Where the chunks of a save are stored.
+
+        segments  the manifest's rows for those of this rank's segment files whose headers list pieces. The result also
+                  has the files with the entry `__chunks__` (docs/FORMAT.md, Delta), and files of the base
+        offsets   offset of each piece in its segment file, in bytes
         """
         rows, places = stored_chunks(segments, plan, offsets, referred, receipt)
         return SavedChunks(rows, places, unneeded(plan, referred, rows), places or places_of(plan, offsets))

@@ -11,7 +11,7 @@ A node is one JSON value. Plain JSON stands for itself:
 | array of nodes                      | list                                                               |
 | object, no key begins with `$`      | dict whose keys are all such strings, in order                     |
 
-Everything else is an object with exactly one key that begins with `$`, its tag:
+Each other value is a JSON object with exactly one key that begins with `$`, the node's tag:
 
 | Node                                          | Value                                                    |
 |-----------------------------------------------|----------------------------------------------------------|
@@ -39,7 +39,7 @@ Everything else is an object with exactly one key that begins with `$`, its tag:
 |                                               | `$tensor` and `$ndarray` nodes, b maps names to any nodes |
 
 No node is nested deeper than `DEPTH_MAX` values. A node with an unknown tag comes from a newer version of Flowstone.
-Any other deviation from the tables means that the file is damaged.
+Any other deviation from these two tables means that the file is damaged.
 """
 
 from __future__ import annotations
@@ -138,12 +138,12 @@ def unsupported_error(
 
 
 def encode(value: object, path: str) -> Node:
-    """Returns the node of `value`: JSON values that represent it (see the tables above). The JSON writer must keep the
-    order of keys.
+    """Returns the node of `value`: the JSON value that represents it, as this module's docstring says. The JSON writer
+    must keep the order of keys.
 
     path     dotted path of `value` in the state, for messages
-    raises   UnsupportedStateError  for types that are not in the tables (even if they are subclasses of types in
-                                    the tables), for cycles, and for nesting deeper than DEPTH_MAX
+    raises   UnsupportedStateError  for types that the tables in that docstring lack (even if they are subclasses of
+                                    types in the tables), for cycles, and for nesting deeper than DEPTH_MAX
 
     `value` is not changed, and no reference to it is kept.
     """
@@ -160,6 +160,7 @@ def decode(node: object, path: str) -> object:
 
     path     dotted path of the value, for messages
     raises   UnsupportedFormatError for an unknown tag or constant, DamagedError for any other deviation from the tables
+             in this module's docstring
     """
     return _Decoder().value(node, path)
 

@@ -1,7 +1,8 @@
-"""Write journals: threads make steps durable. Each step is written as a frame, which is the record of one step
+"""Writes journals: threads make steps durable. Each step is written as a frame, which is the record of one step
 (docs/ORDERING.md, Journal).
 
-On the caller's thread    `Journaling.add`: waits until the step `lag_steps` earlier is durable, then returns
+On the caller's thread    `Journaling.add`: waits until the step that is `lag_steps` earlier is durable, passes the new
+                          step to the threads below, and returns
 On `flowstone-journal`    computes the fingerprint and the digests, writes and syncs, agrees with other ranks, and
                           completes `committed`. With `lag_steps` above 1, one sync makes all waiting steps durable
 On `flowstone-fingerprint`  with `lag_steps` above 1, computes the fingerprints. Training waits for these before its
@@ -61,16 +62,17 @@ class Journaling:
     fingerprinted  a latch (an event that stays set) of the newest step: set once the step's fingerprint is computed
                    from host memory, which must not change until then. Memory of devices may change: a device computes
                    digests in its current stream, before later steps
-    seconds        duration of the last write of one or more frames that one sync makes durable: from the start of the
-                   first frame until all of them were durable
-    bytes          length of these frames
+    seconds        how long it took to write the last frames that one sync has made durable: from the start of the first
+                   of them until all were durable
+    bytes          length of these frames together
     """
 
     def __init__(self, shared: Shared, ranks: JournalRanks | None, lag_steps: int, captures: Captures) -> None:
         """
         ranks      the agreements of several ranks; None for a single rank
         lag_steps  how many steps may not be durable yet when `add` returns
-        captures   the captures of saves: gradients of steps that wait may take the rest of the captures' memory budget
+        captures   the captures of saves. The gradients of steps that wait may use the part of the captures' memory
+                   budget that the captures do not use
         """
         self._store, self._verb_lock = shared.store, shared.verb_lock
         self._emit, self._group = shared.emit, shared.group
@@ -191,8 +193,9 @@ class Journaling:
             frame.drop_full_request()
 
     def add(self, step: Step) -> None:
-        """Append a step. Returns once at most `lag_steps` steps, including this one, are not durable. If an interrupt
-        ends this wait, the step is not appended, and `on_submitted` is not called.
+        """Append a step. First waits until fewer than `lag_steps` earlier steps are pending (neither durable nor
+        failed), and there is memory for the step's gradients. Then passes the step to the journal's thread, and calls
+        the step's callback `on_submitted` (StepHooks). If an interrupt ends the wait, it does neither.
         """
         gradient_bytes = 0
         if isinstance(step.content, StepContent):
@@ -200,8 +203,8 @@ class Journaling:
         self._await_room(gradient_bytes)
 
         def submit() -> None:
-            """Pass the step on. Must not be interrupted: else a thread could wait forever for a latch that no thread
-            opens.
+            """Pass the step to the journal's thread. Must not be interrupted: otherwise a thread could wait forever for
+            a latch that no thread opens.
             """
             assert self._file is not None, "a journal has begun"
             if self._thread is None:
@@ -337,7 +340,7 @@ class Journaling:
             self._fail(written[0], error)
 
     def _end_all(self, steps: Sequence[PendingFrame], started: float) -> None:
-        """Commit the steps of several ranks, and report the outcome of each."""
+        """Report the outcome of each step. With several ranks, first agree with them whether the step is committed."""
         synced = sum(frame.failure is None and frame.length > 0 for frame in steps)
         for frame in steps:
             failure = frame.failure

@@ -19,8 +19,8 @@ from flowstone.reading.compare import LoadRequest
 class RequestedNames(msgspec.Struct, frozen=True):
     """The requests of all ranks together.
 
-    elsewhere  stored tensors that some rank needs; empty in a group of one
-    unwanted   names of stored objects in requested sections: no rank that requests the object's section needs it
+    elsewhere  names of the stored tensors that any rank needs, this rank included; empty in a group of one rank
+    unwanted   names of the stored objects that no rank needs, although some rank requests their section
     """
 
     elsewhere: Container[str]
@@ -41,7 +41,7 @@ class _Request(msgspec.Struct, frozen=True):
 
 
 def gather_requests(group: RankGroup, phase: str, own_request: LoadRequest) -> RequestedNames:
-    """Gather the requests of all ranks, once each has compared its own state.
+    """Gather the requests of all ranks, once each rank has compared its own state with the checkpoint.
 
     raises  RankError if ranks see different checkpoints, or another rank has failed
     """
@@ -60,7 +60,9 @@ def gather_requests(group: RankGroup, phase: str, own_request: LoadRequest) -> R
 
 
 def _merge(messages: Sequence[bytes], phase: str) -> Decision:
-    """On rank 0: merge the requests of all ranks."""
+    """On rank 0: merge the requests of all ranks. The result has the tensors that any rank needs, and the objects that
+    none of the ranks that request their section needs.
+    """
     requests = [msgspec.msgpack.decode(message, type=_Request) for message in messages]
     left: dict[str, set[str]] = {}
     for rank, request in enumerate(requests):

@@ -38,7 +38,7 @@ class Match(msgspec.Struct, frozen=True):
     """Which stored tensor to read for which requested piece.
 
     positions    positions of the requested pieces that are read
-    rows         for each of these pieces, the table's row of its tensor
+    rows         for each of these pieces, the row of its tensor in the table of stored tensors
     cast         names of tensors whose values are converted (rule Cast)
     initialised  names of tensors that the checkpoint lacks, which the rule Init allows
     skipped      names of tensors that the state lacks, which the rule Skip allows
@@ -69,9 +69,11 @@ class StateRequest(msgspec.Struct, frozen=True):
 class CheckpointTensors(msgspec.Struct, frozen=True):
     """The tensors of a checkpoint.
 
-    names     name of each stored tensor, after the rules -> its row of the table
-    sections  the sections that are equal on all ranks
-    describe_origin  a function that returns a text for messages: how rules have made the tensor of a row
+    table            the stored tensors, one row each; after layout rules, if the load has any
+    names            each name of a stored tensor, after the load's rules are applied -> the tensor's row in `table`
+    sections         the sections that are equal on all ranks
+    describe_origin  a function of a row in `table`. It returns a text for messages: which rule made the row's tensor,
+                     and from which stored tensors; "" if no rule made it
     """
 
     table: StoredTable
@@ -110,7 +112,7 @@ def apply_renames(names: Mapping[str, int], rules: Sequence[Rule]) -> Mapping[st
 
 
 def rename(name: str, rules: Sequence[Rule]) -> str:
-    """`name` after every Rename among `rules`, in order."""
+    """The name that `name` gets if every Rename among `rules` is applied, in order."""
     for rule in rules:
         if isinstance(rule, Rename):
             name = rule.apply(name)
@@ -161,8 +163,8 @@ class _Differences(msgspec.Struct, frozen=True):
 
 
 def _rows_of(pieces: Pieces, available: CheckpointTensors, *, alike: bool) -> Sequence[int | None]:
-    """For each piece, the table's row of its tensor; None: the tensor is not stored. A `range` if the pieces need all
-    rows in order.
+    """For each piece, the row of its tensor in `available.table`; None: the tensor is not stored. A `range` if the
+    pieces need all rows in order.
     """
     names, table = available.names, available.table
     if alike and names is table.rows() and len(names) == len(table.tensors.names):  # there are no aliases
@@ -206,7 +208,7 @@ def _unexpected(requested: StateRequest, available: CheckpointTensors, elsewhere
 
 
 def _suspects(pieces: Pieces, rows: Sequence[int | None], tensors: TensorColumns) -> list[int]:
-    """Positions of the pieces that are not stored, or have another dtype or shape there than requested; ascending."""
+    """Positions of the pieces that are not stored, or are stored with another dtype or shape; ascending."""
     if isinstance(rows, range):
         if (tensors.shapes, tensors.dtypes) == (pieces.shapes, pieces.dtypes):
             return []
@@ -242,7 +244,9 @@ def stored_equal(table: StoredTable, names: Mapping[str, int], name: str, other_
 
 
 def _untied(aliases: Sequence[Alias], names: Mapping[str, int], table: StoredTable, rules: Sequence[Rule]) -> list[str]:
-    """Texts about tensors that share memory in the state, but are stored separately and may have different values."""
+    """Texts about tensors that share memory in the state, but are not stored, or are stored separately and may have
+    different values.
+    """
     faults = []
     for alias in aliases:
         if alias.name not in names:

@@ -199,8 +199,9 @@ def _hand_over(
         raise ProviderError(
             f"cannot restore '{place.name}'", provider=session.entry.title,
             found=f"its restore() raised {type(error).__name__}: {error}",
-            next="fix that restore(), and load again: all tensors that are loaded in place, and the objects before "
-            "this one, already have the loaded values",
+            next="fix this restore(), and load again before you save: the state is only partly loaded (all tensors "
+            "that are loaded in place, and the objects before this one, have the checkpoint's values; the rest may "
+            "still have its old values)",
         ) from error
 
 

@@ -48,7 +48,9 @@ class Capture(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def segments(self) -> list[SegmentRow]:
-        """The manifest's rows for this rank's segment files whose headers list tensors."""
+        """The manifest's rows for those of this rank's segment files whose headers list pieces. The other files, with
+        the entry `__chunks__` (docs/FORMAT.md, Delta), get rows only if they are used: see delta/base.py.
+        """
         return [
             SegmentRow(number, None, file.name, file.bytes, file.header_bytes, header)
             for number, (file, header) in enumerate(zip(self.plan.segments, self.sources.headers, strict=True))

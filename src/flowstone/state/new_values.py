@@ -179,8 +179,9 @@ class NewValues:
             raise ProviderError(
                 f"cannot restore '{path}'", provider=entry.title,
                 found=f"its create() raised {type(error).__name__}: {error}",
-                next="fix that create(), and load again: all tensors that are loaded in place, and the objects before "
-                "this one, already have the loaded values",
+                next="fix this create(), and load again before you save: the state is only partly loaded (all tensors "
+                "that are loaded in place, and the objects before this one, have the checkpoint's values; the rest "
+                "may still have its old values)",
             ) from error
 
     def _built_ref(self, ref: TensorRef) -> object:

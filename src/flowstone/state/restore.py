@@ -178,8 +178,9 @@ def _redistribute(loading: RestorePass, section: str, holder: PerRank, rank: int
         except Exception as error:
             raise StateError(
                 f"cannot restore '{section}'", **failure_facts("redistribute", error, next=(
-                    "fix that redistribute(), and load again: all tensors that are loaded in place, and the objects "
-                    "before this one, already have the loaded values"
+                    "fix this redistribute(), and load again before you save: the state is only partly loaded (all "
+                    "tensors that are loaded in place, and the objects before this one, have the checkpoint's values; "
+                    "the rest may still have its old values)"
                 )),
             ) from error
 

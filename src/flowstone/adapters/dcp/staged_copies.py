@@ -202,7 +202,9 @@ def _rebuild(
 
 
 def _dict_of(kind: Any, items: Any, attributes: dict[str, object]) -> Any:
-    """A dict of the class `kind` with the copies that `items` makes, and the attributes of a module's state_dict()."""
+    """A dict of the class `kind`. Each of `items` is a key and a function that makes the value. `attributes` are set on
+    the dict: they are those that the original has, such as `_metadata` of a module's state_dict().
+    """
     made = kind((key, make()) for key, make in items)
     if attributes:
         vars(made).update(attributes)

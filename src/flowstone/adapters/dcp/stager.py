@@ -1,4 +1,4 @@
-"""FlowstoneStager copies a state into memory that is reused from save to save. It is used instead of DefaultStager."""
+"""FlowstoneStager copies a state into memory that is reused from save to save. It replaces torch's DefaultStager."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class FlowstoneStager:
     everything. A save reuses the memory of an earlier save once there are no references to the tensors that were staged
     there. Other processes can map this memory.
 
-    budget_bytes  host memory for staged states; None: the size of two states
+    budget_bytes   host memory for staged states; None: the size of two states
     in_background  True: `stage` returns a Future immediately, and `async_save` returns an AsyncSaveResponse. Wait for
                    its `staging_completion` before you change the state
     optimizers     the optimizers that change the state. Their steps wait until the state may change
     guard          False: `stage` copies everything before it returns, and protects nothing
-    deadline_s    how many seconds to wait for memory that an earlier save still uses
+    deadline_s     how many seconds to wait for memory that an earlier save still uses
 
     A staged state never changes when the original does. A FlowstoneWriter creates its own stager. A stager is for one
     thread at a time. `close` releases the memory.
@@ -86,7 +86,9 @@ class FlowstoneStager:
             self._last.result()
 
     def _await_copy(self) -> None:
-        """Wait for the copy. If it fails, the futures raise the error, not an optimizer's step."""
+        """Wait for the copy, before an optimizer's step. If the copy fails, the copy's Future raises the error; the
+        step does not.
+        """
         if self._last is not None:
             wait([self._last])
 
@@ -129,8 +131,8 @@ class FlowstoneStager:
                 raise BudgetError(
                     f"earlier saves have used all staging memory for {waited:.0f} s",
                     needed=f"{size_bytes} bytes",
-                    next="before a save, wait for the future of the last save but one; and keep no references to "
-                    "staged states",
+                    next="before you start save N, wait for the future of save N - 2; and keep no references to staged "
+                    "states",
                 )
             if waited > _COLLECT_S and not collected:
                 gc.collect()

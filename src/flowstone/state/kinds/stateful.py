@@ -66,8 +66,9 @@ def load_state(value: object, tree: object, place: Place) -> None:
         raise StateError(
             f"cannot restore '{place.name}'",
             **failure_facts("load_state_dict", error, next=(
-                "fix that load_state_dict(), and load again before you save: all tensors of the state are already "
-                "restored, and the objects before this one"
+                "fix this load_state_dict(), and load again before you save: the state is only partly loaded (all "
+                "tensors that are loaded in place, and the objects before this one, have the checkpoint's values; the "
+                "rest may still have its old values)"
             )),
         ) from error
     if result is not None:

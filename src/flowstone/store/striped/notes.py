@@ -1,5 +1,5 @@
-"""Notes by which the paths of a striped store identify each other, and the removal of leftovers (docs/ORDERING.md,
-Paths).
+"""Notes, small files by which the paths of a striped store identify each other; and the removal of leftovers
+(docs/ORDERING.md, Paths).
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ def read_own_note(first: Store, store: Store, identity: str | None) -> records.P
     expected = identity or identity_of(first)  # another rank may have created the store meanwhile
     if expected is None and note.location == first.location:
         raise StorageError(
-            f"{first.location}, the first path, has no store, but {store.location} is marked as its path {note.path}",
+            f"{first.location}, the first path, contains no store, but {store.location} is marked as path {note.path} "
+            "of a striped store with this first path",
             errno=errno.ENODEV, missing=MARKER_NAME,
             next="mount the first path; or, to start a new store, give other directories",
         )

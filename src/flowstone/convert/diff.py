@@ -151,8 +151,10 @@ def diff(
 
     a, b          stores, checkpoints, or any format that `import_checkpoint` reads; in a bucket, only Flowstone's
     step_a, step_b  steps of stores; None: the newest
-    section       compare only this section; None or "": all. A checkpoint of a format without sections counts as this
-                  section, or as "model" for None. With "", its names must already begin with a section's name
+    section       compare only this section; None or "": all sections. If only one of the two formats has sections, the
+                  tensors of the other checkpoint are compared as if they were in the section `section`, or "model" if
+                  `section` is None. With "", their names must already begin with a section's name. If neither format
+                  has sections, all tensors are compared
     names, skip   shell patterns: the names to compare, and the names to leave out
     rules         applied to the tensors of `a` before they are compared, for example if another program wrote `a`
     rtol, atol    elements are equal if |a - b| <= atol + rtol * |b|

@@ -59,10 +59,11 @@ _CHOICES = {
 def ready_rules(name: str, config: Mapping[str, Any] | str | bytes | None = None, /, **sizes: int | str) -> RuleSet:
     """The RuleSet with this name: "megatron-to-llama", "llama-to-megatron", and the same for gpt2 and mixtral.
 
-    config  the model's config.json (Hugging Face), from which sizes are taken that are not given
-    sizes   see ModelSizes: heads=32, groups=8, ...
+    config  the model's config.json (Hugging Face): its content as text or bytes, or as a dict. Provides the sizes that
+            are not passed in `sizes`
+    sizes   the fields of ModelSizes: heads=32, groups=8, ...
 
-    raises  ArgumentError  the name is not known, or a size is neither given nor in the configuration
+    raises  ArgumentError  the name is not known, or a size is neither in `sizes` nor in `config`
     """
     model = name.removeprefix("megatron-to-").removesuffix("-to-megatron") if isinstance(name, str) else ""
     if model not in _MODELS or name not in (f"megatron-to-{model}", f"{model}-to-megatron"):
@@ -99,10 +100,14 @@ def _from_config(config: Mapping[str, Any] | str | bytes | None) -> dict[str, An
         values = json.loads(config) if isinstance(config, str | bytes) else config or {}
     except (ValueError, RecursionError) as error:
         raise ArgumentError(
-            f"the model's config.json is not valid JSON: {error!s:.100}", next="give the sizes by name"
+            f"the model's config.json is not valid JSON: {error!s:.100}",
+            next="correct config.json, or pass the model's sizes, such as heads=32, instead",
         ) from error
     if not isinstance(values, Mapping):
-        raise ArgumentError("the model's config.json is not a JSON object", next="give the sizes by name")
+        raise ArgumentError(
+            "the model's config.json is not a JSON object",
+            next="correct config.json, or pass the model's sizes, such as heads=32, instead",
+        )
     keys = {"heads": ("num_attention_heads", "n_head"), "groups": ("num_key_value_heads",),
             "vocabulary": ("vocab_size",)}
     return {size: values[key] for size, among in keys.items() for key in among if values.get(key) is not None}

@@ -25,12 +25,12 @@ class SectionMakeup(msgspec.Struct, frozen=True):
     tensors      number of tensors; tied tensors count once
     bytes        length of the tensors before encoding
     written      bytes that the checkpoint's own save wrote
-    referred     bytes in files of earlier saves, by the id of the checkpoint that wrote them
+    referred     id of an earlier checkpoint -> bytes of this section that are in files which its save wrote
     derived      bytes of tensors that are not stored, because they are equal to, or rounded from, other tensors
     codecs       for each codec, the stored bytes: those written, and those in files of earlier saves
     coded        for each codec, the length of the same tensors before encoding
-    decoded_with bytes of the base chunks that are needed to decode differences (codec xor), each chunk counted once, by
-                 the id of the checkpoint that wrote the chunk
+    decoded_with id of a checkpoint -> bytes of the base chunks that it wrote, and that are needed to decode differences
+                 (codec xor); each base chunk is counted once
     """
 
     section: str
@@ -110,8 +110,8 @@ def _by_codec(
 
 
 def _decoded_with(manifest: Manifest, chunks: Chunks, section: NDArray[np.int64]) -> Mapping[int, Mapping[str, int]]:
-    """For each section number: how many bytes are needed to decode its chunks that are stored as differences, by the id
-    of the checkpoint that wrote these bytes.
+    """How many bytes of base chunks are needed to decode the chunks that are stored as differences. Returns: section
+    number -> id of the checkpoint that wrote the base chunks -> their bytes, each base chunk counted once.
 
     section  the section number of each chunk
     """

@@ -55,13 +55,14 @@ if TYPE_CHECKING:  # also the protocol, as creating so large a class would delay
             """The memory of a dense tensor."""
 
         def resolved(self, tensor: Any, /) -> Any:
-            """The tensor itself. If its memory has other values than it shows (it has a conjugate or negative bit), a
-            copy with the values that it shows.
+            """The tensor itself; but for a tensor with a conjugate or negative bit, whose memory does not contain the
+            tensor's values, a copy whose memory contains them.
             """
 
         def detour(self, tensor: Any, dtype: DType, /) -> tuple[Memory, IndirectTarget, Callable[[], None]] | None:
-            """For a tensor whose memory has other values than it shows: separate memory into which it is loaded, its
-            own memory, and a function that then sets the tensor. None for all other tensors.
+            """For a tensor with a conjugate or negative bit, whose memory does not contain the tensor's values, returns
+            separate memory into which the values are loaded, the tensor's own memory, and a function that then copies
+            the loaded values into the tensor. Returns None for all other tensors.
             """
 
         def versions_of(self, tensors: Sequence[Any], /) -> NDArray[np.int64]:

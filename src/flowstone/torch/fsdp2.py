@@ -25,7 +25,8 @@ def with_shards(module: torch.nn.Module) -> torch.nn.Module:
     """The module itself if FSDP2 manages no parameter in it; otherwise a copy of its tree that shares all tensors and
     other attributes, but with shards as parameters. Changes nothing: safe on any thread, during any pass.
 
-    raises  UnsupportedStateError  this torch's tables differ from the known ones
+    raises  UnsupportedStateError  the private objects in which FSDP2 keeps a module's shards have other attributes in
+                                   this version of torch than in torch 2.13
     """
     hooks = {id(hook): hook for _, hook in _hooks(module)}
     if not hooks:

@@ -52,7 +52,7 @@ class TensorSnapshot(msgspec.Struct, frozen=True, eq=False):
 
     def first_changed(self, tensors: Sequence[torch.Tensor]) -> int | None:
         """The position of the first tensor that has moved or changed since the snapshot; None if none has. `tensors`:
-        the tensors of the snapshot, or only the first of them.
+        the tensors of the snapshot in the same order, or only the first n of them.
         """
         own, count = _held(tensors), len(tensors)
         addresses = _addresses(own)

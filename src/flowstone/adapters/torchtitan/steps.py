@@ -45,7 +45,11 @@ def check_loadable(place: Path) -> None:
         f"training cannot resume from {place}",
         found="an export for Hugging Face, with weights only" if is_export else "a save that was not committed",
         next="set checkpoint.load_step to a committed step"
-        + (", or load it in a run with another folder, by initial_load_path, initial_load_in_hf" if is_export else ""),
+        + (
+            "; or, to begin a new run from these weights, set checkpoint.folder to a new directory, "
+            "checkpoint.initial_load_path to this export, and checkpoint.initial_load_in_hf to true"
+            if is_export else ""
+        ),
     )
 
 

@@ -145,8 +145,9 @@ def check_sections(names: object, path: str) -> None:
             len(name) > NAME_BYTES_MAX or not valid_text(name)
         ):
             raise UnsupportedFormatError(
-                f"{path}: invalid section name {name!r:.60}", expected="text without '@', NUL or lone surrogates",
-                next="save a dict of state_dicts, by name",
+                f"{path}: invalid section name {name!r:.60}",
+                expected="text without '@', NUL or lone surrogates, that does not begin with '__'",
+                next="save a dict whose keys are valid section names, such as {'model': ..., 'optimizer': ...}",
             )
 
 

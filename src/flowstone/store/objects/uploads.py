@@ -75,8 +75,9 @@ class Upload:
     numbers      the file's number in the save, and in the engine
     tags         ETags of this store's segments: first of the object that reserves the segment's name, then of the
                  segment
-    held_blocks  counts the blocks that all uploads of this save keep; None: the segment must not be written to another
-                 path
+    held_blocks  counts the blocks that all uploads of this save keep until their objects are complete. They are kept so
+                 that a segment whose upload fails can be written to another path of a striped store. None: no block is
+                 kept, as the segment may not be written to another path
     error        why the upload has failed; set on the upload's thread
     """
 
@@ -102,8 +103,8 @@ class Upload:
 
     @property
     def may_move(self) -> bool:
-        """Whether the segment may be written to another path. False if another job has replaced the segment in the
-        bucket.
+        """Whether the segment may be written to another path. False if the store has no other path, if not all bytes
+        were kept, or if another job has removed or replaced the segment in the bucket.
         """
         return self._kept is not None and self._kept.is_whole and not isinstance(self.error, LockedError)
 

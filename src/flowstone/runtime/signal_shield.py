@@ -113,8 +113,8 @@ class SignalShield:
 
 
 class _ShieldedCall(Generic[_Result]):
-    """One call on the shield's thread. The thread acquires `begun` to run the call, and its caller to cancel it. The
-    first one wins.
+    """One call on the shield's thread. The thread acquires the lock `begun` before it runs the call; the caller
+    acquires `begun` to cancel the call. Whichever acquires it first wins.
     """
 
     def __init__(self, act: Callable[[], _Result]) -> None:
@@ -164,9 +164,7 @@ class _Thread(threading.Thread):
 
 
 def _await(over: Latch) -> None:
-    """Wait until `over` is open. Collects the exceptions of signal handlers meanwhile, and raises the first one
-    afterwards.
-    """
+    """Wait until `over` is open. Ignores exceptions that signal handlers raise meanwhile."""
     while not over.is_open:
         with suppress(BaseException):
             over.wait()

@@ -193,7 +193,8 @@ def _is_reached(memory: Memory) -> bool:
 
 
 def _blocks(bounced: Sequence[_BouncedPiece]) -> list[Block]:
-    """Divide the pieces that are longer than a round into blocks along one dimension. Returns the blocks."""
+    """Divide each piece whose buffer is longer than `BOUNCE_BYTES` into blocks along one dimension. Returns the blocks.
+    """
     blocks: list[Block] = []
     further = 0  # how many pieces the division has added so far
     for piece in bounced:
@@ -209,7 +210,12 @@ def _blocks(bounced: Sequence[_BouncedPiece]) -> list[Block]:
 
 
 def _repeated(count: int, blocks: Sequence[Block]) -> list[int]:
-    """After pieces were divided: for each block, and each undivided piece, the old position of its piece."""
+    """For each entry of the list after the division (a block, or an undivided piece): the position of its piece in the
+    list before the division.
+
+    count   number of pieces before the division
+    blocks  the blocks of the divided pieces, as `_blocks` returns them
+    """
     further = {block.position for block in blocks if block.start > 0}
     positions: list[int] = []
     while len(positions) < count + len(further):

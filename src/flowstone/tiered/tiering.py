@@ -103,7 +103,7 @@ class TierSetup:
         self, emit: EventEmitter, verb_lock: VerbLock, in_flight: InFlight,
         on_empty: Callable[[Sequence[Callable[[], None]]], None], before_journals_removed: Callable[[], None],
     ) -> TieredWriter:
-        """Create the writer of all tiers. Its threads must not call the Checkpointer. Flushes wait for saves
+        """Create the writer of all tiers. Its threads must not call the Checkpointer. A flush waits for the saves in
         `in_flight`.
         """
         self._verb_lock, self._in_flight = verb_lock, in_flight
@@ -115,14 +115,14 @@ class TierSetup:
         return self._writer
 
     def _is_saving(self) -> bool:
-        # Copies for other nodes are sent over the time until the next save. A flush cannot wait so long, so it
-        # expedites them.
+        # A store with `expedite` sends copies to other nodes, over the time until the next save. A flush cannot wait so
+        # long, so it expedites them.
         spreads = hasattr(self.stores[0], "expedite")
         saves = () if self._in_flight is None else tuple(self._in_flight)
         return any(not (save.captured if spreads else save.committed).done() for save in saves)
 
     def make_loads(self, shared: Shared) -> TieredLoads:
-        """Create the loads; call after `open_writer`."""
+        """Create the object that loads from the tiers. Call this after `open_writer`."""
         writer = self._writer
         assert writer is not None, "it is opened first"
 
@@ -136,8 +136,8 @@ class TierSetup:
     def new_save(
         self, step: int, captured: ExpeditingFuture[None], committed: ReportedFuture[Checkpoint]
     ) -> Save:
-        """A save whose future `durable` is completed once the nearest tier that survives the loss of this machine has
-        the checkpoint.
+        """Create a save. Its future `durable` is completed once the nearest tier that survives the loss of this machine
+        has the checkpoint.
         """
         if self._durable is self.stores[0]:
             return Save(step, captured, committed)
@@ -147,7 +147,7 @@ class TierSetup:
         save = Save(step, captured, committed, ExpeditingFuture(hooks))
         with self._lock:
             self._promises[step] = save
-        # On the thread that commits, before a flush of this checkpoint can start.
+        # The callback runs on the thread that commits, before a flush of this checkpoint can start.
         save.committed.add_done_callback(lambda _: self._fail_with(save))
         return save
 

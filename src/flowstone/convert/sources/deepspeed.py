@@ -307,8 +307,8 @@ class _DeepSpeedAssembly:
 
     @property
     def _files_have_parts(self) -> bool:
-        """Whether the module's files have only the parts of tensors that one model-parallel rank has (in a Universal
-        Checkpoint).
+        """Whether each of the module's files has only one model-parallel rank's parts of the tensors. This occurs only
+        in a Universal Checkpoint.
         """
         dimensions = self._state.get("mp_world_size")
         return isinstance(dimensions, int) and dimensions > 1

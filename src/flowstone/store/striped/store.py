@@ -371,12 +371,12 @@ class StripedStore:
         self.mark_unsynced(target, number)
 
     def mark_unsynced(self, path: str, number: int) -> None:
-        """Note that file `path` was created on, or removed from, path number `number`: its directory needs a sync."""
+        """Note that file `path` was created on or removed from storage path `number`: its directory needs a sync."""
         if number:
             self._unsynced.setdefault(path.rpartition("/")[0], set()).add(number)
 
     def mark_synced(self, path: str, number: int) -> None:
-        """Note that path number `number` needs no sync: its file `path` was moved to another path, and is durable."""
+        """Note that storage path `number` needs no sync: file `path` was moved to another storage path, durably."""
         self._unsynced.get(path.rpartition("/")[0], set()).discard(number)
 
     def sync_segments(self, directory: str, of: int | None = None) -> None:

@@ -115,8 +115,8 @@ def test_names_of_another_model_are_refused(store: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda module: torch.optim.AdamW(list(module.parameters())[:-1]), "groups of 5 parameters, stored of 6"),
-        (OPTIMIZERS["grouped"], "groups of 2, 4 parameters, stored of 6"),
+        (lambda module: torch.optim.AdamW(list(module.parameters())[:-1]), "of 5 parameters, stored groups of 6"),
+        (OPTIMIZERS["grouped"], "groups of 2, 4 parameters, stored groups of 6"),
         (lambda module: torch.optim.AdamW(list(module.parameters())[::-1]), "shape       optimizer.state.model.2.bias"),
     ],
     ids=["fewer", "grouped", "reversed"],

@@ -151,17 +151,15 @@ def diff(
 
     a, b          stores, checkpoints, or any format that `import_checkpoint` reads; in a bucket, only Flowstone's
     step_a, step_b  steps of stores; None: the newest
-    section       compare only this section; None or "": all sections. If only one of the two formats has sections, the
-                  tensors of the other checkpoint are compared as if they were in the section `section`, or "model" if
-                  `section` is None. With "", their names must already begin with a section's name. If neither format
-                  has sections, all tensors are compared
+    section       compare only this section; None or "": all. If only one format has sections, the tensors of the other
+                  one are compared as if they were in `section`, or in "model" for None; for "", their names must begin
+                  with a section's name
     names, skip   shell patterns: the names to compare, and the names to leave out
     rules         applied to the tensors of `a` before they are compared, for example if another program wrote `a`
     rtol, atol    elements are equal if |a - b| <= atol + rtol * |b|
     ignore_dtype  whether tensors of two types may be equal; their values are compared in any case
-    trust_digests for two Flowstone checkpoints: if a tensor was saved in the same parts in both, its chunks with equal
-                  digests count as equal, and only the other chunks are read. XXH3-64 is not secure against deliberate
-                  changes, and disk damage in chunks that are not read is not found
+    trust_digests for two Flowstone checkpoints: read only chunks whose digests differ, of tensors saved in the same
+                  parts in both. Deliberate changes, and damage of chunks that are not read, may go unnoticed
     digests_only  for two Flowstone checkpoints: read no tensors. Tensors count as equal if all their digests are equal;
                   the report counts chunks that differ. Tensors saved in other parts, cast, or encoded differently count
                   as different. Cannot be combined with `rtol`, `atol`, `ignore_dtype` or `trust_digests`

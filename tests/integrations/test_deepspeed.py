@@ -61,7 +61,7 @@ def test_the_package_that_deepspeed_imports_for_datastates_ckpt(tmp_path: Path) 
     assert act("slots", 2, "bf16", tmp_path / "a", 1, "slot") == [0], said(tmp_path / "a", "slots")
     log = said(tmp_path / "a", "slots")
     assert log.splitlines()[-1] == "the end"
-    assert "does nothing for an engine of DeepSpeed that saves through a TorchCheckpointEngine" in log
+    assert "has no effect on a DeepSpeed engine that saves through a TorchCheckpointEngine" in log
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
@@ -104,6 +104,6 @@ def test_verbs_of_a_job(tmp_path: Path) -> None:
 
 def test_a_publication_that_was_lost_ends_the_process_with_status_1(tmp_path: Path) -> None:
     assert act("lost", 0, "fp32", tmp_path / "a", 1) == [1], said(tmp_path / "a", "lost")
-    lost = "flowstone: step 3 is committed, and DeepSpeed does not find it under the tag 'taken'"
+    lost = "flowstone: step 3 is committed, but could not be published to DeepSpeed under the tag 'taken'"
     assert lost in said(tmp_path / "a", "lost")
     assert (tmp_path / "a" / "latest").read_text() == "tagged"

@@ -351,7 +351,7 @@ def test_an_unknown_version_goes_on_where_the_interface_is_the_same(caplog: pyte
             [sys.executable, "-c", script.format(change=change)], capture_output=True, text=True, check=False
         )
         messages[done.returncode] = done.stderr
-    assert "lightning 9.9 is not a version" in messages[0]
+    assert "Flowstone's adapter was not tested with lightning 9.9" in messages[0]
     assert "2.6.6" in messages[0]
-    assert "FrameworkError: lightning 9.9 has an interface that this adapter does not know" in messages[1]
+    assert "FrameworkError: the interface of lightning 9.9 is unknown to this adapter" in messages[1]
     assert "load_checkpoint(" in messages[1]

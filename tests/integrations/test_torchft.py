@@ -75,6 +75,6 @@ def test_what_makes_no_sense_is_refused(
         ReplicaCheckpointer(tmp_path / "run", manager, {}, every=0)
     assert "Flowstone's adapter was not tested with torchft 9.9.9" in caplog.text
     monkeypatch.delattr(Manager, "participating_rank")
-    with pytest.raises(fs.FrameworkError, match=r"participating_rank is gone[\s\S]*torchft==2026\.10\.26"):
+    with pytest.raises(fs.FrameworkError, match=r"participating_rank does not exist[\s\S]*torchft==2026\.10\.26"):
         ReplicaCheckpointer(tmp_path / "run", manager, {})
     assert not (tmp_path / "run").exists()

@@ -198,8 +198,8 @@ class SaveConductor:
 
     def _capture_later(self, pending: PendingSave) -> None:
         """For a save that had no plan: agree on one, begin the capture, and wait until everything is captured."""
-        step, described, kept = pending.save.step, pending.request.described, pending.pending_plan
-        assert kept is not None, "the save waited for its plan"
+        step, described, pending_plan = pending.save.step, pending.request.described, pending.pending_plan
+        assert pending_plan is not None, "the save waited for its plan"
         try:
             total_bytes = int(described.pieces.lengths().sum()) * self._group.size  # estimate for all ranks
             self.sole_writer.await_swept(total_bytes)
@@ -215,12 +215,12 @@ class SaveConductor:
                 raise
         except BaseException:  # after any error, as the caller may be waiting
             pending.unwatch()
-            kept.release()
+            pending_plan.release()
             pending.save.captured.complete()
             raise
         pending.expedite()
         self._ownership.watch(pending)
-        kept.release()
+        pending_plan.release()
 
     def _conclude(self, pending: PendingSave, written: Contribution, manifest: Manifest) -> None:
         """After the commit of a save: report it, prepare the next save, and run retention."""

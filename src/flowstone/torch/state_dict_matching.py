@@ -42,7 +42,8 @@ def translate(loading: RestorePass, node: object, view: OptimizerView, place: Pl
     members = dict(pairs)
     if len(members) != len(pairs) or not all(isinstance(own, dict) for key, own in slots.items() if key in members):
         loading.add_difference(
-            "kind", place.name, "an optimizer", "a state_dict() with the same parameter number twice"
+            "kind", place.name, "an optimizer",
+            "a state_dict() with a parameter number twice, or a slot that is not a dict"
         )
         return None
     is_numbered = isinstance(view.state_owner, StateDictOptimizer) and view.state_owner.numbered

@@ -115,7 +115,7 @@ def _windows(index: Index, requested: Sequence[StreamedTensor], window_bytes: in
 
 
 class TensorStream(msgspec.Struct, frozen=True, eq=False):
-    """What a stream reads: the tensors, their checkpoint, and the device. `run` reads them."""
+    """A stream's tensors, their checkpoint, and the device to which `run` reads them."""
 
     store: Store
     index: Index

@@ -1,5 +1,6 @@
 // One suite for both backends, on buffered and O_DIRECT files: what rows promise.
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstring>
 #include <thread>
@@ -138,13 +139,25 @@ TEST_CASE("a bad chunk is named, stays out of its target and stops the job") {
         CAPTURE(setup.backend);
         CAPTURE(setup.direct);
         const Sample sample = plain_sample(30 * mib, 0);
-        IoFixture fixture(setup, sample.file_bytes);
+        // The second half of the file waits until the bad chunk is known: the thread that checks it may run late.
+        std::atomic<ReadJob*> reading{nullptr};
+        const auto injector = [&](Direction direction, std::uint64_t offset, std::uint64_t) -> InjectedFault {
+            for (int ms = 0; direction == Direction::read && offset >= 15 * mib && ms < 10'000; ++ms) {
+                const ReadJob* job = reading.load();
+                if (job != nullptr && !job->bad_chunks().empty()) break;
+                std::this_thread::sleep_for(std::chrono::milliseconds(1));
+            }
+            return {};
+        };
+        IoFixture fixture(setup, sample.file_bytes, injector);
         const auto job = fixture.run(sample.rows);
         fixture.scratch.put(mib + 5, ~sample.stored[0][mib + 5]);
         const Memory target(30 * mib, 1);  // out of phase: through the arena
         std::memset(target.start(), 0x11, 30 * mib);
         ReadExtents rows{{{0, 30 * mib, target.address(), 0, 0, 30, contiguous, 0}}, {}, job->digests()};
-        const auto load = fixture.run(rows);
+        const auto load = fixture.start(rows);
+        reading = load.get();
+        REQUIRE(load->wait(forever_s));
         CHECK_FALSE(load->fault());
         CHECK_FALSE(load->cancelled());
         CHECK(load->bad_chunks() == std::vector<std::uint64_t>{1});

@@ -76,7 +76,8 @@ def tree(root: Path, name: str, commit: str) -> Tree:
     if not Path(output).resolve().is_relative_to(root.resolve()):
         raise CheckoutError(f"{python} imports Flowstone from {output}: `make setup` in {root} mends that")
     changed = ", and changes since" if _is_changed(root) else ""
-    return Tree(name, commit, _git(root, "show", "--no-patch", "--format=%h %cs %s", commit) + changed, python)
+    title = _git(root, "show", "--no-patch", '--format=commit %h of %cs ("%s")', commit)
+    return Tree(name, commit, title + changed, python)
 
 
 def _is_changed(root: Path) -> bool:

@@ -195,7 +195,7 @@ def command(options: argparse.Namespace, other: Tree) -> str:
 
 def report(comparison: Comparison) -> Report:
     run, commits = comparison.run, ((THIS, comparison.this), (OTHER, comparison.other))
-    notes = tuple(f"{name}: {commit}; {figures.note(run, name)}." for name, commit in commits)
+    notes = tuple(f"{name}: {commit}, with {figures.note(run, name)}." for name, commit in commits)
     return Report(
         NAME, run.command, run.started_utc, run.machine, conditions(run), (), (), (table(run),), notes
     )

@@ -237,7 +237,9 @@ def whole_number(name: str, value: object) -> int:
 
 
 def _check_engine(backend: str, queue_depth: int | None, request_bytes: int | None, workers: int | None) -> None:
-    """Raise ArgumentError if no engine accepts one of these values. None is accepted: the default is checked later."""
+    """Raise ArgumentError if one of these values is invalid for every engine. A number may be `None`, which stands for
+    the default; the default is checked later.
+    """
     if backend not in ("auto", "io_uring", "posix"):
         raise ArgumentError(
             f"backend {backend!r} is not one of 'auto', 'io_uring', 'posix'",

@@ -8,7 +8,7 @@ FlowstoneError
 ├── ClosedError              the Checkpointer was closed
 ├── ArgumentError            a call does not accept an argument (also a ValueError)
 ├── NoTensorError            the checkpoint has no tensor of that name (also a KeyError)
-├── BusyError                a call inside of another call, or on a thread for which the call would wait
+├── BusyError                a call inside another, or on one of Flowstone's own threads: it would wait for itself
 ├── StateError               the state cannot be saved or loaded as it is
 │   ├── UnsupportedStateError    an object that cannot be described
 │   │   └── ProviderError            a provider that violates its contract
@@ -105,8 +105,8 @@ class NoTensorError(FlowstoneError, KeyError):
 
 
 class BusyError(FlowstoneError):
-    """A method of a Checkpointer was called inside of another call, or on its background thread, so that it would wait
-    for itself.
+    """A call was made from inside another call of the same Checkpointer, or on one of Flowstone's own threads (for
+    example, in a callback of a Future). The call would wait for itself.
     """
 
 

@@ -107,7 +107,7 @@ def test_a_load_from_the_page_cache_is_told() -> None:
 def test_the_section_of_a_page_names_both_commits_and_no_goals() -> None:
     text = section(pairs.report(compared((1.0, 2.0))))
     assert "Goals" not in text
-    assert "- this tree: abc; by hand.\n- the other: def; by hand." in text
+    assert "- this tree: abc, with by hand.\n- the other: def, with by hand." in text
     assert "| cold load, s | 0.500 | 1 of 1 | 0.500 | 1.000 |" in text
 
 
@@ -184,7 +184,7 @@ def test_a_commit_is_checked_out_and_set_up_once(repository: Path) -> None:
     root = repository / "runs" / "bench" / "pairs" / old
     assert actual[0] == actual[1]
     assert (actual[0].python, actual[0].commit) == (root / ".venv" / "bin" / "python", old)
-    assert actual[0].title.endswith("Another Makefile")
+    assert actual[0].title.endswith('("Another Makefile")')
     assert (root / "Makefile").read_text() == MAKEFILE
     assert (root / "set-ups.txt").read_text() == "once\n"
 
@@ -224,9 +224,9 @@ def test_a_tree_that_is_not_set_up_is_an_error_that_says_so(repository: Path) ->
 
 def test_changes_that_are_not_committed_are_told(repository: Path) -> None:
     set_up(repository)
-    assert this_tree(repository, THIS).title.endswith("Another Makefile")
+    assert this_tree(repository, THIS).title.endswith('("Another Makefile")')
     (repository / "Makefile").write_text(MAKEFILE + "\n")
-    assert this_tree(repository, THIS).title.endswith("Another Makefile, and changes since")
+    assert this_tree(repository, THIS).title.endswith('("Another Makefile"), and changes since')
 
 
 def test_an_unknown_commit_is_an_error_that_names_it(tmp_path: Path) -> None:
@@ -285,6 +285,6 @@ def test_a_small_run_of_this_tree_against_its_own_commit(tmp_path: Path, capsys:
         assert min(ratios) > 0
     assert not list(options.directory.iterdir())
     assert pairs.main(["--from", str(raw), "--update", str(page)]) == 0
-    assert f"the other: {commit} as the other; Flowstone " in capsys.readouterr().out.replace("\n", " ")
+    assert f"the other: {commit} as the other, with Flowstone " in capsys.readouterr().out.replace("\n", " ")
     assert "\nold\n" not in page.read_text()
     assert f"python -m bench.pairs {commit} DIRECTORY --bytes 0.003e9 --tensors 30 --rounds 2`" in page.read_text()

@@ -128,8 +128,9 @@ class Shares:
         self._gathered: dict[int, tuple[Parity, PeerRequest]] = {}
 
     def gather(self, request: PeerRequest, described: bytes) -> int:
-        """Announce a share, whose description is `described`. Returns the number of the parity file. Raises OSError,
-        FullError, PeerError.
+        """Accept another node's announcement of a share (its contribution to a parity file): store the share's
+        description `described`, and make space in the parity file. Returns the number of the parity file. Raises
+        OSError, FullError, PeerError.
         """
         if not 1 <= request.number <= 255 or not request.target.isdecimal() or not 0 < request.size_bytes < 1 << 62:
             raise PeerError(
@@ -148,7 +149,7 @@ class Shares:
         size_bytes = 0 if entry is None else entry[1].size_bytes
         if not 0 <= request.offset <= request.offset + request.payload_bytes <= size_bytes:
             raise PeerError(
-                "another node sends bytes for an unknown file, or outside of the file",
+                "another node sends bytes for an unknown file, or beyond the bounds of the file",
                 next="install one release of flowstone on all nodes",
             )
 

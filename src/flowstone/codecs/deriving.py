@@ -110,5 +110,7 @@ def _pairs(
 
 
 def _is_uniform(sample: bytes, item: int) -> bool:
-    """Whether all elements of the sample are equal, so that equal samples prove nothing."""
+    """Whether all elements of the sample have the same value (for example all zeros). If another piece has the same
+    sample, that is then no sign that one is derived from the other. `item`: length of an element in bytes.
+    """
     return sample == sample[:item] * (len(sample) // item)

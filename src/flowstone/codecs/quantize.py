@@ -1,4 +1,4 @@
-"""Rules to store tensors with loss. Without such rules, a load always returns the numbers that were saved."""
+"""Rules for lossy storage of tensors (8 bits per element). Without such rules, all tensors are stored exactly."""
 
 from __future__ import annotations
 

@@ -27,7 +27,8 @@ class ModelSizes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Facts about a model that the shapes of its tensors do not show.
 
     heads       query heads
-    groups      groups of heads that share a key and a value; equal to heads without grouped-query attention
+    groups      groups of heads that share a key and a value; equal to heads if the model has no grouped-query
+                attention
     vocabulary, padded_vocabulary  how many rows the embedding has in Hugging Face and in Megatron, if these numbers
                                    differ
     norms       where the norms' weights are. "fused": in the layers that follow the norms (Transformer Engine);
@@ -80,7 +81,7 @@ def ready_rules(name: str, config: Mapping[str, Any] | str | bytes | None = None
     if model != "gpt2" and not config_sizes and "groups" not in sizes:
         raise ArgumentError(
             f"{name}: the number of groups of heads that share a key and a value is missing", expected="groups=8",
-            next="give groups (equal to heads without grouped-query attention), or the model's config.json",
+            next="give groups (equal to heads if the model has no grouped-query attention), or the model's config.json",
         )
     ready = RuleSet((*_unpadded(checked_sizes), *rules), name, tuple(optional), complete=True)
     if name.startswith("megatron"):

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class PagesCollapsed:
-    """The result of a pass that collapses memory into huge pages in the background: the memory that saves capture after
-    they return. Emitted when the next save is committed, or by `close`. The next save interrupts a pass; another one
-    follows after that save.
+    """The result of one background pass that collapses into huge pages the memory that is captured after `save`
+    returns. Emitted when the next save is committed, or by `close`. The next save interrupts a running pass, and a new
+    pass begins after that save.
 
     step             step of the save after which the pass began; None: it began after `prepare`
     bytes            length of the memory on this rank

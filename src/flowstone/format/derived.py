@@ -54,7 +54,7 @@ def check_casts(chunks: Chunks, pieces: Pieces) -> None:
             "to its dtype",
         )
     if not np.isin(stored.codec[np.concatenate([source, source + halves - 1])], list(CAST_SOURCES)).all():
-        raise ValueError("a chunk is marked as rounded from other chunks, but these are not stored")
+        raise ValueError("a chunk is marked as rounded from other chunks, but their codec is not raw, planes or xor")
 
 
 def stored_columns(chunks: Chunks, pieces: Pieces) -> StoredColumns | None:

@@ -108,7 +108,9 @@ def _is_grid(offset: NDArray[np.int64], sides: NDArray[np.int64], shape: Sequenc
 
 
 def _is_sliced(offset: NDArray[np.int64], sides: NDArray[np.int64], shape: Sequence[int]) -> bool:
-    """Whether the boxes form slices of `shape`, side by side in some dimension, each of which is filled."""
+    """Whether the boxes can be grouped along some dimension into slices that lie side by side and together cover
+    `shape`, so that the boxes of each slice tile it.
+    """
     for dim in range(len(shape)):
         begin = offset[:, dim]
         order = np.argsort(begin, kind="stable")

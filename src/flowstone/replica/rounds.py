@@ -142,7 +142,8 @@ class ReplicaCoordinator:
         self._failures += 1
         if self._failures > REPLICA_ATTEMPTS_MAX:
             raise RankError(
-                f"the replicas could not load or replay a step {self._failures} times in a row: {move}",
+                f"the replicas failed {self._failures} times in a row to load a checkpoint or replay a step; the last "
+                f"attempt was {move}",
                 rank=following.rank, phase="replica", reason=why,
                 next="use one directory that every node sees, with changes visible at once",
             )

@@ -1,5 +1,5 @@
-"""Runs one verb (save, load, ...) of a Checkpointer at a time. Other threads wait. A verb that is called inside of a
-verb raises an error.
+"""Runs one verb (save, load, ...) of a Checkpointer at a time. Other threads wait. A verb that is called from within
+another verb raises an error.
 """
 
 from __future__ import annotations
@@ -43,10 +43,11 @@ class VerbCounter:
 
 
 class VerbLock:
-    """The lock that makes verbs run one at a time, and the record of which thread runs which verb.
+    """The lock that lets only one verb (a method of a Checkpointer such as save or load) run at a time, and the record
+    of which thread runs which verb.
 
-    lock          held by the thread that runs a verb. The lock is reentrant, so that a verb that is called inside of a
-                  verb raises an error in `check_not_nested`, instead of waiting for itself
+    lock          held by the thread that runs a verb. It is reentrant, so that a verb called from within another verb
+                  raises an error in `check_not_nested` instead of waiting forever for itself
     on_interrupt  called with the exception that interrupts a verb
     """
 

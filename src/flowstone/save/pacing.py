@@ -151,8 +151,9 @@ class Captures:
         """The rate at which a save's tensors are captured: lazy capture should end just before the next optimizer step
         waits for it, and no sooner, so that training keeps the machine's cores and memory bandwidth.
 
-        The optimizer step is expected after the shortest of the last four overlaps. Before any overlap is known, only
-        the number of blocks is limited.
+        An overlap is the time from when training continues after a save until the next fence (`fence()`, or before an
+        optimizer step). The next optimizer step is expected after the shortest of the last four overlaps. Until one has
+        been measured, there is no limit based on that time; the number of blocks is limited in any case.
         """
         # Blocks for twice the queue depth: the device ends all its requests at about the same time, and would otherwise
         # have to wait for new ones.

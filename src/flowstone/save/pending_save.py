@@ -7,11 +7,11 @@
                  └───────────────────────────────────────────────► FAILED
 
 CALLED         the caller's thread lists the state and plans the writes. A failure here leaves nothing to clean up
-AWAITING_PLAN  the ranks have to agree first: `pending_plan` has the state, or copies of it. If the budget has no
-               room for copies, the caller waits, too, until all is captured except lazy tensors (those that are
-               captured after `save` has returned)
-CAPTURING      `capture`: the engine reads the tensors. The threads that finish saves know the save, and wait until the
-               caller has encoded the values that are not tensors, and all is captured except lazy tensors
+AWAITING_PLAN  the ranks have to agree on the plan first. Meanwhile `pending_plan` holds the state, or copies of it. If
+               the budget has no room for copies, `save` does not return until everything except lazy tensors is
+               captured (lazy tensors are those that are captured after `save` has returned)
+CAPTURING      `capture`: the engine reads the tensors. The save is registered with the threads that finish saves. They
+               wait until the values that are not tensors are encoded, and everything except lazy tensors is captured
 HANDED_OVER    the caller is no longer needed: it has done its part, or the capture began in the background while the
                caller did not wait. `save.captured` is completed once no tensor is read any more (ownership.py)
 ABANDONED      the call was interrupted before the hand-over. The caller abandons the save. If the caller is interrupted

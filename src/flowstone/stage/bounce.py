@@ -59,11 +59,12 @@ class ReadRound(msgspec.Struct, frozen=True, eq=False):
 class ReadDestinations(msgspec.Struct, frozen=True, eq=False):
     """The memory into which requested pieces are read, and the order of the reads.
 
-    pieces, places, stored  the pieces; for each piece its memory, and its dtype in the checkpoint. Pieces that bounce
-                            and are longer than a round are divided into blocks
+    pieces, places, stored  the pieces; for each piece its memory, and its dtype in the checkpoint. A piece that is read
+                            through a bounce buffer, and whose buffer would be longer than `BOUNCE_BYTES`, is divided
+                            into blocks, unless the load verifies everything first
     plan     the plan for these pieces
     rounds   parts of the plan, at least one; the first has all pieces that do not bounce
-    streams  side streams of the devices into which bytes are read directly, by name
+    streams  for each device into which bytes are read directly, its side stream, by the device's name
     """
 
     pieces: Pieces

@@ -278,7 +278,7 @@ def resolve_device_memory(places: Places, lengths: NDArray[np.uint64]) -> Device
 
 
 def _seeds(pieces: int, seed: int) -> NDArray[np.uint64]:
-    """A seed for each piece, which differs from save to save, so that lines that one save does not sample are sampled
-    by another save.
+    """One seed for each piece. The seeds differ from save to save, so that cache lines that one save does not sample
+    are sampled by another.
     """
     return np.arange(pieces, dtype=np.uint64) + np.uint64((seed << 32) % (1 << 64))

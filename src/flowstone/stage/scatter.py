@@ -216,7 +216,10 @@ def raise_damage(result: ReadResult, index: Index, pieces: Pieces, paths: Sequen
         for tensor, chunk, begin, stop, segment, codec in zip(
             *(column.tolist() for column in columns), codecs, strict=True
         ):
-            place = "rounded from another tensor" if codec == CAST.id else f"bytes {begin}..{stop} of {paths[segment]}"
+            place = (
+                "computed from the chunks of another tensor" if codec == CAST.id
+                else f"bytes {begin}..{stop} of {paths[segment]}"
+            )
             lines.append(f"{index.tensors.names[tensor]!r}, chunk {chunk}, {place}")
         raise DamagedError(
             f"{refusal}: stored bytes do not match their digests", written=written, damaged="\n".join(lines),

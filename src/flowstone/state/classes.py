@@ -132,7 +132,10 @@ class _OrderedDictForm(ClassForm):
 
 
 class _DefaultDictForm(ClassForm):
-    """A defaultdict whose factory is a class of Python, or a class or function that is registered by name."""
+    """A defaultdict. Its factory is stored by name. A load finds the factory by that name if it is a built-in or
+    standard-library class that Flowstone knows (such as list, or collections.Counter), a class for which
+    `register_class` was called, or a class or function in the state that is passed to `load`.
+    """
 
     inline = "items"
 

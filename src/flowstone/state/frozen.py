@@ -22,8 +22,9 @@ Sample = Callable[[Pieces, Places], NDArray[np.uint16]]
 class FrozenParameters:
     """Records which parameters without an optimizer have stayed unchanged between saves.
 
-    A parameter that has changed or moved between any two saves never counts as frozen: an average that stays equal in
-    one interval may change in the next.
+    A parameter that has changed or moved between two saves does not count as frozen afterwards, even if later saves
+    find it unchanged. It may be, for example, an averaged copy of the weights (EMA), which is not updated between some
+    saves, and is updated again later.
     """
 
     def __init__(self, sample: Sample) -> None:

@@ -17,7 +17,9 @@ _PARTS_MAX = 1000  # per call; the system's limit is 1,024
 
 
 class LocalAppendFile:
-    """A new file, written in order, past the page cache if that works. One thread at a time; owns its descriptor."""
+    """A new file, written in order, bypassing the page cache (O_DIRECT) if possible. It owns its descriptor. One thread
+    at a time.
+    """
 
     def __init__(self, root: Path, system: System, engines: EngineChoice, path: str) -> None:
         self._root, self._system, self._path, self._full_path = root, system, path, root / path

@@ -266,8 +266,8 @@ class _Sums:
         self._spans: list[_native.SpanColumns] = []
 
     def discount(self, job: _native.ReadJob) -> None:
-        """Note which memory a job has changed, and the job's times. Called without `add` for a job whose ranges are
-        read again, so that its bytes do not count.
+        """Record which memory a job has changed, and the job's times. Called by `add`; and alone, instead of `add`, for
+        a failed job whose ranges are read again: that job's bytes are not counted.
         """
         self._touched = job.touched if self._touched is None else self._touched | job.touched
         self._spans.append(job.spans)

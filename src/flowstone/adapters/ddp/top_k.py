@@ -54,7 +54,7 @@ class TopKGradients(Compression):
         if index.device.type != "cpu" and len(index):  # on a GPU, an invalid index would end the process
             low, high = torch.stack(index.aminmax()).tolist()
             if low < 0 or high >= len(flat):
-                raise IndexError(f"elements {low} to {high} are outside of a bucket of {len(flat)} elements")
+                raise IndexError(f"indices range from {low} to {high}, but the bucket has {len(flat)} elements")
         flat.index_add_(0, index, values.view(flat.dtype))
 
     def _sample_positions(self, flat: torch.Tensor, sent: torch.Tensor) -> torch.Tensor:

@@ -11,10 +11,11 @@ from collections.abc import Sequence
 
 
 def common_prefix(counts: Sequence[int]) -> int | None:
-    """How many entries at the beginning of the order all ranks together have taken.
+    """The number of entries that all ranks together have taken from the shared order of entries, if these are exactly
+    its first entries.
 
-    counts   how many entries each rank has taken, in the order of ranks
-    returns  None if these entries have gaps, because some rank is ahead of another
+    counts   how many entries each rank has taken, rank 0 first
+    returns  None if the taken entries have gaps, because some rank is ahead of another
     """
     total = sum(counts)
     return total if [*counts] == counts_per_rank(total, len(counts)) else None

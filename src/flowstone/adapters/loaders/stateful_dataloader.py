@@ -188,7 +188,7 @@ def _refuse_undivided(was: dict[str, Any], now: dict[str, Any]) -> None:
                 "the data of this loader cannot be divided among another number of ranks",
                 found=f"{when}, the loader's {source} does not say which rank gets which samples",
                 next="load with as many ranks as saved; to change the number, use a map-style dataset with "
-                "sampler=StatefulDistributedSampler(dataset), and batch_size=",
+                "sampler=StatefulDistributedSampler(dataset), and give batch_size=",
             )
         if made_of["dataset_state"]:
             raise StateError(

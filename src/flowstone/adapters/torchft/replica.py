@@ -63,8 +63,10 @@ class ReplicaCheckpointer:
     def save(self) -> None:
         """Save the last step in the background, if torchft committed it, and it is this group's turn to save.
 
-        The first group that took part in a step saves it. After torchft has restarted groups, this can be another group
-        than before. That group waits until the store is unlocked.
+        A step is saved by the group with `participating_rank()` 0 among those that took part in it. After torchft has
+        restarted groups, this may be a different group. Until the previous group has released the store, the new group
+        skips its saves, with a warning. If it cannot see whether the previous group is alive, for example on another
+        machine, each of these calls first waits for the lock, for a limited time.
 
         raises  the error of an earlier save
         """

@@ -20,6 +20,7 @@ from flowstone.table.stored import row_major
 PARAMETERS_NAME = "zero"
 OPTIMIZER_NAME = "optimizer_state.pt"
 _SUFFIX = ".pt"
+_REMAKE = "make the Universal Checkpoint again from the original checkpoint"
 _NOT_SCALARS = frozenset({
     "optimizer_state_dict", "fp32_flat_groups", "param_groups", "group_paddings", "param_alignment_paddings",
     "partition_count", "ds_version", "zero_stage",
@@ -50,7 +51,7 @@ def read_universal(
     extra = sorted(present - shape_of.keys() - buffers)
     state = files.read(place / OPTIMIZER_NAME)
     if not isinstance(state, dict) or not isinstance(state.get("param_groups"), list):
-        raise DamagedError(f"{place / OPTIMIZER_NAME} has no param_groups", next="convert the checkpoint again")
+        raise DamagedError(f"{place / OPTIMIZER_NAME} has no param_groups", next=_REMAKE)
     names = [tuple(group) for group in grouped] or [tuple(extra)]
     steps = {name: step for number, step in _steps(state) for name in (names[number] if number < len(names) else ())}
     parameters = {
@@ -93,7 +94,7 @@ def _parameter(
     with translated(place, "list", name):
         slots = sorted(entry for entry in os.listdir(place / name) if entry.endswith(_SUFFIX))
     if MASTER + _SUFFIX not in slots:
-        raise DamagedError(f"{place / name} has no {MASTER}{_SUFFIX}", next="convert the checkpoint again")
+        raise DamagedError(f"{place / name} has no {MASTER}{_SUFFIX}", next=_REMAKE)
     views: dict[str, TensorView] = {}
     values: dict[str, object] = {} if step is None else {"step": step}
     for file in slots:
@@ -105,7 +106,7 @@ def _parameter(
             values[file.removesuffix(_SUFFIX)] = value
     master = views.get(MASTER, cast("TensorView", values.pop(MASTER, None)))
     if not isinstance(master, TensorView):
-        raise DamagedError(f"{place / name / MASTER}{_SUFFIX} is not a tensor", next="convert the checkpoint again")
+        raise DamagedError(f"{place / name / MASTER}{_SUFFIX} is not a tensor", next=_REMAKE)
     views[MASTER] = master
     is_flat = shape is not None and len(master.shape) == 1 and math.prod(shape) == master.shape[0]
     whole = shape if is_flat and shape is not None else master.shape
@@ -118,8 +119,8 @@ def _slot(place: Path, slot: str, view: TensorView, shape: tuple[int, ...], file
     elements = math.prod(shape)
     if (view.shape != shape and view.shape != (elements,)) or view.strides != row_major(view.shape):
         raise DamagedError(
-            f"{place / slot}{_SUFFIX} has another shape than the parameter", expected=str(shape),
-            found=str(view.shape), next="convert the checkpoint again",
+            f"{place / slot}{_SUFFIX} does not have the parameter's shape", expected=str(shape),
+            found=str(view.shape), next=_REMAKE,
         )
     flat = TensorView(view.storage, view.dtype, view.offset, (elements,), (1,))
     view_bytes(flat)
@@ -132,13 +133,13 @@ def _groups(groups: Sequence[object], names: Sequence[tuple[str, ...]]) -> tuple
     for number, group in enumerate(groups):
         if not isinstance(group, Mapping):
             raise DamagedError(
-                f"parameter group {number} of {OPTIMIZER_NAME} is not a dict", next="convert the checkpoint again"
+                f"parameter group {number} of {OPTIMIZER_NAME} is not a dict", next=_REMAKE
             )
         members = group.get("params", [number])
         if not isinstance(members, list) or not all(type(n) is int and 0 <= n < len(names) for n in members):
             raise DamagedError(
                 f"parameter group {number} of {OPTIMIZER_NAME} refers to parameters that do not exist",
-                found=f"{members!r:.80}", next="convert the checkpoint again",
+                found=f"{members!r:.80}", next=_REMAKE,
             )
         ours = tuple(name for member in members for name in names[member])
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}

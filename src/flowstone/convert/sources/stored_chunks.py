@@ -111,7 +111,7 @@ class DecodedChunks:
         parts = [cast_numbers(self._data(part), element) for part in range(source, source + halves)]
         data = b"".join(part for part in parts if part is not None)
         if xxh3_64(data) != int(self._chunks.digest[chunk]):
-            raise self._damage(self._checkpoint.path, chunk, "rounded from another tensor")
+            raise self._damage(self._checkpoint.path, chunk, "computed from the chunks of another tensor")
         return data
 
     def _damage(self, path: str, chunk: int, place: str) -> DamagedError:

@@ -107,7 +107,8 @@ class ObjectLease:
         return True
 
     def _find(self) -> tuple[_LeaseRecord | None, str | None]:
-        """The content and the ETag of the object. If the object has any other content, it counts as a released lease.
+        """The lease record in the lock's object, and the object's ETag; (None, None) if there is no object. Content
+        that is not a lease record counts as a released lease.
         """
         result = self._client.find(LOCK_NAME)
         if result is None:

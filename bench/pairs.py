@@ -206,12 +206,12 @@ def conditions(run: Run) -> str:
     cache = {True: "dropped from", False: "NOT DROPPED FROM", None: "perhaps not dropped from"}
     worst = next(cold for cold in (False, None, True) if any(sample.cold is cold for sample in loads))
     return (
-        f"{run.layout}; {run.rounds // PAIR_ROUNDS} pairs of two rounds. In the two rounds of a pair, each tree is "
-        "measured first in one round and second in the other, and the lower of its two values counts. Figures are "
-        "medians (lowest-highest). A ratio is the value of \"this tree\" divided by the value of \"the other\"; the "
-        "median of the pairs' ratios is given, with its 95 % interval. If 1 is outside of the interval, the trees "
-        "differ. If the ratio is below 1, \"this tree\" is better. A save ends when it is committed, and so durable. "
-        f"Files were {cache[worst]} the page cache before each load. GB are 10^9 bytes."
+        f"{run.layout}; {run.rounds // PAIR_ROUNDS} pairs of two rounds. In the two rounds of a pair, each source "
+        "tree is measured first in one round and second in the other, and the lower of its two values counts. Figures "
+        "are medians (lowest-highest). A ratio is the value of \"this tree\" divided by the value of \"the other\"; "
+        "the median of the pairs' ratios is given, with its 95 % interval. If 1 is outside of the interval, the trees "
+        "differ. If the ratio is below 1, \"this tree\" is better. A save counts as ended when it is committed, "
+        f"which means that it is durable. Files were {cache[worst]} the page cache before each load. GB are 10^9 bytes."
     )
 
 

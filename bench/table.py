@@ -17,7 +17,7 @@ def tables(run: Run) -> tuple[Table, ...]:
     """The tables that have rows."""
     rivals = [entry for entry in ENTRIES if not entry.is_ours or entry.name == OURS]
     settings = [entry for entry in ENTRIES if entry.is_ours and entry.name != OURS]
-    first_later = "first: of a fresh process; later: those after it in the same process"
+    first_later = "first: the first save of a fresh process; later: the later saves of the same process"
     tables = (
         device_table(run),
         Table(f"Save ({first_later})", _SAVE_COLUMNS, tuple(save_rows(run, rivals))),

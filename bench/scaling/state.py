@@ -133,7 +133,7 @@ PARALLELISMS = {
     "tp-pp-fsdp": Parallelism("TP x PP x FSDP", _deep, True, True),
     "tp-pp-zero": Parallelism("TP x PP x ZeRO-1", _deep, False, True),
     "tp-pp-ddp": Parallelism("TP x PP x DDP", _deep, False, False),
-    "ep": Parallelism("experts by 64, rest FSDP", lambda ranks: Mesh(1, ranks, 1), True, True, True),
+    "ep": Parallelism("expert parallelism of 64, rest FSDP", lambda ranks: Mesh(1, ranks, 1), True, True, True),
 }
 
 

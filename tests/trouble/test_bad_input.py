@@ -35,7 +35,8 @@ def test_no_checkpoint_where_nothing_is(store: Path) -> None:
         fs.open(store)
     assert caught.value.message == f"no checkpoint in {store}"
     assert caught.value.facts == {
-        "found": "none", "next": "check the path; to start fresh when there is no checkpoint, call latest() first"
+        "found": "none",
+        "next": "check the path; to start without a checkpoint, call latest() first, and skip load() if it is None",
     }
     blank = state()
     before = content(blank)

@@ -328,7 +328,7 @@ class PeerSession:
         end = request.offset + request.payload_bytes
         if file is None or request.payload_bytes > PEER_PART_BYTES or not 0 <= request.offset <= end <= file.size_bytes:
             raise PeerError(
-                "another node sends bytes for an unknown file, or outside of the file",
+                "another node sends bytes for an unknown file, or beyond the bounds of the file",
                 next="install one release of flowstone on all nodes",
             )
         mapping = file.mapped(writable=True)

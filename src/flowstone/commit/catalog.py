@@ -72,7 +72,7 @@ def find_committed_step(store: Names, step: int | None) -> int:
             f"no checkpoint of step {step} in {store.location}" if step is not None
             else f"no checkpoint in {store.location}",
             found=f"steps {shown}" if existing else "none",
-            next="check the path; to start fresh when there is no checkpoint, call latest() first",
+            next="check the path; to start without a checkpoint, call latest() first, and skip load() if it is None",
         )
     return existing[-1] if step is None else step
 

@@ -377,7 +377,7 @@ def _bases(columns: Mapping[str, NDArray[Any]], chunks: Chunks, codec: NDArray[n
         raise ValueError("the columns chunk.base_* do not have an entry for each chunk")
     is_xor, raw, length = codec == CODEC_XOR, bases.codec == CODEC_RAW, chunks.stored_lengths()
     if not np.isin(bases.codec[is_xor], [CODEC_RAW, PLANES.id]).all():
-        raise ValueError("a chunk is stored as a difference, but its base has another codec than raw or planes")
+        raise ValueError("a chunk is stored as a difference from a base whose codec is neither raw nor planes")
     misfit = np.where(raw, bases.length != length, (bases.length >= length) | (bases.length == 0))
     if misfit[is_xor].any():
         raise ValueError("a chunk is stored as a difference, but the stored length of its base does not fit its codec")

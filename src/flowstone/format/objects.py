@@ -18,7 +18,7 @@ Each other value is a JSON object with exactly one key that begins with `$`, the
 | `{"$int": "-2a"}`                             | int beyond 2^53, lower-case hexadecimal                  |
 | `{"$float": "7ff8000000000001"}`              | NaN or infinity: the 64 IEEE bits, big-endian, in hex    |
 | `{"$complex": [float node, float node]}`      | complex: real, imaginary                                 |
-| `{"$text": base64}`                           | str with lone surrogates, as UTF-8 that lets them pass   |
+| `{"$text": base64}`                           | str with lone surrogates, UTF-8 (Python: surrogatepass)  |
 | `{"$bytes": base64}`, `{"$bytearray": ...}`   | bytes, bytearray                                         |
 | `{"$tuple": [node, ...]}`                     | tuple                                                    |
 | `{"$dict": [[node, node], ...]}`              | dict with any other keys, pairs in order                 |

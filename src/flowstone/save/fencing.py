@@ -44,8 +44,8 @@ class Fencing:
                 self.hooks.warn_recorded()
 
     def end(self, *, lift: bool) -> None:
-        """Let optimizer steps no longer wait. `lift`: remove all hooks now; otherwise each hook removes itself at the
-        next step of its optimizer.
+        """From now on, optimizer steps do not wait for saves. `lift`: remove all hooks now; otherwise each hook removes
+        itself at the next step of its optimizer.
         """
         self._is_over = True
         if lift:

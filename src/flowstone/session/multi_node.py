@@ -22,10 +22,11 @@ class MultiNodeStore(Store, Protocol):
         """This rank's address and settings, for the other ranks."""
 
     def use_addresses(self, introductions: Sequence[bytes], own: bytes, *, deadline_s: float) -> None:
-        """Use the addresses and settings of all ranks, in rank order, as the nodes of the job. `own`: those of this
-        rank.
+        """Use the nodes of all ranks of the job as one store.
 
-        deadline_s  how many seconds ranks wait for the slowest rank
+        introductions  what `introduce` has returned on each rank, in rank order
+        own            what it has returned on this rank
+        deadline_s     how many seconds ranks wait for the slowest rank
         """
 
     def expedite(self) -> None:

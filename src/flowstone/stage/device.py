@@ -129,8 +129,8 @@ class DeviceAccess(msgspec.Struct, frozen=True, eq=False):
 
 
 def copy_current_streams(devices: Iterable[str]) -> Callable[[], AbstractContextManager[object]]:
-    """Returns a function that makes a context (for `with`) in which any thread has the current streams that this thread
-    has now on `devices`.
+    """Remember this thread's current streams on `devices`. Returns a function that makes a context (for `with`): a
+    thread that enters it has these current streams until it leaves.
     """
     kinds = {device for device in devices if device.partition(":")[0] == "cuda"}
     if not kinds:

@@ -39,7 +39,9 @@ def find_sharing_groups(targets: LoadTargets, groups: Sequence[Sequence[int]]) -
 
 
 def _overlaps(members: Sequence[int], targets: LoadTargets) -> bool:
-    """Whether a group belongs to the result of `find_sharing_groups`. The group is ordered by address."""
+    """Whether pieces of a group, or elements of one piece, share bytes in a way that counts for `find_sharing_groups`.
+    The group is ordered by address.
+    """
     memory = {position: targets.memory(position) for position in members}
     bounds = np.array([address_range(memory[position]) for position in members], np.uint64)
     last = np.searchsorted(bounds[:, 0], bounds[:, 1])  # pieces before `last` begin before this one ends

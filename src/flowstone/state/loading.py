@@ -151,9 +151,9 @@ class RestorePass:
     def close(
         self, untie: Callable[[Sequence[Alias]], Sequence[int]]
     ) -> tuple[Layout, Places, Mapping[int, IndirectTarget]]:
-        """End the pass. Returns the requested pieces, their memory, and for some positions the memory of the state: it
-        belongs to tensors with a negative or conjugate bit, and arrays with negative strides, which are first read into
-        other memory.
+        """End the pass. Returns the requested pieces, the memory that each is read into, and, by position, the state's
+        own memory of those pieces that are first read into other memory and then copied: tensors with a conjugate or
+        negative bit, and arrays with negative strides.
 
         untie  a function for tied tensors that were stored with different values: it requests separate memory for those
                that can be replaced in the state, and returns their positions in the sink

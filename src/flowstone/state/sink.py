@@ -48,9 +48,10 @@ class TensorSink:
     """Collects tensors in order. If the same memory is added under a second name, that name becomes an alias."""
 
     def __init__(self, *, objects_only: bool = False, whole: bool = False) -> None:
-        """`objects_only`: whether to refuse all tensors, for values that are described during the capture.
+        """Begin an empty collection.
 
-        whole  whether to refuse parts of tensors, as no other rank saves the other parts
+        objects_only  refuse all tensors: the values are described only as objects, to be compared with stored ones
+        whole         refuse a part of a tensor, because no other rank would save the rest
         """
         self._objects_only, self._whole = objects_only, whole
         self.names: list[str] = []

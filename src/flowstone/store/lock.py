@@ -61,7 +61,7 @@ class WriterLock:
             else:
                 raise LockedError(
                     f"cannot save into {self._root}: another program keeps replacing {LOCK_NAME}", holder="unknown",
-                    next="find the program that replaces it, and stop it",
+                    next="find the program that replaces this file, and stop that program",
                 )
             try:
                 self._content = f"{holder_note(holder)}\n{secrets.token_hex(8)}\n".encode()

@@ -68,7 +68,7 @@ class Tier:
         if self.lag < 1:
             raise ArgumentError(
                 f"Tier(lag={self.lag}) for {shown(self.store)}: lag must be at least 1",
-                next="give 1 if only the newest checkpoint may wait",
+                next="give 1 if only the newest checkpoint may wait for a flush",
             )
         if self.lag_bytes is not None and self.lag_bytes < 0:
             raise ArgumentError(

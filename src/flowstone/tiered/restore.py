@@ -122,7 +122,8 @@ def no_checkpoint(stores: Sequence[Store], seen: TierSurvey, step: int | None) -
     return NoCheckpointError(
         "no tier has a checkpoint" if step is None else f"no tier has a checkpoint of step {step}",
         found=f"steps {shown}", tiers=", ".join(store.location for store in stores),
-        next="check the list of tiers; to start fresh when there is no checkpoint, call latest() first",
+        next="check the list of tiers; to start without a checkpoint, call latest() first, and skip load() if it is "
+             "None",
     )
 
 

@@ -1,4 +1,9 @@
-"""Memory of devices as tensors of torch, for copies that no side stream can make."""
+"""Wraps device memory in torch tensors, so that torch can copy and fill it.
+
+Most copies between a device and the host are made by Flowstone's own stream for copies, the side stream
+(stage/device.py). torch makes the others: for example on devices without a side stream, and of memory that is not
+contiguous.
+"""
 
 from __future__ import annotations
 

@@ -215,7 +215,9 @@ def _packed(
         packed_groups = cast("list[dict[str, object]]", packed["param_groups"])
         numbers = [cast("list[object]", group["params"]) for group in packed_groups]
         if list(map(len, numbers)) != [len(group["params"]) for group in optimizer.param_groups]:
-            raise ValueError("a group in param_groups has another number of parameters than the optimizer's own group")
+            raise ValueError(
+                "the groups in param_groups of the state dict do not match the optimizer's groups in number or size"
+            )
         if not all(isinstance(slots, Mapping) for slots in state.values()):
             raise TypeError("the optimizer state of a parameter is not a dict")
     except Exception as error:

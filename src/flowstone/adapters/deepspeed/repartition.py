@@ -62,8 +62,8 @@ class SavedPartitions:
         base = states[0][_STATE if self._has_parts else "base_optimizer_state"]
         if not isinstance(base, dict):
             raise StateError(
-                f"{checkpoint.path} was saved with elastic_checkpoint: only as many ranks as saved it can load it",
-                next="load with that number of ranks",
+                f"{checkpoint.path} was saved with elastic_checkpoint: it can be loaded only with the same "
+                "number of ranks", next=f"load with as many ranks as saved it: {len(states)}",
             )
         self._groups: list[dict[str, Any]] = base["param_groups"]
         self._runs: dict[str, list[_StoredPart]] = {}

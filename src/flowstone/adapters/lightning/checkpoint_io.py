@@ -105,7 +105,9 @@ class FlowstoneIO(CheckpointIO):
         return cast("dict[str, Any]", _to_device(read(checkpoint_directory(path)), map_location))
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Remove a checkpoint, once all later saves are committed."""
+        """Remove a checkpoint, once all saves that were called before this removal have ended. If the last of them
+        failed, the checkpoint stays.
+        """
         if not is_local(path):
             raise ArgumentError(f"{path!r:.200} is not the path of a directory", next="give a directory")
         place = Path(os.path.abspath(path))

@@ -97,8 +97,8 @@ class LightningSaves:
         publication.commit(job.folder.store, job.target, [receipt], described.objects, described.layout.aliases)
 
     def remove(self, path: Path) -> None:
-        """Remove the checkpoint at `path`, once earlier saves are committed. If one of them has failed, the
-        checkpoint stays.
+        """Remove the checkpoint at `path`, once all saves that were called before this removal have ended. If the last
+        of them failed, the checkpoint stays.
         """
         folder = self._folders.folder_of(path.parent)
 

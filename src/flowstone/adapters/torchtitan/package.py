@@ -1,4 +1,6 @@
-"""Checks that torchtitan's checkpoint manager is known."""
+"""Checks that torchtitan's CheckpointManager has the interface that this adapter needs: a tested version, or methods
+with the same parameters.
+"""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ class ObjectLease:
                 return True
         raise LockedError(
             f"cannot save into {self._client.location}: another program keeps changing {LOCK_NAME}", holder="unknown",
-            next="find the program that replaces it, and stop it",
+            next="find the program that writes this object, and stop that program",
         )
 
     def _put_first(self, mine: _LeaseRecord) -> bool:

@@ -37,7 +37,8 @@ class OpenSegments(Protocol):
     """Segments that this store has created, and that a job of the striped store writes. Owns their descriptors.
 
     engine   the engine whose queue moves their bytes
-    natives  the files as objects of the engine, in the requested order, with `of_path` and `may_move` as requested
+    natives  for each segment the `File` object that a job of the engine writes, in the requested order, with `of_path`
+             and `may_move` as requested
     """
 
     engine: Engine
@@ -77,7 +78,7 @@ class OpenExtents(Protocol):
     """Files that this store has opened, and that a job of the striped store reads.
 
     engine   the engine whose queue moves their bytes
-    natives  the files as objects of the engine, in the order of the requested paths
+    natives  for each file the `File` object that a job of the engine reads, in the order of the requested paths
     """
 
     engine: Engine
@@ -94,14 +95,17 @@ class OpenExtents(Protocol):
 
 
 class StripeMember(Protocol):
-    """The methods of a store with `Capabilities.parts`. Such a store can be a path of a striped store."""
+    """The methods that a store must have to serve one path of a striped store. `Capabilities.parts` says that a store
+    has them.
+    """
 
     def open_segments(
         self, files: Sequence[FilePlan], arena: Arena, *, of_path: int, moving: FailoverLimits | None
     ) -> OpenSegments:
-        """Create segments. Their full size is set later. `moving`: what to keep so that they can be written to another
-        path; None: they must stay on this one.
+        """Create segments; their full size is set later.
 
+        moving  limits on the written bytes that are kept, so that the segments can be written to another path if this
+                one fails; None: the segments must stay on this path
         raises  StorageError  in that case none of the segments exists
         """
 

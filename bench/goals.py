@@ -102,7 +102,7 @@ def _against_rivals(run: Run) -> Iterator[Goal]:
             continue
         for first, title in _when():
             ours, theirs = (figures.save_rates(run, who, first=first) for who in (OURS, name))
-            text = f"durable save, {title}, times the rate of {entry(name).title}"
+            text = f"durable save, {title}, rate relative to {entry(name).title}"
             yield Goal(text, figures.spread(figures.ratios(ours, theirs)), expected, digits=1)
 
 
@@ -111,7 +111,7 @@ def _through_dcp(run: Run) -> Iterator[Goal]:
     for name, expected in THROUGH_DCP:
         if _took_part(run, "dcp-flowstone", name):
             ours, theirs = (figures.save_rates(run, who, first=False) for who in ("dcp-flowstone", name))
-            text = f"dcp.save through Flowstone, later saves, times the rate of {entry(name).title}"
+            text = f"dcp.save through Flowstone, later saves, rate relative to {entry(name).title}"
             yield Goal(text, figures.spread(figures.ratios(ours, theirs)), expected, digits=1)
     if _took_part(run, "dcp-flowstone-async", "dcp-async"):
         theirs, ours = (
@@ -180,7 +180,8 @@ def _of_ranks(run: Run) -> Iterator[Goal]:
 def _of_replicas(run: Run) -> Iterator[Goal]:
     if not _took_part(run, REPLICAS):
         return
-    text = f"four replicas, {CONDITIONS[0]}: load with reads shared, times the rate if each rank reads for itself"
+    own_reads = "loads in which each rank reads for itself"
+    text = f"four replicas, {CONDITIONS[0]}: load with reads shared, rate relative to {own_reads}"
     yield Goal(text, figures.spread(sharing_gains(run, CONDITIONS[0])), OF_ALONE)
     cold = replica_load(CONDITIONS[0], SHARED)
     text = f"four replicas, {cold}: bytes read from the device, relative to the state's"

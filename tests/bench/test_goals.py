@@ -34,7 +34,7 @@ def test_goals_of_the_short_programme_tell_pass_from_miss() -> None:
     cold = goals_by_text["cold load into existing tensors, fresh process, relative to fio's read rate"]
     assert cold.is_met
     assert str(cold) == f"pass  {cold.text}: 1.00, goal at least 0.95 (0.90 is tolerated)"
-    faster = goals_by_text["durable save, later saves, times the rate of torch.save"]
+    faster = goals_by_text["durable save, later saves, rate relative to torch.save"]
     assert str(faster).startswith("miss")
     assert str(faster).endswith(": 4.0, goal at least 6.0")
     assert not any("TorchSnapshot" in text or "four ranks" in text for text in goals_by_text)
@@ -43,7 +43,7 @@ def test_goals_of_the_short_programme_tell_pass_from_miss() -> None:
 def test_a_row_that_failed_is_a_missed_goal() -> None:
     failed = Measured("torchsnapshot", 1, None, "cannot install: no network")
     goals_by_text = by_text(goals(made_up.run([flowstone("flowstone", (1.0,)), failed])))
-    goal = goals_by_text["durable save, first save of a process, times the rate of TorchSnapshot take"]
+    goal = goals_by_text["durable save, first save of a process, rate relative to TorchSnapshot take"]
     assert str(goal).startswith("miss")
     assert ": -, goal at least 4.5" in str(goal)
 
@@ -110,7 +110,7 @@ def test_dcp_through_flowstone_is_compared_with_dcp_itself() -> None:
         flowstone("dcp-flowstone", (9.0, 1.0)), flowstone("dcp-1", (1.0, 4.0)), flowstone("dcp-2", (1.0, 2.0)),
         blocked("dcp-async", 1.0), blocked("dcp-flowstone-async", 0.05),
     ])))
-    times = {threads: goals_by_text[f"dcp.save through Flowstone, later saves, times the rate of DCP, {threads}"]
+    times = {threads: goals_by_text[f"dcp.save through Flowstone, later saves, rate relative to DCP, {threads}"]
              for threads in ("1 thread", "2 threads")}
     assert [(goal.is_met, reached(goal)) for goal in times.values()] == [(True, 4.0), (False, 2.0)]
     staged = goals_by_text["dcp.async_save through Flowstone, later saves, blocked time relative to DCP's own"]

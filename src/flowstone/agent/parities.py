@@ -85,7 +85,7 @@ class Parities:
         if not directory.startswith(SAVING) or not is_parity(name):
             raise PeerError(
                 "another node sends parity for a file that does not hold parity",
-                next="install one release of flowstone on all nodes",
+                next="install the same release of flowstone on all nodes",
             )
         with self._guard:
             if path not in self._parities:
@@ -135,7 +135,7 @@ class Shares:
         if not 1 <= request.number <= 255 or not request.target.isdecimal() or not 0 < request.size_bytes < 1 << 62:
             raise PeerError(
                 "another node's request to store parity is invalid",
-                next="install one release of flowstone on all nodes",
+                next="install the same release of flowstone on all nodes",
             )
         parity = self._parities.of(request.path)
         self._tree.put(f"{request.path}.{request.target}", described)  # fails if the share was announced before
@@ -150,7 +150,7 @@ class Shares:
         if not 0 <= request.offset <= request.offset + request.payload_bytes <= size_bytes:
             raise PeerError(
                 "another node sends bytes for an unknown file, or beyond the bounds of the file",
-                next="install one release of flowstone on all nodes",
+                next="install the same release of flowstone on all nodes",
             )
 
     def add(self, request: PeerRequest, part: bytearray) -> None:

@@ -251,7 +251,7 @@ class PeerSession:
         if request.payload_bytes:
             raise PeerError(
                 "another node sends bytes with a request that has none",
-                next="install one release of flowstone on all nodes",
+                next="install the same release of flowstone on all nodes",
             )
         try:
             if request.verb in _CHANGING:
@@ -311,7 +311,8 @@ class PeerSession:
         if request.payload_bytes > PEER_PUT_BYTES_MAX:
             raise PeerError(
                 "another node sends too many bytes for a small file", found=f"{request.payload_bytes} bytes",
-                expected=f"at most {PEER_PUT_BYTES_MAX} bytes", next="install one release of flowstone on all nodes",
+                expected=f"at most {PEER_PUT_BYTES_MAX} bytes",
+                next="install the same release of flowstone on all nodes",
             )
         content = bytearray(request.payload_bytes)
         self._channel.receive_into(memoryview(content))
@@ -329,7 +330,7 @@ class PeerSession:
         if file is None or request.payload_bytes > PEER_PART_BYTES or not 0 <= request.offset <= end <= file.size_bytes:
             raise PeerError(
                 "another node sends bytes for an unknown file, or beyond the bounds of the file",
-                next="install one release of flowstone on all nodes",
+                next="install the same release of flowstone on all nodes",
             )
         mapping = file.mapped(writable=True)
         assert mapping is not None, "it has bytes"
@@ -346,7 +347,8 @@ class PeerSession:
         is_first = request.verb == "gather"
         if request.payload_bytes > (PEER_DESCRIPTION_BYTES_MAX if is_first else PEER_PART_BYTES):
             raise PeerError(
-                "another node sends too many bytes in one message", next="install one release of flowstone on all nodes"
+                "another node sends too many bytes in one message",
+                next="install the same release of flowstone on all nodes",
             )
         if not is_first:
             self._shares.check(request)

@@ -144,7 +144,9 @@ def is_path_inside(name: object) -> bool:
 
 
 def read_small_file(directory: Path, name: str, bytes_max: int) -> bytes:
-    """Read a small file of a checkpoint. Raises DamagedError if it is longer than `bytes_max`; StorageError."""
+    """Read a small file of a checkpoint. Raises DamagedError if it is longer than `bytes_max`, and StorageError if it
+    cannot be read.
+    """
     path = directory / name
     with translated(directory, "read", name), open_plain(path) as opened:
         if os.fstat(opened.fileno()).st_size > bytes_max:

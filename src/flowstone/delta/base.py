@@ -263,8 +263,8 @@ def _worth_referring(
 
 
 def _as_linked(row: SegmentRow, home: str) -> SegmentRow:
-    """The manifest's row for a file of the base, in a checkpoint that refers to this file. `home`: id of the checkpoint
-    that wrote it.
+    """The row for a file of the base in the manifest of a checkpoint that links to this file: with the linked name, and
+    the id of the checkpoint that wrote the file. `home`: that id, for a row that does not have one yet.
     """
     if row.home is not None:
         return row

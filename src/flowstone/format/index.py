@@ -380,7 +380,7 @@ def _bases(columns: Mapping[str, NDArray[Any]], chunks: Chunks, codec: NDArray[n
         raise ValueError("a chunk is stored as a difference from a base whose codec is neither raw nor planes")
     misfit = np.where(raw, bases.length != length, (bases.length >= length) | (bases.length == 0))
     if misfit[is_xor].any():
-        raise ValueError("a chunk is stored as a difference, but the stored length of its base does not fit its codec")
+        raise ValueError("a chunk is a difference from a base whose stored length is impossible for the base's codec")
     return bases
 
 

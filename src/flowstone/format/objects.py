@@ -344,7 +344,7 @@ class _Decoder:
             return node
         if type(node) is int:
             if not -INT_MAX <= node <= INT_MAX:
-                raise _damaged(path, "an int within 2^53", node)
+                raise _damaged(path, "an int from -2^53 to 2^53", node)
             return node
         if type(node) is float:
             if not math.isfinite(node):

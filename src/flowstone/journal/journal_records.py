@@ -127,8 +127,10 @@ class Step(msgspec.Struct, frozen=True, eq=False):
 
 
 class StepOutcome(msgspec.Struct, frozen=True):
-    """The outcome of steps that several ranks journal, equal on all ranks. `failed`: whether one of them was not
-    committed. `is_due`: whether the next step is also saved in full.
+    """The outcome of steps that several ranks write to the journal. It is the same on all ranks.
+
+    failed  whether one of these steps was not committed
+    is_due  whether the next step is also saved in full
     """
 
     failed: bool

@@ -309,7 +309,7 @@ def _check_number(rule: Stack | Unstack, many: str, stacked: str) -> None:
         outer
     ) - set(inner):
         raise ArgumentError(
-            f"{type(rule).__name__}: {many!r} must have each placeholder of {stacked!r} once, and one more, which "
-            "stands for the number in which the names of the separate tensors differ",
+            f"{type(rule).__name__}: {many!r} must contain each placeholder of {stacked!r} exactly once, and exactly "
+            "one additional placeholder, for the number (such as an expert's) that distinguishes the separate tensors",
             next="write for example 'experts.{e}.w1' for the separate tensors, and 'experts.w1' for the stacked one",
         )

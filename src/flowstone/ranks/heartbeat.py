@@ -45,7 +45,7 @@ class RankStatus(msgspec.Struct, frozen=True):
     waits      whether the Checkpointer waits to meet the other ranks, or has waited until a time limit
     is_closed  whether the Checkpointer will make no more calls
     line       line of the user's code that the main thread runs
-    left       number of the call that an exception has ended on this rank alone
+    left       which call (its number) an exception has ended on this rank only; 0: none
     why        text of that exception
     """
 

@@ -36,8 +36,11 @@ class WriterLock:
         self._content = b""
 
     def acquire(self, holder: str) -> None:
-        """Take the lock, unless this process has it. Waits for a holder that may have ended. Raises LockedError if
-        another process holds the lock.
+        """Take the lock, unless this WriterLock has it already.
+
+        Raises LockedError if another process holds the lock: at once if that process is known to be alive; otherwise
+        only if the lock is still held after LOCK_GRACE_S, since the holder may be dead and its lock about to be
+        released.
         """
         if self._fd is not None:
             return

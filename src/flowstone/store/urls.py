@@ -131,9 +131,13 @@ def _check_characters(url: str, rest: str) -> None:
     for mark in "#?":
         if mark in rest:
             used = without_secrets(url).partition(mark)[0]
+            earlier = (
+                "; earlier versions of Flowstone also ignored that text, so checkpoints that they saved to this URL "
+                f"are in {used}"
+            )
             raise _refused(
                 url, f"it contains {mark!r}, and other programs ignore the text after it",
-                "choose a name without it" + ("" if url.startswith(FSSPEC) else f"; earlier saves are in {used}"),
+                "choose a name without it" + ("" if url.startswith(FSSPEC) else earlier),
             )
     try:
         rest.encode()

@@ -147,8 +147,10 @@ class Chunks:
         return self.stored.segment[numbers], self.stored.offset[numbers].astype(np.int64)
 
     def extents(self) -> tuple[NDArray[np.int64], Rows]:
-        """For each piece, the segment file, and the offset in it, of the range that contains its chunks in order.
-        Segment -1: there is no such range, as the piece is empty, its chunks do not follow each other, or no bytes are
+        """The range of a segment file in which each piece's chunks lie one directly after the other, in order.
+
+        Returns, for each piece, the number of the segment file, and the offset at which the range begins. Segment -1:
+        there is no such range, because the piece is empty, its chunks are not adjacent in one file, or no bytes are
         stored for them.
         """
         if self.stored is None:

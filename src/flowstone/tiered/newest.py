@@ -81,7 +81,7 @@ def _follow_rewinds(source: StoreInMemory, target: Store, newest: int) -> tuple[
         above = min(theirs.notes[note] for note in lineage.missing_notes(ours, [theirs]))
         raise StepExistsError(
             f"{target.location} was rewound to step {above}, but {source.location} still has the old step {newest}",
-            next=f"call rewind({above}) of {source.location} as well, or give another directory",
+            next=f"call rewind({above}) on the Checkpointer of {source.location}, too, or give another directory",
         )
     apply_rewinds(target, [ours])
     if not catalog.has_rewind_notes(target):

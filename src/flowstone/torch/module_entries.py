@@ -36,11 +36,11 @@ from flowstone.torch.trees import find_self_changing
 
 
 def describe(module: torch.nn.Module, place: Place, saving: DescribePass) -> MergePoint:
-    """Add the entries of the module's state_dict() to the save, one by one. Returns the entries that the checkpoint's
-    stored object for this module lists by name.
+    """Add the entries of the module's state_dict() to the save, one by one. Returns those entries that are listed, by
+    name, in the object that the checkpoint stores for this module.
 
-    The stored object lists values that are not tensors, tensors that are not the memory of a parameter or buffer (made
-    by a hook of state_dict(), or extra state), and tensors that a provider (fs.Provider) describes. A load finds the
+    This object lists values that are not tensors, tensors that are not the memory of a parameter or buffer (made by a
+    hook of state_dict(), or extra state), and tensors that a provider (fs.Provider) describes. A load finds the
     module's other tensors by their names, so they are not listed. In a section with one value per rank, all entries are
     listed.
     """
@@ -74,8 +74,10 @@ def describe(module: torch.nn.Module, place: Place, saving: DescribePass) -> Mer
 def restore(
     module: torch.nn.Module, extra: Mapping[str, object], place: Place, loading: RestorePass
 ) -> None:
-    """Request the entries of the module's state_dict(), one by one. `extra`: the entries that the checkpoint's
-    stored object for this module lists by name.
+    """Request the entries of the module's state_dict(), one by one.
+
+    `extra`: those entries that are listed, by name, in the object that the checkpoint stores for this module. The
+    module's other tensors are found by their names (see `describe`).
     """
     fsdp, shards = loading.state_scan.part(StateModels).wrapped(module, place), with_shards(module)
     if fsdp is not None:

@@ -90,7 +90,8 @@ def universal_contents(
 
 
 class _ContentsBuilder:
-    """Sorts the values of all sections. Records which tensors were assigned, and which values the target cannot hold.
+    """Assigns the values of all sections to the parts of a Universal Checkpoint. Records which tensors were assigned,
+    and which values the target cannot hold.
     """
 
     def __init__(self, source: SourceCheckpoint, mapped: TensorMapping, rules: ConversionRules, section: str) -> None:

@@ -57,7 +57,7 @@ def in_order(windows: Sequence[tuple[int, int, int]], file: int) -> tuple[list[t
     windows  the ranges of all files, as (file, begin, end), in the order of capture
 
     Blocks of the arena are assigned in the order of capture. Such an early range waits in the temporary file, because
-    in memory it would keep its block until all preceding ranges of the file have got a block and were sent.
+    in memory it would keep its block until all preceding ranges of the file have got blocks and have been sent.
     """
     placed = sorted((begin, end, turn) for turn, (number, begin, end) in enumerate(windows) if number == file)
     early, last = set(), -1

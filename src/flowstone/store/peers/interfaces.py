@@ -39,7 +39,7 @@ def _towards_master() -> str:
     master = os.environ.get(_MASTER)
     if not master:
         raise ArgumentError(
-            f"cannot find this node's address for other nodes: {_MASTER} is not set", next=_NEXT
+            f"cannot find the address at which other nodes reach this node: {_MASTER} is not set", next=_NEXT
         )
     try:
         family, _, _, _, address = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]

@@ -86,7 +86,7 @@ class NodeLink:
             self.close()
             raise PeerError(
                 f"the node at {self.place.shown} sends more bytes than were requested",
-                next="install one release of flowstone on all nodes",
+                next="install the same release of flowstone on all nodes",
             )
         assert self._channel is not None, "it has answered"
         try:

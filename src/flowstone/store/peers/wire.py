@@ -350,6 +350,6 @@ def _of_another_release(address: str, protocol: int, release: str) -> PeerError:
     return PeerError(
         f"the node at {address} uses another release", expected=f"protocol {PEER_PROTOCOL}, flowstone {__version__}",
         found=f"protocol {protocol}, flowstone {_shown(release)}",
-        next="install one release of flowstone on all nodes; `flowstone agent --stop` ends a running agent and loses "
-        "its checkpoints",
+        next="install the same release of flowstone on all nodes; `flowstone agent --stop` ends a running agent and "
+        "loses its checkpoints",
     )

@@ -62,7 +62,7 @@ class Equal:
 
     def __str__(self) -> str:
         tensors = (1 + len(MOMENTS)) * self.parameters
-        return f"a module and its AdamW, {self.state_bytes / 1e9:.3g} GB in {tensors:,} tensors of one size"
+        return f"A module and its AdamW optimizer, {self.state_bytes / 1e9:.3g} GB in {tensors:,} tensors of one size"
 
 
 class Saver:

@@ -51,8 +51,8 @@ def device_table(run: Run) -> Table:
                 cell(figures.spread(_fio_cpu(s) for s in samples)),
             ))
     title = (
-        "What fio measures on this device, with io_uring and O_DIRECT. Ratios in the tables below are to the best of "
-        "these rates. Registered memory is in huge pages"
+        "What fio measures on this device, with io_uring and O_DIRECT. Ratios in the tables below are relative to the "
+        "best of these rates. Registered memory is in huge pages"
     )
     return Table(title, ("job", "jobs", "memory", "request x depth", "s", "GB/s", "CPU-s/GB"), tuple(rows))
 

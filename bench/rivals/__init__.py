@@ -72,11 +72,11 @@ _TC_NOTE = (
 )
 _ORBAX_NOTE = "tensors are passed as numpy views, and copied back after a restore"
 _DATASTATES_NOTE = (
-    "an EMULATION of its file layout, because DataStates-LLM's own engine needs CUDA. Tensors are copied into host "
+    "an EMULATION of DataStates-LLM's file layout, because its own engine needs CUDA. Tensors are copied into host "
     "memory that was touched before the timer. One thread writes them through the page cache (open, seek, write, close "
     "for each). fsync, which the engine omits, is added"
 )
-_EACH_NOTE = "as Gossman et al. (2512.24511) ran it, with one take for each tensor, and batching off"
+_EACH_NOTE = "as Gossman et al. (arXiv 2512.24511) ran it, with one take for each tensor, and batching off"
 _ASYNC_NOTE = (
     "async_take of version 0.1.0 does not copy CPU tensors that are too large for its slabs, so it writes values that "
     "these tensors get after the call"
@@ -117,7 +117,7 @@ FLOWSTONE = (
         "forces it to share them. *Cached*: all files are in the page cache",
     ),
     Entry("flowstone-posix", "Flowstone, io_uring refused", "ours", 3, _OURS, io_uring=False,
-          note="a seccomp filter refuses it from the process's first instruction on"),
+          note="a seccomp filter refuses io_uring from the process's first instruction on"),
 )
 
 RIVALS = (

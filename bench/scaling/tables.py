@@ -197,8 +197,14 @@ def _curves(run: Run, model: str, value: Callable[[Outcome], float]) -> tuple[Cu
 
 NOTES = (
     "Only the ranks are simulated. Every message, plan, index and manifest is made by the code that a job runs.",
-    "Processor time is that of one process on one core. A peak is the memory that a phase uses in addition.",
-    "The least possible, an exact maximum flow, may cut pieces anywhere. Plans cut long replicas between rows.",
+    (
+        "Processor time is that of one process on one core. A peak is the memory that a phase uses in addition to the "
+        "memory in use before it."
+    ),
+    (
+        "The least possible is computed by an exact maximum flow, which may cut pieces anywhere. Plans cut long "
+        "replicas between rows."
+    ),
     (
         "A receipt is what a rank reports after it has written. Receipts of 33 ranks, with random digests, stand for "
         "those of all ranks. The bytes of a receipt count at every level of the tree."

@@ -179,7 +179,7 @@ def conditions(run: Run) -> str:
     size = "" if outcome is None else f", a state of {outcome.payload_bytes / 1e9:.3f} GB in {outcome.tensors} tensors"
     laps = run.calibration.step_s
     took = f"a step took {median(laps):.2f} s then" if laps else ""
-    origin = f". The length was chosen for steps of about {FULL.target_s:g} s, and {took}" if laps else ""
+    origin = f". The length of the texts was chosen for steps of about {FULL.target_s:g} s, and {took}" if laps else ""
     return (
         f"GPT-2 of {shape.parameters / 1e6:.1f} million parameters ({shape.depth} layers of width {shape.width}, "
         f"vocabulary {shape.vocabulary:,}) with AdamW, fp32{size}, trained on the source of Python's standard library "

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -35,6 +37,27 @@ def test_a_part_of_the_tests_runs_alone(verb: str) -> None:
     assert "-m pytest" in part
     assert "-k 'lazy and not device'" in part
     assert " -k " not in planned(verb)
+
+
+def test_every_test_file_runs_alone() -> None:
+    """What it imports from the tests lies beside it, or on the path that pytest sets."""
+    path = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]["pythonpath"]
+    tests = ROOT / "tests"
+    own = {file.stem for file in tests.rglob("*.py")} - sys.stdlib_module_names
+    entries = [entry for folder in path for entry in (ROOT / folder).iterdir()]
+    always = {entry.stem for entry in entries if entry.suffix == ".py" or entry.is_dir()}
+    for file in tests.rglob("test_*.py"):
+        beside = {other.stem for other in file.parent.glob("*.py")}
+        missing = [name for name in imported_modules(file) if name in own - always - beside]
+        assert missing == [], file
+
+
+def imported_modules(file: Path) -> set[str]:
+    """The first parts of the names of all modules that the file imports."""
+    nodes = list(ast.walk(ast.parse(file.read_text())))
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and not node.level]
+    return {name.partition(".")[0] for name in names}
 
 
 def test_every_command_and_path_of_the_guide_exists() -> None:

@@ -340,7 +340,9 @@ def planes_encoder(
     """
 
 class BaseCache:
-    """Earlier contents of chunks, by the chunk's number, in at most `budget_bytes` of host memory. Any thread."""
+    """Earlier contents of chunks, by the chunk's number, in at most `budget_bytes` of host memory. Can be used on any
+    thread.
+    """
 
     def __init__(self, chunks: int, *, budget_bytes: int) -> None: ...
     @property
@@ -381,7 +383,7 @@ def cast_numbers(
     """
 
 class SourceSupply:
-    """Sources that become available one after the other while a job writes them. Any thread.
+    """Sources that become available one after the other while a job writes them. Can be used on any thread.
 
     The caller offers rows in order, and may reuse the memory of a row once it is captured.
 
@@ -458,7 +460,7 @@ class WriteExtents:
         """
     def changed_rows(self) -> list[int]:
         """The exactly watched rows that were written since `watch`, or whose memory was freed; ascending. They stay
-        watched. Any thread. ValueError if no row is watched, or a job has taken over the watch.
+        watched. Can be called on any thread. ValueError if no row is watched, or a job has taken over the watch.
         """
     def unwatch(self) -> None:
         """End the watch, unless a job has taken it over."""
@@ -713,7 +715,7 @@ class Engine:
         job has ended, and pass it to `take` afterwards, so that no end is missed in between.
         """
     def complete(self, number: int, moved_bytes: int, error: int = 0, lent: int = 0) -> None:
-        """Report the end of a taken request: an errno, or how many bytes were moved. Any thread.
+        """Report the end of a taken request: an errno, or how many bytes were moved. Can be called on any thread.
 
         lent  for a request without memory: the address of the bytes, which must stay there until this returns
         """

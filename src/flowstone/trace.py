@@ -77,7 +77,7 @@ class Spans:
         self._trace = _open_trace.get()
 
     def lap(self, phase: str, bytes_: int = 0) -> Span:
-        """Record a span from the previous call of `lap`, or the begin of the save or load, until now."""
+        """Record a span from the previous call of `lap`, or the beginning of the save or load, until now."""
         begin, self._last = self._last, time.monotonic()
         return self.between(phase, begin, self._last, bytes_)
 
@@ -86,7 +86,7 @@ class Spans:
         return self.between(phase, self.begin, time.monotonic(), bytes_, track=track)
 
     def all_laps(self, phase: str) -> Span:
-        """Record one span from the begin of the save or load to the last call of `lap`."""
+        """Record one span from the beginning of the save or load to the last call of `lap`."""
         return self.between(phase, self.begin, self._last)
 
     @contextmanager

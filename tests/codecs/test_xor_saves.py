@@ -253,8 +253,8 @@ def test_a_base_that_is_missing_or_swapped_is_damage(run: Path) -> None:
 @pytest.mark.parametrize(
     ("column", "value", "message"),
     [
-        ("base_codec", XOR.id, "neither raw nor planes"), ("base_codec", RAW.id, "stored length of its base"),
-        ("base_bytes", 0, "stored length of its base"), ("base_bytes", CHUNK_BYTES, "stored length of its base"),
+        ("base_codec", XOR.id, "neither raw nor planes"), ("base_codec", RAW.id, "stored length is impossible"),
+        ("base_bytes", 0, "stored length is impossible"), ("base_bytes", CHUNK_BYTES, "stored length is impossible"),
         ("base_segment", 77, "base of a chunk lies in a"), ("base_offset", 5, "base of a chunk lies outside"),
         ("base_offset", 1 << 63, "base of a chunk lies outside"),
     ],

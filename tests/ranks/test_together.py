@@ -115,7 +115,7 @@ def test_a_rank_that_has_lost_a_call_catches_up(tmp_path: Path) -> None:
 def test_ranks_that_have_not_tried_a_step_equally_often_count_on_together(tmp_path: Path) -> None:
     results = run(2, "acts", "unequal_tries", str(tmp_path / "run"))
     for unlike, then in results:  # type: ignore[misc]
-        assert "rank 1 makes attempt 3 to save this step, but rank 0 makes attempt 2" in unlike
+        assert "rank 1 is at attempt 3 to save this step, but rank 0 is at attempt 2" in unlike
         assert then == "None"
     assert values(tmp_path / "run", 3) == {3.0}
 

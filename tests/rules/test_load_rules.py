@@ -202,6 +202,24 @@ def test_what_does_not_fit_is_named_and_nothing_changes(
         checkpointer.save(2, {"model": tensors})  # which a load that changed something would forbid
 
 
+@pytest.mark.parametrize(("make", "pattern"), [
+    (lambda: fs.Rename("a.{n}.{n}", "b.{n}"), "a.{n}.{n}"),
+    (lambda: fs.Rename("b.{n}", "a.{n}.{n}"), "a.{n}.{n}"),
+    (lambda: fs.Split("a.{n}.{n}", ("b.{n}", "c.{n}")), "a.{n}.{n}"),
+    (lambda: fs.Fuse(("b.{n}", "c.{n}.{n}"), "a.{n}"), "c.{n}.{n}"),
+    (lambda: fs.Stack("a.{n}.{e}", "b.{n}.{n}"), "b.{n}.{n}"),
+    (lambda: fs.Unstack("b", "a.{e}.{e}"), "a.{e}.{e}"),
+    (lambda: fs.Transpose("a.{n}.{n}"), "a.{n}.{n}"),
+    (lambda: fs.Pad("a.{n}.{n}", 0, 3, 4), "a.{n}.{n}"),
+    (lambda: fs.Unpad("a.{n}.{n}", 0, 3, 4), "a.{n}.{n}"),
+])
+def test_a_pattern_with_a_placeholder_twice_is_named(make: Callable[[], object], pattern: str) -> None:
+    with pytest.raises(fs.ArgumentError) as caught:
+        make()
+    assert f"the pattern {pattern!r} has a placeholder twice" in caught.value.message
+    assert "next" in caught.value.facts
+
+
 def test_a_shape_that_claims_very_many_tensors_is_refused(tmp_path: Path) -> None:
     with fs.Checkpointer(tmp_path / "run") as checkpointer:
         checkpointer.save(1, {"model": {"w": torch.zeros(1 << 40, 0)}}).committed.result()

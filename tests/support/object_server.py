@@ -173,11 +173,12 @@ def _then_reset(environ: dict[str, Any], body: bytes) -> Iterator[bytes]:
 def main() -> None:
     import logging
 
-    from moto.server import DomainDispatcherApplication, create_backend_app
+    from moto.server import create_backend_app
     from werkzeug.serving import make_server
 
     logging.getLogger("werkzeug").setLevel(logging.CRITICAL)
-    app = Faults(DomainDispatcherApplication(create_backend_app))
+    # S3's application itself: moto's dispatcher lists all of its services' folders at each request, for 1.7 of 2.2 ms
+    app = Faults(create_backend_app("s3"))
     server = make_server("127.0.0.1", 0, app, threaded=True)
     server.log = lambda *_, **__: None  # type: ignore[method-assign]
     print(server.server_port, flush=True)

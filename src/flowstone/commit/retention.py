@@ -143,7 +143,8 @@ def empty_retired(
 
 
 def why_foreign(store: Names, step: int, store_id: str) -> str | None:
-    """Why the store with the identity `store_id` did not save `step`; None if it saved the step.
+    """Why `step` does not count as saved by the store with the identity `store_id`, as the end of a sentence ("is a
+    link"). None if that store saved it.
 
     raises  StorageError if its manifest cannot be read
     """
@@ -160,7 +161,9 @@ def why_foreign(store: Names, step: int, store_id: str) -> str | None:
 
 
 def describe_step(store: Names, step: int) -> str:
-    """A text that names a step, for a message. If this store did not save the step, the text says why."""
+    """A text that names a step, for a message: "step 3"; or, if the step does not count as saved by this store, with
+    the reason: "step 3, which is a link".
+    """
     why: str | None = None
     try:
         if store.exists(step_directory(step)):  # otherwise another thread is renaming it

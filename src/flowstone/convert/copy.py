@@ -483,7 +483,9 @@ class _Filler:
 
 
 def extents_of(layout: TargetLayout, window: FileWindow) -> Sequence[Extent]:
-    """The extents (ranges of the file with one content) that have bytes in a window."""
+    """The extents that have bytes in a window. (An extent is a range of the file that is filled from one source: a
+    tensor, given bytes, or checksums.)
+    """
     extents = layout.files[window.file].extents
     first = max(0, bisect_right(extents, window.offset, key=_begin) - 1)
     # extents without bytes may be at the beginning of the window

@@ -338,7 +338,7 @@ def check_one_attempt(written: Sequence[WriteReport]) -> None:
     for rank, report in enumerate(written):
         if report.tries != written[0].tries:
             raise RankError(
-                f"rank {rank} makes attempt {report.tries} to save this step, but rank 0 makes attempt "
+                f"rank {rank} is at attempt {report.tries} to save this step, but rank 0 is at attempt "
                 f"{written[0].tries}", rank=rank, phase="commit", tries=max(other.tries for other in written),
                 next="save again: all ranks then continue with the same attempt",
             )

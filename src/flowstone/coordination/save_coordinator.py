@@ -132,7 +132,7 @@ class SaveCoordinator:
         return SaveAttempt(step, tries)
 
     def _count_on(self, step: int, tries: int) -> None:
-        """Record that another rank has called `save` for `step` `tries` times. Any thread."""
+        """Record that another rank has called `save` for `step` `tries` times. Can be called on any thread."""
         self._heard.add((step, tries))
 
     def count_alike(self, phase: str, error: Exception | None) -> None:

@@ -47,11 +47,14 @@ def check_casts(chunks: Chunks, pieces: Pieces) -> None:
     data_bytes = chunks.logical_bytes(cast_piece, cast_within, cast_within + 1)
     halves = source_chunk_counts(data_bytes)
     if (chunks.logical_bytes(source_piece, source_within, source_within + halves) != 2 * data_bytes).any():
-        raise ValueError("a chunk is marked as rounded from other chunks, but is not half as long as all of these")
+        raise ValueError(
+            "a chunk is marked as rounded from other chunks, but its data is not half as long as the data of these "
+            "chunks together"
+        )
     if not (is_element[pieces.tensor[cast_piece]].all() and is_single[pieces.tensor[source_piece]].all()):
         raise ValueError(
-            "a chunk is marked as rounded from other chunks, but these are not float32, or values are never rounded "
-            "to its dtype",
+            "a chunk is marked as rounded from other chunks, but those chunks are not float32, or the rounded chunk's "
+            "own dtype is not one that Flowstone rounds to",
         )
     if not np.isin(stored.codec[np.concatenate([source, source + halves - 1])], list(CAST_SOURCES)).all():
         raise ValueError("a chunk is marked as rounded from other chunks, but their codec is not raw, planes or xor")

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, TypeAlias, TypeVar, get_args
 
 from flowstone.errors import ArgumentError
-from flowstone.rules.load_rules import Rename, Rule, Skip, check_placeholders
+from flowstone.rules.load_rules import Rename, Rule, Skip, check_placeholders, check_repeats
 from flowstone.rules.name_patterns import placeholders
 
 
@@ -281,7 +281,9 @@ def _shares(rule: Split | Fuse, count: int) -> tuple[int, ...]:
 
 
 def _check(rule: LayoutRule) -> None:
-    """Raise ArgumentError for a name that is empty or not a string, or a number that is out of range."""
+    """Raise ArgumentError for a name that is empty, not a string, or has a placeholder twice, and for a number that is
+    out of range.
+    """
     kind = type(rule).__name__
     least = {"dim": 0, "groups": 1, "size": 0, "padded": 0}
     for field in fields(rule):
@@ -292,6 +294,7 @@ def _check(rule: LayoutRule) -> None:
                 f"{kind}: {field.name} {value!r:.60} is not a name",
                 next="write the name of a tensor, such as 'layers.0.weight'",
             )
+        check_repeats(kind, *names)
         if field.name in least and (type(value) is not int or value < least[field.name]):
             raise ArgumentError(
                 f"{kind}: {field.name} must be at least {least[field.name]}, not {value!r:.40}",
@@ -304,10 +307,8 @@ def _check(rule: LayoutRule) -> None:
 
 
 def _check_number(rule: Stack | Unstack, many: str, stacked: str) -> None:
-    inner, outer = placeholders(many), placeholders(stacked)
-    if len(set(inner)) < len(inner) or len(set(outer)) < len(outer) or len(set(inner) - set(outer)) != 1 or set(
-        outer
-    ) - set(inner):
+    inner, outer = set(placeholders(many)), set(placeholders(stacked))
+    if len(inner - outer) != 1 or outer - inner:
         raise ArgumentError(
             f"{type(rule).__name__}: {many!r} must contain each placeholder of {stacked!r} exactly once, and exactly "
             "one additional placeholder, for the number (such as an expert's) that distinguishes the separate tensors",

@@ -10,7 +10,9 @@ _SHOWN = 20
 
 
 class NotebookEntry(Protocol):
-    """What the table needs of a tensor; the values of `Checkpoint.tensors` have it."""
+    """The attributes of a tensor that the table in a notebook shows. The values of `Checkpoint.tensors` have these
+    attributes.
+    """
 
     @property
     def name(self) -> str: ...

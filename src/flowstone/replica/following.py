@@ -185,7 +185,7 @@ class JournalFollower:
         self.step, self._queue, self._progress, self._approximate = -1, [], None, ()
 
     def restore_remaining(self) -> None:
-        """Bring the values that no optimizer updates to the state's step, too."""
+        """Also restore, as of the state's step, the values that no optimizer updates (objects, generators, buffers)."""
         assert self._base is not None, "a step was made"
         assert self._progress is not None, "as above"
         rest = {section: value for section, value in self._state.items() if section not in self._approximate}

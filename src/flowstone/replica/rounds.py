@@ -1,7 +1,7 @@
-"""The replicas of several ranks act together. In each round, all send a report to rank 0's replica, which decides what
-all do next.
-
-    each: whether its rank of the training lives, its step --agree--> rank 0: a move, or save, or end --> each
+"""Each rank of a training job can have a replica (a process with a second copy of that rank's state). The replicas act
+together, in rounds. In each round, every replica tells rank 0's replica whether the training process of its own rank is
+alive, and which step the replica has reached. Rank 0's replica decides what all of them do next: make a move, wait,
+save, or end.
 
 A move loads a checkpoint, or replays steps. All replicas load the same checkpoint, are at the same step at each
 agreement, and save only a step that all of them have. The training takes no part in these agreements.

@@ -104,14 +104,26 @@ def check_text(rule: str, **texts: object) -> None:
 
 def check_placeholders(rule: str, source: str, *targets: str) -> None:
     """Raise ArgumentError unless all patterns have the same placeholders, each once."""
-    expected = placeholders(source)
-    for pattern in (source, *targets):
-        actual = placeholders(pattern)
-        if sorted(set(actual)) != sorted(actual) or set(actual) != set(expected):
+    check_repeats(rule, source, *targets)
+    expected = sorted(placeholders(source))
+    for pattern in targets:
+        actual = sorted(placeholders(pattern))
+        if actual != expected:
             raise ArgumentError(
-                f"{rule}: {source!r} and {pattern!r} have different placeholders", found=f"{sorted(actual)}",
-                expected=f"{sorted(set(expected))}, each once",
+                f"{rule}: {source!r} and {pattern!r} have different placeholders", found=f"{actual}",
+                expected=f"{expected}",
                 next="use the same placeholders on both sides, so that the rule can be inverted",
+            )
+
+
+def check_repeats(rule: str, *patterns: str) -> None:
+    """Raise ArgumentError if a pattern has a placeholder twice."""
+    for pattern in patterns:
+        actual = placeholders(pattern)
+        if len(set(actual)) < len(actual):
+            raise ArgumentError(
+                f"{rule}: the pattern {pattern!r} has a placeholder twice", found=f"{sorted(actual)}",
+                next="give each placeholder of a pattern a name of its own, as in 'layers.{n}.experts.{e}'",
             )
 
 

@@ -60,7 +60,8 @@ class PageCollapser:
         self._skips = self._skips_next = 0  # how many saves begin no pass, because the last one made no huge page
 
     def begin(self, step: int | None, memory: HostMemory, *, outlives_save: bool) -> None:
-        """Begin a pass over memory that save `step` (None: `prepare`) captures lazily. Any thread. Returns at once.
+        """Begin a pass over memory that save `step` (None: `prepare`) captures lazily. Returns at once. Can be called
+        on any thread.
 
         outlives_save  whether this memory exists after the save. False: only memory that the previous save had at the
                        same address is collapsed
@@ -96,7 +97,9 @@ class PageCollapser:
             self.begin(None, memory, outlives_save=True)
 
     def pause(self, save: Save | None = None) -> None:
-        """Stop the current pass, because a save begins. Returns without waiting for the pass. Any thread."""
+        """Stop the current pass, because a save begins. Returns without waiting for the pass. Can be called on any
+        thread.
+        """
         if save is not None:
             self._newest = save
         current = self._pass

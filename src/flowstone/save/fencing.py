@@ -26,8 +26,8 @@ class Fencing:
         self.hooks, self._is_over, self._pid = OptimizerFence(self._before_step), False, os.getpid()
 
     def pass_fence(self) -> None:
-        """Wait until all saves called so far are captured; then the state may change. Any thread, except the
-        background threads of saves.
+        """Wait until all saves called so far are captured; then the state may change. Can be called on any thread
+        except the background threads of saves.
         """
         self._verb_lock.check_thread("fence")
         with self.state_lock:

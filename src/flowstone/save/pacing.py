@@ -108,7 +108,8 @@ class Captures:
         return any(pending.awaits_plan for pending in self._pending)
 
     def snapshot(self) -> None:
-        """Copy the states of saves that have no plan yet, oldest first, as far as the memory budget allows. Any thread.
+        """Copy the states of saves that have no plan yet, oldest first, as far as the memory budget allows. Can be
+        called on any thread.
         """
         if os.getpid() != self._pid:
             return
@@ -164,15 +165,17 @@ class Captures:
         return Pace(blocks, int(plan.bytes / overlap_s) + 1 if overlap_s else None, self._cap)
 
     def expedite(self) -> None:
-        """Capture at full speed: a thread waits for pieces that are not captured yet. Any thread."""
+        """Capture at full speed, because a thread waits for pieces that are not captured yet. Can be called on any
+        thread.
+        """
         if os.getpid() != self._pid:
             return  # native objects have no threads in a forked child
         for pending in self._pending:
             pending.expedite()
 
     def expedite_captured(self, step: int) -> None:
-        """A thread waits for `captured` of this save: capture at full speed; if the save has no plan yet, copy its
-        state. Any thread.
+        """Capture at full speed, because a thread waits for `captured` of this save. If the save has no plan yet, copy
+        its state instead. Can be called on any thread.
         """
         if any(pending.save.step == step and pending.pending_plan is not None for pending in self._pending):
             self.snapshot()

@@ -84,7 +84,7 @@ class PendingPlan:
 
     def snapshot(self, room_bytes: int) -> bool:
         """Copy all pieces of which there is no copy, if they fit into `room_bytes`. Returns whether the state may
-        change now. Any thread.
+        change now. Can be called on any thread.
 
         Stops as soon as `take` is called. If the copies do not fit, that is logged once.
         """

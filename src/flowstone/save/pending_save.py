@@ -272,7 +272,9 @@ class PendingSave:
         self.spans.lap("early")
 
     def expedite(self) -> None:
-        """Capture at full speed: a thread waits for pieces that are not captured yet. Any thread."""
+        """Capture at full speed, because a thread waits for pieces that are not captured yet. Can be called on any
+        thread.
+        """
         self.is_expedited = True  # set before `capture` is read; `begin` sets `capture` before it reads `is_expedited`
         if self.capture is not None:
             self.writing.expedite()

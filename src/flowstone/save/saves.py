@@ -117,8 +117,8 @@ class Saves(SaveConductor):
         self.in_flight.note_newest(step)
 
     def count_alike(self, phase: str, error: Exception | None) -> None:
-        """Agree with all ranks how many calls of `save` count for each step. Raises `error`, or RankError for another
-        rank's error.
+        """Agree with all ranks on the number of calls of `save` for each step (the highest number on any rank). Raises
+        `error`, or RankError for another rank's error.
         """
         self._coordinator.count_alike(phase, error)
 

@@ -90,7 +90,7 @@ class ExpeditingFuture(Future[_Result], Generic[_Result]):
             self.latch.wait()
 
     def complete(self: ExpeditingFuture[None]) -> None:
-        """Mark the future as done; later calls do nothing. Any thread."""
+        """Mark the future as done; later calls do nothing. Can be called on any thread."""
         with suppress(InvalidStateError):
             self.set_result(None)
 

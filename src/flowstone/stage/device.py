@@ -63,7 +63,7 @@ class SideStream(Protocol):
         """
 
     def synchronize(self) -> None:
-        """Wait until all copies that are queued now are done. Any thread.
+        """Wait until all copies that are queued now are done. Can be called on any thread.
 
         raises  StorageError if the device has failed
         """

@@ -30,7 +30,8 @@ class PieceDigests(msgspec.Struct, frozen=True, eq=False):
     chunks: tuple[NDArray[np.int64], ...]
 
     def wait_digests(self) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
-        """Positions of pieces, and their digests. Blocks until the devices have computed them. Any thread.
+        """Positions of pieces, and their digests. Blocks until the devices have computed them. Can be called on any
+        thread.
 
         raises  StorageError  a device has failed
         """

@@ -31,7 +31,7 @@ class Samples(msgspec.Struct, frozen=True, eq=False):
     device: NDArray[np.bool_]
 
     def wait_digests(self) -> NDArray[np.uint16]:
-        """The digests. Blocks until the devices have gathered their samples. Any thread.
+        """The digests. Blocks until the devices have gathered their samples. Can be called on any thread.
 
         raises  StorageError  a device has failed
         """

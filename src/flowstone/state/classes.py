@@ -70,7 +70,7 @@ class ClassForm:
 
 
 class _DataclassForm(ClassForm):
-    """Dataclasses and classes of attrs: the fields that the class declares."""
+    """Dataclasses and attrs classes: the fields that the class declares."""
 
     def fields(self, value: Any) -> Fields:
         return {name: getattr(value, name) for name in field_names(type(value)) if hasattr(value, name)}
@@ -274,7 +274,7 @@ def name_of(own: Any) -> str:
 
 
 def field_names(own: type) -> tuple[str, ...]:
-    """The names of the fields of a dataclass, or of a class of attrs."""
+    """The names of the fields of a dataclass, or of an attrs class."""
     if dataclasses.is_dataclass(own):
         return tuple(field.name for field in dataclasses.fields(own))
     return tuple(field.name for field in getattr(own, "__attrs_attrs__", ()))
@@ -451,7 +451,7 @@ def register_class(
     own: C | None = None, *, name: str | None = None, fields: Callable[[Any], dict[str, object]] | None = None,
     create: Callable[[dict[str, object]], object] | None = None,
 ) -> Any:
-    """Allow loads to create objects of a class: a dataclass, a NamedTuple, a class of attrs, an enumeration; or any
+    """Allow loads to create objects of a class: a dataclass, a NamedTuple, an attrs class, an enumeration; or any
     other class, with two functions. Also usable as a decorator.
 
     name    name in checkpoints; None: the qualified name. Give a name if the class may be renamed or moved
@@ -476,7 +476,7 @@ def register_class(
             form = None
         else:
             raise ProviderError(
-                f"{_plain(own)} is not a dataclass, NamedTuple, enumeration, or class of attrs",
+                f"{_plain(own)} is not a dataclass, NamedTuple, enumeration, or attrs class",
                 next="give `fields`, which takes its objects apart, and `create`, which makes them",
             )
         CLASSES.add(own, name or _plain(own), form)

@@ -55,7 +55,9 @@ class VersionCounters:
 
 
 class VersionCheck:
-    """Checks by version counters whether tensors changed before a save had captured them. Any thread."""
+    """Checks by version counters whether tensors changed before a save had captured them. Can be used on any
+    thread.
+    """
 
     def __init__(
         self, counters: VersionCounters, layout: Layout, late: NDArray[np.bool_], guarded: Sequence[bool]

@@ -1,4 +1,6 @@
-"""Values of Python's library that a checkpoint stores as text: numbers, paths, times, members of enumerations."""
+"""Values of Python's standard library that a checkpoint stores as text: numbers, paths, times, members of
+enumerations.
+"""
 
 from __future__ import annotations
 
@@ -106,8 +108,8 @@ def _value_of(kind: str, text: str) -> object:
 
 
 def _datetime_text(value: datetime.datetime | datetime.time) -> str:
-    """A time as text: ISO 8601 without a zone, the zone in brackets, and Python's `fold` (0 or 1). For example
-    `2026-03-01T00:00:00 [zoneinfo.ZoneInfo UTC] 1`.
+    """A time as text: ISO 8601 without a zone, the zone in brackets if there is one, and ` 1` if Python's `fold` is 1
+    (nothing if it is 0). For example `2026-03-01T00:00:00 [zoneinfo.ZoneInfo UTC] 1`.
     """
     zone = None if value.tzinfo is None else value_name(value.tzinfo)
     where = "" if zone is None else f" [{zone.kind} {zone.text}]"

@@ -328,7 +328,7 @@ def to_store(path: object) -> Path | ObjectUrl | Store:
     words = "; ".join(f"of {protocol}: {', '.join(names)}" for protocol, names in missing.items())
     raise ArgumentError(
         f"{shown(path)} lacks methods of a store", missing=words,
-        next="implement these, or subclass flowstone.store.wrap.Wrapper around a store",
+        next="implement these, or wrap a store in a subclass of flowstone.store.wrap.Wrapper",
     )
 
 
@@ -454,8 +454,10 @@ def to_keep(keep: object) -> Keep | KeepRule | None:
 def _count(name: str, value: object, *, least: int) -> int:
     number = whole_number(name, value)
     if not least <= number < 1 << 62:
-        limits = f"must be at least {least}" if number < least else f"must be less than {1 << 62}"
-        raise ArgumentError(f"{name} is {number}, {limits}", next=f"give {least} or more")
+        limits, remedy = f"must be at least {least}", f"give {least} or more"
+        if number > least:
+            limits, remedy = f"must be less than {1 << 62}", f"give a number from {least} to {(1 << 62) - 1}"
+        raise ArgumentError(f"{name} is {number}, {limits}", next=remedy)
     return number
 
 

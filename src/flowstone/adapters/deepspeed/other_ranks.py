@@ -1,4 +1,6 @@
-"""Load a checkpoint with another number of ranks than saved it: build the files that DeepSpeed expects on this rank."""
+"""Load a checkpoint on a different number of ranks than it was saved with: build the files that DeepSpeed expects on
+this rank.
+"""
 
 from __future__ import annotations
 

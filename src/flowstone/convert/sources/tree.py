@@ -54,7 +54,10 @@ class PickleTree:
         self._nodes += 1
         if depth > _DEPTH_MAX or self._nodes > _NODES_MAX or len(name) > NAME_BYTES_MAX:
             raise UnsupportedFormatError(
-                f"{self._path} is nested too deeply, or contains itself, at {name!r:.200}", next="save only the tensors"
+                f"{self._path} is nested too deeply, contains itself, has too many values, or has a name that is too "
+                f"long, at {name!r:.200}",
+                expected=f"at most {_DEPTH_MAX} levels, {_NODES_MAX} values, and {NAME_BYTES_MAX} characters in a name",
+                next="save only the tensors",
             )
         if isinstance(value, PickledInstance) and value.kind in self._shown:
             value = self._shown[value.kind](value)

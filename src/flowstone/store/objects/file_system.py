@@ -250,8 +250,8 @@ class FileSystemBucket:
             self._call(move, full_path)
 
     def _send(self, full_path: str, pieces: Iterable[bytes], chunk_bytes: int, **how: bool) -> int:
-        """Write a new file. Returns its size in bytes. After an error the open file is discarded, since closing it
-        would complete the file.
+        """Write a new file. Returns its size in bytes. After an error on S3 the open file is discarded, since closing
+        it would complete the file.
         """
         length, sent = max(chunk_bytes, _PART_BYTES_MIN), 0
         file = self._call(lambda: self._opened(full_path, length, how), full_path)

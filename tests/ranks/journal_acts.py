@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -80,23 +81,32 @@ def undisturbed(rank: int, how: str, steps: int) -> list[str]:
     return each_step(Training(how, rank), steps)
 
 
-def slow_syncs(seconds: float) -> None:
-    """Of this process' journals, as on a store that is slow at them."""
+def slow_syncs(seconds: float, is_behind: Callable[[], bool] = lambda: False) -> None:
+    """Of this process' journals, as on a store that is slow at them: for so long, and as long as `is_behind`."""
     sync = LocalAppendFile.sync
 
     def slow(appending: LocalAppendFile) -> None:
         time.sleep(seconds)
+        deadline = time.monotonic() + 60.0
+        while is_behind() and time.monotonic() < deadline:
+            time.sleep(0.01)
         sync(appending)
 
     LocalAppendFile.sync = slow  # type: ignore[method-assign]
 
 
 def train(
-    rank: int, path: str, how: str, steps: int, recovery_s: float = 60.0, lag_steps: int = 1, sync_s: float = 0.0
+    rank: int, path: str, how: str, steps: int, recovery_s: float = 60.0, lag_steps: int = 1, sync_s: float = 0.0,
+    held_until: int = 0,
 ) -> dict[str, object]:
-    """Go on from what there is, and note how far it came. `sync_s`: how long syncs of journals take at least."""
+    """Go on from what there is, and note how far it came.
+
+    sync_s      how long syncs of journals take at least
+    held_until  syncs that begin after the second step before this one was saved wait until this one is, too
+    """
     training, events = Training(how, rank), list[Event]()
-    slow_syncs(sync_s)
+    saved = [0]
+    slow_syncs(sync_s, lambda: held_until - 3 < saved[0] < held_until)
     with fs.Checkpointer(
         path, every_step=True, recovery_s=recovery_s, lag_steps=lag_steps, keep=2, deadline_s=10.0,
         on_event=events.append,
@@ -112,6 +122,7 @@ def train(
             if step == 1:
                 save.committed.result()  # what all others begin with
             Path(f"{path}.begun.{rank}").write_text(str(step))
+            saved[0] = step
     return {
         "done": done, "loaded": loaded, "bits": training.bits(),
         "whole": [event.step for event in events if isinstance(event, fs.Committed)],

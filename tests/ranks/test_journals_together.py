@@ -124,7 +124,8 @@ def test_ranks_that_may_lag_sync_for_several_steps_at_once_and_save_the_same_ste
 ) -> None:
     how, position = undisturbed
     path = str(tmp_path / "run")
-    first = run(2, "journal_acts", "train", path, how, 9, 60.0, 4, 0.5)  # slower than steps are on a busy machine
+    # the ranks agree on the lag with the first step of the journal, the second of all
+    first = run(2, "journal_acts", "train", path, how, 9, 60.0, 4, 0.0, 5)
     assert told(first, "journaled") == [list(range(2, 10))] * 2
     assert min(told(first, "synced")) > 1
     assert told(first, "bits") == [item[8] for item in position]

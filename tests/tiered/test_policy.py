@@ -50,7 +50,7 @@ def test_nothing_durable() -> None:
     alone = _refused([MemoryStore(location="of this process")])  # its saves would never be durable, nor fail
     assert "the only tier is not durable" in alone
     assert "found       of this process" in alone
-    assert "give a single store in memory without a list" in alone
+    assert "pass a single store instead of a list" in alone
     fs.Checkpointer(MemoryStore()).close()
 
 

@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 
 
 class JournalSetup:
-    """The journal of a Checkpointer with `every_step`, and its saves."""
+    """Sets up the journal of a Checkpointer with `every_step`, and makes the object that performs its saves."""
 
     def __init__(self, shared: Shared, options: SaveOptions, captures: Captures) -> None:
         if not shared.store.capabilities.appends:

@@ -284,8 +284,8 @@ def _decide_step(reports: Sequence[StepReport]) -> _StepDecision:
         if report.fingerprint != reports[0].fingerprint:
             raise CollisionError(
                 f"the state of rank {rank} differs from that of rank 0, though both hold the same tensors",
-                next="find out why the ranks differ; the next save is a full checkpoint, and its error names the "
-                "tensors",
+                next="find out why the ranks differ. The next save writes a full checkpoint and compares the ranks' "
+                "tensors; if it finds the difference, it fails and names the tensors",
             )
     return _StepDecision("", any(report.is_late for report in reports) and all(report.is_free for report in reports))
 

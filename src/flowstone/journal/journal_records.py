@@ -88,7 +88,9 @@ class StepAttempt(msgspec.Struct, eq=False):
         self.owes_full = False
 
     def must_save_full(self, content: StepContent | str) -> bool:
-        """Whether this attempt must save in full. A single rank saves in full only a step that cannot be replayed."""
+        """Whether this attempt must save a full checkpoint instead of a frame in the journal. With one rank: if the
+        step cannot be replayed. With several ranks: if they have agreed not to journal this step.
+        """
         return not self.is_journaled or (not self.is_agreed and isinstance(content, str))
 
 

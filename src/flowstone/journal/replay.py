@@ -425,7 +425,7 @@ def _damaged(store: Store, part: ChainPart, rank: int, step: int, where: str) ->
 def restore_remaining(
     checkpoint: Checkpoint, state: Mapping[str, object], done: ReplayProgress, rank: int, left_out: Sequence[str]
 ) -> None:
-    """Restore everything but the results of optimizer steps: objects, generators, tensors that no optimizer updates.
+    """Restore what optimizer steps do not compute: objects, generators, and the tensors that no optimizer updates.
 
     left_out  sections of the checkpoint that `state` lacks
     """

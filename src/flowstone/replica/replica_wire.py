@@ -33,10 +33,11 @@ Exactness = Literal["exact", "tolerance"]
 class Setup(msgspec.Struct, frozen=True, tag="Setup"):
     """The first message: the replica's settings.
 
-    engine       EngineOptions, as a dictionary
-    rank, ranks  of the training, and of its replicas
-    port         where the replicas of several ranks connect, on this node
-    listener     descriptor of the listening socket, for rank 0 of several ranks; otherwise -1
+    engine    EngineOptions, as a dictionary
+    rank      the rank of the training process; its replica has the same rank
+    ranks     the number of ranks of the training, which is also the number of replicas
+    port      where the replicas of several ranks connect, on this node
+    listener  descriptor of the listening socket, for rank 0 of several ranks; otherwise -1
     """
 
     trainer: int

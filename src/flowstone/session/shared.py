@@ -59,8 +59,8 @@ class SaveOptions(msgspec.Struct, frozen=True):
 class SaveHooks(msgspec.Struct, frozen=True, eq=False):
     """The callbacks of one Checkpointer's saves.
 
-    owner             returns the Checkpointer, which is referenced only while one of its saves is running
-    on_threads_start  called once the threads that finish saves run
+    owner             returns the Checkpointer, or None if it no longer exists: `owner` does not keep it alive
+    on_threads_start  called directly after the threads that finish saves have been started
     on_new_save       makes the result of `save` from its futures `captured` and `committed`
     """
 

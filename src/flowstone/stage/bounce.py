@@ -268,7 +268,9 @@ _CARRIERS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.compl
 
 
 def host_array(memory: Memory) -> np.ndarray:
-    """Host memory as an array with elements of the same size; the caller keeps the owner alive."""
+    """Host memory as an array, without a copy. The array's dtype has the item size of `memory`, but may be another type
+    of number. The caller keeps the owner of the memory alive.
+    """
     reach = [(n - 1) * s for n, s in zip(memory.shape, memory.strides_bytes, strict=True)]
     if 0 in memory.shape:
         return np.empty(memory.shape, _CARRIERS[memory.item_bytes])

@@ -21,7 +21,7 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 def directory(root: Path, path: str = "") -> Iterator[int]:
     """A descriptor of the directory at `path` in `root`. The root itself may be a link.
 
-    raises  OSError, ELOOP for a link
+    raises  OSError, ELOOP for a link in `path`
     """
     opened = Descriptors()
     try:

@@ -1,4 +1,6 @@
-"""The mount that a directory is on, with its machine and kernel; and how much memory the machine has available."""
+"""Finds which mounted file system a directory is on, and identifies the machine and its kernel; and finds how much
+memory this process can still allocate.
+"""
 
 from __future__ import annotations
 

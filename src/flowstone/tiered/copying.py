@@ -1,8 +1,9 @@
-"""Copy a segment from one store into another through a few buffers: read, verify, write and compare again.
+"""Copy a segment from one store into another through a few buffers: read it, verify its digests, write it, and check
+the digests of the written bytes once more.
 
-The engine that writes the target captures (copies) rows in order; a row is a range of the file, such as a chunk. The
-rows are in buffers that are used in turn: a buffer is refilled once all its rows are captured (`_native.SourceSupply`),
-while captured bytes are written.
+The engine that writes the target file copies (captures) rows from the buffers, in order; a row is a range of the file,
+such as a chunk. The buffers are used in turn: a buffer is refilled once all its rows are captured
+(`_native.SourceSupply`), while the captured bytes are still being written.
 """
 
 from __future__ import annotations

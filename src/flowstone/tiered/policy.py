@@ -141,8 +141,8 @@ def to_tiers(given: object, keep: Keep | KeepRule | None, engine: EngineOptions)
         raise ArgumentError(
             f"none of the {len(placed)} tiers is durable" if len(placed) > 1 else "the only tier is not durable",
             found=", ".join(entry.store.location for entry in placed),
-            next="add a directory or an object store; or, if memory suffices, give a single store in memory without "
-            "a list",
+            next="add a directory or an object store; or, to keep checkpoints in memory only, pass a single store "
+            "instead of a list",
         )
     if placed[0].tier.keep is None and keep is not None:
         placed[0] = PlacedTier(replace(placed[0].tier, keep=keep), placed[0].store)

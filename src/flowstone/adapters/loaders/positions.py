@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 
 def common_prefix(counts: Sequence[int]) -> int | None:
-    """The number of entries that all ranks together have taken from the shared order of entries, if these are exactly
-    its first entries.
+    """How many entries all ranks together have taken, if the taken entries are exactly the first ones of the shared
+    order, without a gap.
 
     counts   how many entries each rank has taken, rank 0 first
     returns  None if the taken entries have gaps, because some rank is ahead of another

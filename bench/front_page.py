@@ -161,7 +161,8 @@ costs or gains: it compares this source tree with another commit ([TESTING](TEST
 
 ## Goals that were missed
 
-If a line names the least possible value, and this value is above the goal, no plan can reach the goal.
+Some of the lines below give the least value that is possible (over all ways to divide the bytes between the ranks that
+write). Where this value is above the goal, the goal cannot be reached.
 
 {missed}
 

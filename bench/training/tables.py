@@ -24,7 +24,7 @@ def tables(run: Run) -> tuple[Table, ...]:
         Table("Saves during training (without the first save of each process, except in rows that say so)",
               _SAVE_COLUMNS, tuple(_save_rows(run))),
         Table("The cost of saves for training", _COST_COLUMNS, tuple(_cost_rows(run))),
-        Table("Flowstone alone, without a training", _DRILL_COLUMNS, tuple(_drill_rows(run))),
+        Table("Flowstone alone, without training", _DRILL_COLUMNS, tuple(_drill_rows(run))),
         Table("What failed", ("row", "round", "why"), tuple(_failure_rows(run))),
     )
     return tuple(table for table in tables if table.rows)

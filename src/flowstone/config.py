@@ -176,10 +176,10 @@ REPLICA_POLL_S = 0.2  # time between two checks for new steps
 REPLICA_BEHIND_STEPS = 100  # a replica that is further behind is reported
 REPLICA_END_S = 10.0  # a replica that runs for longer after the end of training is killed
 REPLICA_ANSWER_S = 10.0  # longest wait for a replica to report its step
-REPLICA_PERSIST_S = 600.0  # longest wait of a restarted training for the replica that saves the last step
+REPLICA_PERSIST_S = 600.0  # longest wait of a restarted trainer for the replica that saves the last step
 REPLICA_MEET_S = 120.0  # wait for the replicas of several ranks to find each other: each imports torch first
 REPLICA_ROUND_S = 1.0  # longest time between two rounds of the replicas of several ranks
-# the replicas of several ranks stop if the last rank of a training ends later than this after the first
+# the replicas of several ranks stop if the last rank of a training job ends later than this after the first
 REPLICA_LAST_RANK_S = 60.0
 REPLICA_ATTEMPTS_MAX = 5  # failures in a row: loads and steps may fail because training removes old files
 REPLICA_NICE = 10  # a replica's nice value is higher than training's by this

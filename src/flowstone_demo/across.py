@@ -1,5 +1,5 @@
-"""Act four: a training is saved by several ranks, and killed; it is loaded by fewer ranks, killed again, and loaded by
-one.
+"""Act four: a training job is saved by several ranks, and killed; it is loaded by fewer ranks, killed again, and loaded
+by one.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import msgspec
 
 
 class Sizes(msgspec.Struct, frozen=True, kw_only=True):
-    """The parameters of a training, except for its seed.
+    """The parameters of a training job, except for its seed.
 
     length   length of a training excerpt, in bytes of text
     batch    how many excerpts a step has, on all ranks together

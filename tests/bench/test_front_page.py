@@ -40,7 +40,7 @@ def test_a_page_that_a_benchmark_updates_renews_the_front_page(docs: Path) -> No
     front_page.renew(page)
     made = (docs / "PERFORMANCE.md").read_text()
     assert "a save every 5 steps blocks training | 31.5 (30.0-33.0) | at most 20.0 | **no** |" in made
-    assert "- blocked in total (made up), ms: 31.5 (30.0-33.0), goal at most 20.0 ([Beside a training]" in made
+    assert "- blocked in total (made up), ms: 31.5 (30.0-33.0), goal at most 20.0 ([Beside training]" in made
 
 
 def test_a_goal_that_no_page_tells_about_any_more_is_an_error(docs: Path) -> None:

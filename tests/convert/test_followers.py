@@ -146,7 +146,7 @@ def one_step_more(model: Apart) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize(("make", "message"), [
     (lambda model: trained(model, groups=by_kind), r"do not fit optimizer\.param_groups\.0[\s\S]*missing"),
-    (one_step_more, r"state that differ[\s\S]*layers\.1\.k\.bias\.step"),
+    (one_step_more, r"state values, but they differ[\s\S]*layers\.1\.k\.bias\.step"),
     (lambda model: trained(model, torch.optim.Adafactor), r"to its optimizer state 'optimizer[\s\S]*row_var"),
 ])
 def test_what_cannot_follow_is_named_and_may_be_left_out(

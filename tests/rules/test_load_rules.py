@@ -356,7 +356,7 @@ def without_slots(model: Apart) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize(("make", "kind", "message"), [
-    (one_step_more, torch.optim.AdamW, r"optimizer's state that differ[\s\S]*'optimizer.state.model.k.bias.step'"),
+    (one_step_more, torch.optim.AdamW, r"state values, but they differ[\s\S]*'optimizer.state.model.k.bias.step'"),
     (two_groups, torch.optim.AdamW, "optimizer.param_groups"),
     (without_slots, torch.optim.AdamW, r"cannot be fused[\s\S]*missing     optimizer.state.model.v.weight.step"),
     (lambda model: trained(model, kind=torch.optim.Adafactor), torch.optim.Adafactor,

@@ -73,7 +73,7 @@ def _run_of(tensor: SourceTensor, box: Box, chunk: int) -> tuple[int, int]:
 
 
 def _merge_runs(runs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Merge ranges that overlap. `runs` ascend by their beginnings."""
+    """Merge ranges that overlap or touch. Returns them in ascending order."""
     merged: list[tuple[int, int]] = []
     for begin, end in sorted(runs):
         if merged and begin <= merged[-1][1]:

@@ -157,7 +157,7 @@ def refer(
             linked.append(path)
         # Checked after linking: the linked files belong to this checkpoint, whatever happens to the base's directory.
         if read_manifest(store, step_directory(base.step)).id != base.id:
-            raise NoCheckpointError(f"step {base.step} was saved again", next="nothing: this save writes everything")
+            raise NoCheckpointError(f"step {base.step} was saved again", next="do nothing: this save writes all data")
     except FlowstoneError as error:
         for path in linked:
             store.remove(path)
@@ -181,8 +181,9 @@ def refer(
 def _with_kept(
     referred: BaseReferences, kept: BaseCache | None, is_base: NDArray[np.bool_] | None
 ) -> BaseReferences:
-    """Add the chunks whose data the encoder keeps in memory to encode differences. `is_base`: for each chunk, whether
-    the file that contains this data is linked, so that the save may store a difference to it.
+    """Return `referred` with the earlier contents of chunks that are kept in memory, from which the encoder computes
+    differences. `is_base`: for each chunk, whether a linked file contains that earlier content; only then may the save
+    store the chunk as a difference from it. None: no chunk has such a file.
     """
     if kept is None:
         return referred

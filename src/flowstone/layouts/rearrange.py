@@ -268,7 +268,7 @@ def _make_slots(
             followers is not None and followers.equal(slot, slots[0])
         ):
             raise MismatchError(
-                f"the {type(rule).__name__} rule cannot combine numbers of an optimizer's state that differ",
+                f"the {type(rule).__name__} rule can keep only one of these optimizer state values, but they differ",
                 differences=(name,), found=f"{name!r} and {match.sources[0]!r}",
                 expected="equal values, as for parameters that are trained together",
                 next="leave the optimizer out of the state, or its parameters out of the rule",

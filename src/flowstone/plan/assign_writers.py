@@ -4,8 +4,8 @@ A box is a region of a tensor, a piece the box that a rank holds. Equal boxes of
 replicas: one of these ranks writes the box, chosen so that bytes are spread evenly over nodes and over the ranks of
 each node (balanced writers: ByteCheckpoint, arXiv 2407.20143). Each rank may have updated module buffers from its own
 batch, so each buffer is written by the lowest rank that holds it. This module also checks that the plan writes every
-element exactly once. Tensors that have the same boxes on every rank form a class, and each class is examined once
-(class_table.py).
+element exactly once. Two tensors are in one class if they have the same dtype and shape and, on each rank, the same box
+as each other (that box may differ from rank to rank). Each class is examined once (class_table.py).
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The pieces of all ranks of a job, by classes of tensors. The tensors of a class have the same boxes (regions) on
-every rank.
+"""The pieces of all ranks of a job, by classes of tensors. Two tensors are in one class if they have the same dtype and
+shape and, on each rank, the same box (region) as each other. That box may differ from rank to rank.
 
 Each class is examined once. For each rank and class, the table stores which of the tensors the rank writes. A job of
 8,192 ranks with 4,500 pieces each has a dozen classes.

@@ -128,7 +128,8 @@ class _Splitter:
         return (Pieces(new, parts, flat[i], kinds) for i in variant.tolist())
 
     def _take(self, tensors: TensorColumns, source: NDArray[np.int64]) -> TensorColumns:
-        """The tensors of the split pieces. Ranks that share `tensors` and are split in the same way share the result.
+        """The tensors of the pieces after splitting: entry i is that of the unsplit piece `source[i]`. Ranks with the
+        same `tensors` object, whose pieces are split in the same way (equal `source`), share the result.
         """
         key = id(tensors), source.tobytes()
         if key not in self._columns:

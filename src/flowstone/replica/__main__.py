@@ -1,9 +1,9 @@
-"""`python -m flowstone.replica DESCRIPTOR`: keeps a second copy of a training's state up to date. DESCRIPTOR is the
-number of an open socket, whose other end the training has.
+"""`python -m flowstone.replica DESCRIPTOR`: keeps a second copy of a trainer's state up to date. DESCRIPTOR is the
+number of an open socket, whose other end the trainer has.
 
     build --> the state --journal.following--> each step --training is killed--> a full checkpoint of the newest step
 
-Each rank of a training has its own replica. The replicas of all ranks form one job (ranks/joined_job.py, rounds.py).
+Each rank of a training job has its own replica. The replicas of all ranks form one job (joined_job.py, rounds.py).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main() -> int:
     """Run the replica. Returns the exit status."""
     trainer = socket.socket(fileno=int(sys.argv[1]))
     setup = decode_order(trainer.recv(AGENT_MESSAGE_BYTES_MAX))
-    assert isinstance(setup, Setup), "the first message of a training"
+    assert isinstance(setup, Setup), "the first message of a trainer"
     try:
         directory = open_directory(agent_directory(), create=True)
         assert directory is not None, "it was made"
@@ -67,7 +67,7 @@ def main() -> int:
 
 
 def _detach(directory: int, setup: Setup) -> str:
-    """Lower the priority below the training's, and send output to a log file. Returns the name of that file."""
+    """Lower the priority below the trainer's, and send output to a log file. Returns the name of that file."""
     os.nice(REPLICA_NICE)
     name = f"{socket_name(setup.location, setup.rank).removesuffix('.sock')}.log"
     log = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=directory)
@@ -101,7 +101,7 @@ class ReplicaExit:
         """From now on, ReplicaExit announces the end of this process to the other replicas of `job`."""
         self.job = job
 
-    def __call__(self, status: int = 0, reason: str = "its rank of the training has ended") -> NoReturn:
+    def __call__(self, status: int = 0, reason: str = "its trainer has ended") -> NoReturn:
         """End this process. Unless it has already left the replicas' job, sends `reason` to the other replicas, which
         cannot continue without this one.
         """
@@ -119,7 +119,7 @@ class ReplicaExit:
 
 
 def _follow(setup: Setup, link: TrainerLink, leave: ReplicaExit) -> None:
-    """Follow the training until it is killed, then save its newest step."""
+    """Follow the trainer until it is killed, then save its newest step."""
     from flowstone.replica.following import JournalFollower  # imported here, with torch, while `link` already runs
     from flowstone.replica.saving import FollowerCheckpointer
 
@@ -155,7 +155,7 @@ def _join(setup: Setup, link: TrainerLink, leave: ReplicaExit) -> None:
     def report_lost(why: str) -> None:
         if link.training == "ended" or (link.training == "died" and not link.is_following):
             leave()  # no state was loaded yet, so there is nothing to save
-        if link.training == "died":  # if it lives, the training gets the error, and reports it
+        if link.training == "died":  # if it lives, the trainer gets the error, and reports it
             print(f"nothing was saved: a save needs the replicas of all ranks, but {why}", file=sys.stderr)
         link.update_status(does="failed", reason=why)
         leave(1, why)
@@ -166,7 +166,7 @@ def _join(setup: Setup, link: TrainerLink, leave: ReplicaExit) -> None:
 
 
 def _follow_alone(following: JournalFollower, link: TrainerLink, *, tolerance: bool) -> bool:
-    """Follow the training until it is killed. Returns whether the state must be saved."""
+    """Follow the trainer until it is killed. Returns whether the state must be saved."""
     while True:
         is_orphaned, newest = link.is_orphaned, link.status.newest
         try:

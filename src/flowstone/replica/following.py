@@ -94,9 +94,9 @@ class JournalFollower:
 
     rank          rank of the state, among the `ranks` that write the journals
     step          step of the state; -1: nothing was loaded yet
-    exactness     as in Replay: "exact" if the state is bit-identical to the training's; else "tolerance", also if
-                  replays can only approximate some sections
-    differs_from  the first step with a different fingerprint
+    exactness     as in Replay: "exact" if the state is bit-identical to the trainer's. "tolerance" if it may differ,
+                  for example because some sections can only be replayed approximately
+    differs_from  the first step whose fingerprint differs from the one in the journal; None if there is none
     loads         the number of loaded checkpoints
     """
 
@@ -133,7 +133,7 @@ class JournalFollower:
     def advance(self, written: str) -> int:
         """Make the next move: load a checkpoint, or replay a few steps. Returns the number of replayed steps.
 
-        written  the journal to which the training appends; "": unknown, or ended
+        written  the journal to which the trainer appends; "": unknown, or ended
 
         raises   the errors of `make`
         """
@@ -235,7 +235,7 @@ class JournalFollower:
         except DamagedError:
             if self._next_places(followed, places) is not None:
                 raise
-            return False  # the frame is being written, or the training was killed before its end
+            return False  # the frame is being written, or the trainer was killed before its end
         except StorageError:
             return False  # safe: as in `_next_places`
         replayer, progress, sources = self._replayer_for(frame.opening)
@@ -258,12 +258,12 @@ class JournalFollower:
     def _replayer_for(self, opening: JournalHeader) -> tuple[Replayer, ReplayProgress, Sequence[CompressedGradients]]:
         """Returns, for this rank's file: the replayer, its progress, and the sources that decompress gradients.
 
-        raises  UnfitError  the training has other optimizers, or another number of ranks
+        raises  UnfitError  the training job has other optimizers, or another number of ranks
         """
         if opening.ranks != self.ranks:
-            raise UnfitError(f"the training has {opening.ranks} ranks, but the replica has {self.ranks}")
+            raise UnfitError(f"the training job has {opening.ranks} ranks, but the replica has {self.ranks}")
         if opening.optimizers != self._rows:
-            raise UnfitError("the optimizers or parameters of the training differ from those in the replica's state")
+            raise UnfitError("the trainer's optimizers or parameters differ from those in the replica's state")
         assert self._replayer is not None, "the state was loaded"
         if self._progress is None:
             described = describe(self._state, rank=self.rank)

@@ -1,4 +1,4 @@
-"""The replica's thread `flowstone-replica`: receives the training's messages, notices the training's death, and
+"""The replica's thread `flowstone-replica`: receives the trainer's messages, notices the trainer's death, and
 answers status requests.
 """
 
@@ -22,20 +22,20 @@ Training: TypeAlias = Literal["lives", "ended", "died"]
 
 
 class TrainerLink:
-    """The link to the training, for the replica's main thread.
+    """The link to the trainer, for the replica's main thread.
 
     status        the replica's status, for status requests and `update_status`
-    journal       the journal to which the training appends; "": none yet
-    training      this rank of the training "lives", has "ended" by itself, or has "died"
+    journal       the journal to which the trainer appends; "": none yet
+    training      the trainer "lives", has "ended" by itself, or has "died"
     is_following  with several ranks: whether all replicas have loaded a state, so that they decide together when they
-                  end. Until then, a replica ends when its rank of the training ends
+                  end. Until then, a replica ends when its trainer ends
     """
 
     def __init__(
         self, link: socket.socket, listener: socket.socket, status: ReplicaStatus, leave: Callable[[], None], *,
         ranks: int = 1,
     ) -> None:
-        """`leave` ends the process. It is called on this thread once the training has ended by itself."""
+        """`leave` ends the process. It is called on this thread once the trainer has ended by itself."""
         self._link, self._listener, self._leave, self._is_alone = link, listener, leave, ranks == 1
         self._news = threading.Condition()
         self.status, self.journal, self.is_following = status, "", False
@@ -47,7 +47,7 @@ class TrainerLink:
         self._thread.start()
 
     def update_status(self, **changes: object) -> None:
-        """Change the status. A changed status is sent to the training, which does not get it if its socket is full."""
+        """Change the status. A changed status is sent to the trainer, which does not get it if its socket is full."""
         with self._news:
             if all(getattr(self.status, name) == value for name, value in changes.items()):
                 return
@@ -64,7 +64,7 @@ class TrainerLink:
         return self.training == "died"
 
     def await_step(self, newest: int, timeout_s: float) -> None:
-        """Wait until the training reports a step after `newest`, or has ended or died, but at most `timeout_s`."""
+        """Wait until the trainer reports a step after `newest`, or has ended or died, but at most `timeout_s`."""
         with self._news:
             self._news.wait_for(lambda: self.training != "lives" or self.status.newest > newest, timeout_s)
 
@@ -82,12 +82,12 @@ class TrainerLink:
                 if self.training == "ended":
                     waited -= {self._trainer}
                 elif not select.select([self._trainer], [], [], REPLICA_END_S)[0]:
-                    self._leave()  # the training continues without a replica
+                    self._leave()  # the trainer continues without a replica
             if self._listener.fileno() in ready:
                 self._answer()
 
     def _receive_order(self) -> bool:
-        """Read a message of the training. Returns False if it was the last one."""
+        """Read a message of the trainer. Returns False if it was the last one."""
         try:
             data = self._link.recv(AGENT_MESSAGE_BYTES_MAX)
             order = decode_order(data) if data else None

@@ -1,4 +1,4 @@
-"""The training's side of a replica: start the replica, report durable steps to it, and end it.
+"""The trainer's side of a replica: start the replica, report durable steps to it, and end it.
 
 Training waits for the replica only when training ends. The replica's messages are read on the journal's thread,
 whenever a step has become durable.
@@ -152,7 +152,7 @@ class ReplicaLink:
                 # so that the replica's log has only errors
                 "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
             }
-            environment.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # the agent's store is for the training's ranks
+            environment.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # the agent's store is for the trainers' ranks
         return environment
 
     def with_notification(self, step: int, journal: str | None, end: _End) -> _End:
@@ -191,13 +191,13 @@ class ReplicaLink:
         if status.step >= 0 and status.exactness != self._told:
             self._told = status.exactness
             if status.exactness == "tolerance":
-                log.warning("the replica of %s differs from the training in some bits, from step %s on", self._location,
+                log.warning("the replica of %s differs from the trainer in some bits, from step %s on", self._location,
                             status.differs_from if status.differs_from is not None else status.step)
             self._emit(ReplicaFollows(status.step, status.exactness, status.differs_from))
         lag = newest - status.step if status.step >= 0 else 0
         if lag > REPLICA_BEHIND_STEPS and not self._is_behind:
             log.warning(
-                "the replica of %s is behind: it is at step %d, the training at step %d",
+                "the replica of %s is behind: it is at step %d, the trainer at step %d",
                 self._location, status.step, newest,
             )
             self._emit(ReplicaBehind(status.step, newest))

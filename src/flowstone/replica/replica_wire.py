@@ -35,7 +35,7 @@ class Setup(msgspec.Struct, frozen=True, tag="Setup"):
 
     engine    EngineOptions, as a dictionary
     rank      the rank of the training process; its replica has the same rank
-    ranks     the number of ranks of the training, which is also the number of replicas
+    ranks     the number of ranks of the training job, which is also the number of replicas
     port      where the replicas of several ranks connect, on this node
     listener  descriptor of the listening socket, for rank 0 of several ranks; otherwise -1
     """
@@ -72,7 +72,7 @@ class ReplicaStatus(msgspec.Struct, frozen=True):
     newest       the newest step that training has reported; -1: none yet
     exactness, differs_from  as in replica.following.JournalFollower, but combined over all ranks
     is_orphaned  whether training has died
-    has_ended    whether this rank of the training has ended normally; other ranks may still run
+    has_ended    whether this rank of the training job has ended normally; other ranks may still run
     """
 
     pid: int
@@ -100,7 +100,7 @@ def encode(message: Setup | DurableStepMessage | Farewell | ReplicaStatus) -> by
 
 
 def decode_order(data: bytes) -> Setup | DurableStepMessage | Farewell:
-    """The message of the training that `data` contains. Raises msgspec.DecodeError if it is not one."""
+    """The message of the trainer that `data` contains. Raises msgspec.DecodeError if it is not one."""
     return _TO_REPLICA.decode(data)
 
 
@@ -148,7 +148,7 @@ def orphans(location: str) -> Iterator[ReplicaStatus]:
 
 
 def await_end(location: str, timeout_s: float, rank: int = 0) -> bool:
-    """If the training of a store's replica has died, wait until that replica has ended. Returns False after
+    """If the trainer of a store's replica has died, wait until that replica has ended. Returns False after
     `timeout_s`.
     """
     answer = _query(socket_name(location, rank))

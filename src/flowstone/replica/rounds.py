@@ -4,7 +4,7 @@ alive, and which step the replica has reached. Rank 0's replica decides what all
 save, or end.
 
 A move loads a checkpoint, or replays steps. All replicas load the same checkpoint, are at the same step at each
-agreement, and save only a step that all of them have. The training takes no part in these agreements.
+agreement, and save only a step that all of them have. The trainers take no part in these agreements.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _ReplicaOrder(msgspec.Struct, frozen=True):
                "end": end without a save
     exactness  "exact" if the state of every rank is bit-identical to training's; else "tolerance"
     differs_from  the first step whose fingerprint differs from training's on any rank
-    why        why nothing is saved although the training has died; else ""
+    why        why nothing is saved although a trainer has died; else ""
     """
 
     does: Literal["move", "wait", "save", "end"]
@@ -58,13 +58,13 @@ class ReplicaCoordinator:
     ) -> None:
         self._following, self._link, self._checkpointer, self._tolerance = following, link, checkpointer, tolerance
         self._failures = 0
-        # on rank 0: the time when a rank of the training was first found ended or dead
+        # on rank 0: the time when a rank of the training job was first found ended or dead
         self._since: float | None = None
 
     def follow(self) -> bool:
-        """Follow the training until it has ended or died. Returns whether the state must be saved.
+        """Follow the trainer until it has ended or died. Returns whether the state must be saved.
 
-        raises  TimeoutError  a rank of the training has ended or died, but another rank is still alive
+        raises  TimeoutError  a rank of the training job has ended or died, but another rank is still alive
                 RankError, and the errors of JournalFollower.make
         """
         following, link = self._following, self._link
@@ -116,7 +116,7 @@ class ReplicaCoordinator:
             lives = [rank for rank, report in enumerate(reports) if report.training == "lives"]
             return msgspec.structs.replace(
                 order,
-                why=f"a rank of the training ended {REPLICA_LAST_RANK_S:.0f} s ago, but rank {lives[0]} is still alive"
+                why=f"a trainer ended {REPLICA_LAST_RANK_S:.0f} s ago, but rank {lives[0]} is still alive"
             )
         return order
 

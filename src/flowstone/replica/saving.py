@@ -53,8 +53,8 @@ class FollowerCheckpointer(Checkpointer):
         """Become the writer of the store. Either all replicas succeed, or none."""
         self._check_open()
         failure: Exception | None = None
-        # If some ranks of the training were killed, a rank that ends normally keeps the store's lock while it waits for
-        # the killed ones.
+        # If some ranks of the training job were killed, a rank that ends normally keeps the store's lock while it waits
+        # for the killed ones.
         deadline = time.monotonic() + (REPLICA_END_S if self._group.size == 1 else REPLICA_LAST_RANK_S)
         while True:
             try:

@@ -194,7 +194,7 @@ class PendingSave:
         self.pending_plan = pending_plan
 
     def await_plan(self) -> None:
-        """Record that this save waits for its plan. The thread that finishes saves knows the save, and will plan it."""
+        """Record that this save waits for its plan. The writer's thread plans it later, when it comes to this save."""
         self._entered.append(SaveState.AWAITING_PLAN)
         if self.pending_plan is not None and self.pending_plan.is_copied:
             self.save.captured.complete()

@@ -61,7 +61,7 @@ def open_read_arena(store: Store, device: Device | None = None) -> Arena:
 
 
 def _open_arena(budget_bytes: int, request_bytes: int, block_bytes: int) -> Arena:
-    """Open an arena with blocks of at least one request, so that one request can fill a block."""
+    """Open an arena whose blocks are at least as long as one request, so that a request fits into one block."""
     if budget_bytes < 2 * request_bytes:
         raise BudgetError(
             f"a budget of {budget_bytes} bytes cannot hold two requests of {request_bytes}",

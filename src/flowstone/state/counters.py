@@ -80,7 +80,7 @@ class VersionCheck:
 
     @property
     def changed(self) -> tuple[str, ...]:
-        """The names of changed tensors; settles the check."""
+        """The names of the tensors that have changed. Calls `settle`, so later changes are not reported."""
         self.settle()
         return self._changed
 

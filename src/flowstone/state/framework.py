@@ -61,8 +61,8 @@ if TYPE_CHECKING:  # also the protocol, as creating so large a class would delay
 
         def detour(self, tensor: Any, dtype: DType, /) -> tuple[Memory, IndirectTarget, Callable[[], None]] | None:
             """For a tensor with a conjugate or negative bit, whose memory does not contain the tensor's values, returns
-            separate memory into which the values are loaded, the tensor's own memory, and a function that then copies
-            the loaded values into the tensor. Returns None for all other tensors.
+            three things: separate memory into which the values are loaded, the tensor's own memory, and a function that
+            then copies the loaded values into the tensor. Returns None for all other tensors.
             """
 
         def versions_of(self, tensors: Sequence[Any], /) -> NDArray[np.int64]:

@@ -112,7 +112,7 @@ class RestorePass:
         self.new_bytes += length_bytes
 
     def request_new(self, place: Place, made: Any) -> None:
-        """Request memory that Flowstone has allocated: a tensor or an array."""
+        """Request that stored bytes are read into a tensor or array that Flowstone has just allocated for this load."""
         self.count_new(made.nbytes)
         if isinstance(made, np.ndarray):
             self.sink.add_array(place, made)

@@ -94,8 +94,8 @@ def flush(
 
 
 def _read_back(target: Store, draft: str, manifest: Manifest) -> None:
-    """Read a copy that lacks only its manifest from the target, and verify it. Raises DamagedError if the target
-    returns wrong bytes.
+    """Read back from the target a copy that is complete except for its manifest, and verify it. Raises DamagedError if
+    the target returns wrong bytes.
     """
     index = contents.read_index(target, draft, manifest)
     contents.read_objects(target, draft, manifest)

@@ -173,7 +173,7 @@ class Rebuild:
         self._request_listed_slots(listed)
 
     def _request_named_slots(self, listed: Mapping[str, Mapping[object, object]], named: Iterable[str]) -> None:
-        """Request slots that are identified by their tensors' names alone."""
+        """Request slots that the checkpoint identifies only by the names of their tensors."""
         stored = self.loading.stored
         prefix = f"{self.place.name}.state."
         known = {stored.rename(name) for slots in listed.values() for name in _names_in(slots)}
@@ -490,7 +490,8 @@ _LOAD_HOOKS = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_di
 
 
 def _strides_like(parameter: torch.Tensor) -> tuple[int, ...] | None:
-    """The strides that torch's zeros_like() would choose: those of the parameter if it is dense, in any order."""
+    """The strides that torch's zeros_like(parameter) would choose. None for a subclass other than nn.Parameter."""
+    # They are the parameter's own strides if it is dense, whatever the order of its dimensions in memory.
     if type(parameter) not in tensors.DENSE_TYPES:
         return None
     return torch.empty_like(parameter, device="meta", requires_grad=False).stride()

@@ -1,4 +1,4 @@
-"""Ray Train through Flowstone: reports name a complete, durable checkpoint, and training resumes from it.
+"""Ray Train through Flowstone: each report names a complete, durable checkpoint, and training resumes from it.
 
     with fs.Checkpointer(run_store()) as ckpt:
         load(ckpt, state)                                 # replaces get_checkpoint and torch.load

@@ -352,8 +352,8 @@ class MemoryWriteHandle(JobWriteHandle):
                 self._store.allocate_spare(self._written.files)
 
     def _allocate_once(self) -> None:
-        """Allocate the files' memory, unless that was done. The caller holds the lock. If that fails, this write is
-        cancelled, and `receipt` reports the error.
+        """Allocate the files' memory, unless this was already done. If the allocation fails, this write is cancelled,
+        and `receipt` reports the error. The caller holds the lock.
         """
         allocate, self._allocate = self._allocate, None
         if allocate is None or self._job.cancelled or self._job.fault is not None:

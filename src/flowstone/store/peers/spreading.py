@@ -1,7 +1,7 @@
 """Spread a save's copies over a part of the measured time between two saves.
 
-Gemini (SOSP 2023) measures the first iterations of a training, and sends when the network is idle. A store does not see
-the traffic of training, but it knows how often saves begin.
+Gemini (SOSP 2023) measures the first iterations of a training job, and sends when the network is idle. A store does not
+see the traffic of training, but it knows how often saves begin.
 """
 
 from __future__ import annotations

@@ -60,8 +60,8 @@ class PageCollapser:
         self._skips = self._skips_next = 0  # how many saves begin no pass, because the last one made no huge page
 
     def begin(self, step: int | None, memory: HostMemory, *, outlives_save: bool) -> None:
-        """Begin a pass over memory that save `step` (None: `prepare`) captures lazily. Returns at once. Can be called
-        on any thread.
+        """Begin a pass over memory that save `step` (None: `prepare`) captures lazily. Waits at most 60 s until the
+        previous pass has stopped, but not for the new one. Can be called on any thread.
 
         outlives_save  whether this memory exists after the save. False: only memory that the previous save had at the
                        same address is collapsed

@@ -57,7 +57,7 @@ def read_universal(
     parameters = {
         name: _parameter(place, name, shape_of.get(name), steps.get(name), files) for name in [*shape_of, *extra]
     }
-    groups = _groups(state["param_groups"], names)
+    groups = _groups(place / OPTIMIZER_NAME, state["param_groups"], names)
     scalars = {name: value for name, value in state.items() if name not in _NOT_SCALARS}
     return ZeroState(cast("int", state.get("zero_stage", 1)), tuple(parameters.values()), groups, scalars)
 
@@ -128,17 +128,15 @@ def _slot(place: Path, slot: str, view: TensorView, shape: tuple[int, ...], file
     return ParameterSlot(view.dtype, (ElementRun(run.file, run.offset_bytes, elements),))
 
 
-def _groups(groups: Sequence[object], names: Sequence[tuple[str, ...]]) -> tuple[ZeroGroup, ...]:
+def _groups(path: Path, groups: Sequence[object], names: Sequence[tuple[str, ...]]) -> tuple[ZeroGroup, ...]:
     result = []
     for number, group in enumerate(groups):
         if not isinstance(group, Mapping):
-            raise DamagedError(
-                f"parameter group {number} of {OPTIMIZER_NAME} is not a dict", next=_REMAKE
-            )
+            raise DamagedError(f"parameter group {number} in {path} is not a dict", next=_REMAKE)
         members = group.get("params", [number])
         if not isinstance(members, list) or not all(type(n) is int and 0 <= n < len(names) for n in members):
             raise DamagedError(
-                f"parameter group {number} of {OPTIMIZER_NAME} refers to parameters that do not exist",
+                f"parameter group {number} in {path} refers to parameters that do not exist",
                 found=f"{members!r:.80}", next=_REMAKE,
             )
         ours = tuple(name for member in members for name in names[member])

@@ -91,7 +91,7 @@ class Spans:
 
     @contextmanager
     def phase(self, phase: str, bytes_: int = 0) -> Iterator[None]:
-        """Record a span of the `with` block, even if the block raises."""
+        """Record the `with` block as a span, even if it raises an exception."""
         begin = time.monotonic()
         try:
             yield

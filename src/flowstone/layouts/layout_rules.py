@@ -281,8 +281,8 @@ def _shares(rule: Split | Fuse, count: int) -> tuple[int, ...]:
 
 
 def _check(rule: LayoutRule) -> None:
-    """Raise ArgumentError for a name that is empty, not a string, or has a placeholder twice, and for a number that is
-    out of range.
+    """Raise ArgumentError if a name is empty, is not a string, or has a placeholder twice, or if a number is out of
+    range.
     """
     kind = type(rule).__name__
     least = {"dim": 0, "groups": 1, "size": 0, "padded": 0}

@@ -36,8 +36,8 @@ from flowstone.torch.trees import find_self_changing
 
 
 def describe(module: torch.nn.Module, place: Place, saving: DescribePass) -> MergePoint:
-    """Add the entries of the module's state_dict() to the save, one by one. Returns those entries that are listed, by
-    name, in the object that the checkpoint stores for this module.
+    """Add the entries of the module's state_dict() to the save, one by one. Returns the entries that must be listed
+    by name: for this, the checkpoint stores one object for each module.
 
     This object lists values that are not tensors, tensors that are not the memory of a parameter or buffer (made by a
     hook of state_dict(), or extra state), and tensors that a provider (fs.Provider) describes. A load finds the

@@ -126,8 +126,8 @@ def _python_global() -> random.Random:
 
 
 def _python_state(generator: random.Random, name: str) -> dict[str, object]:
-    """The state of a `random.Random` as a dict: its version, an array of its 624 words and the position, and the next
-    Gaussian number. `getstate()` returns these as a tuple. `name` is for the error message.
+    """The state of a `random.Random` as a dict. Like the tuple that `getstate()` returns, it has a version, 625 numbers
+    (624 words and a position), and the next Gaussian number. `name` is for the error message.
     """
     try:
         version, words, gauss = generator.getstate()
